@@ -1,0 +1,153 @@
+"""`OffloadConfig`: every setting of an offloaded run, in one place."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+from hf_lohan.config.description import describe
+from hf_lohan.config.errors import ConfigError, refuse_unknown_keys
+from hf_lohan.config.sources import ALL_AUTO, file_named, read_file, unnest
+from hf_lohan.config.ssd_path import SsdPath, ssd_paths
+from hf_lohan.config.value_checks import AUTO, check_choice, check_count, check_piece_size, check_size
+
+Activations: TypeAlias = Literal["recompute", "keep"]
+Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
+OptimizerStateDtype: TypeAlias = Literal["float32"]
+
+
+@dataclass(kw_only=True, slots=True, frozen=True)
+class OffloadConfig:
+    """What an offloaded run may use and how it goes about it.
+
+    Every value is checked and brought to the type shown here; sizes are bytes and may be given as "24GiB" or
+    "24GB". Raises ConfigError, quoting the value and saying what is allowed.
+    """
+
+    gpu_memory: int | Literal["auto"] = AUTO
+    """Most bytes of the compute device's memory for the pools; "auto" is 80% of the device memory."""
+
+    cpu_memory: int | Literal["auto"] = AUTO
+    """Most bytes of host memory for the pools; "auto" is 60% of the host memory."""
+
+    ssd: tuple[SsdPath, ...] | Literal["auto"] = AUTO
+    """Where the store lives: a path, a list of paths or of {path, capacity}; "auto": one the run chooses."""
+
+    optimizer_state_dtype: OptimizerStateDtype = "float32"
+    """Type in which `exp_avg` and `exp_avg_sq` are stored."""
+
+    io_threads: int | Literal["auto"] = AUTO
+    """Threads that read and write the store; "auto" is one per CPU, at least 2 and at most 8."""
+
+    io_piece_bytes: int | Literal["auto"] = AUTO
+    """Bytes of one read or write, a multiple of 4096; "auto" is 8 MiB."""
+
+    prefetch_blocks: int | Literal["auto"] = AUTO
+    """How many blocks to read ahead of the one that computes; "auto" is 2."""
+
+    activations: Activations = "recompute"
+    """A block's activations: "recompute" drops them and makes them again in backward; "keep" keeps them."""
+
+    schedule: Schedule = "optimized"
+    """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
+    after, both during backward; "serial" updates only when backward has ended."""
+
+    cpu_threads: int | Literal["auto"] = AUTO
+    """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
+
+    def __post_init__(self) -> None:
+        for name, check in _CHECKS.items():
+            object.__setattr__(self, name, check(name, getattr(self, name)))
+
+    @classmethod
+    def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
+        """A config from any of its spellings; keywords override what it says.
+
+        ``value`` is None or "lohan" (every setting at its default), the path of a YAML file, a mapping, or an
+        OffloadConfig. Raises ConfigError for unknown keys, values that are not allowed, and unreadable files.
+        """
+        config = cls._load(value)
+        if not overrides:
+            return config
+        refuse_unknown_keys(overrides, SETTINGS, what="offload setting")
+        return replace(config, **overrides)
+
+    @classmethod
+    def _load(cls, value: object) -> OffloadConfig:
+        match value:
+            case None | "lohan":
+                return cls()
+            case OffloadConfig():
+                return value
+            case Mapping():
+                return cls._from_settings(unnest(value))
+            case str() | os.PathLike():
+                path = file_named(value)
+                settings = read_file(path)
+                try:
+                    return cls._from_settings(settings)
+                except ConfigError as error:
+                    raise ConfigError(f"{path}: {error}") from None
+        raise ConfigError(
+            f"offload={value!r} is not allowed; "
+            f"give {ALL_AUTO!r}, the path of a YAML file, a dict, an OffloadConfig or None"
+        )
+
+    @classmethod
+    def _from_settings(cls, settings: Mapping[Any, Any]) -> OffloadConfig:
+        refuse_unknown_keys(settings, SETTINGS, what="offload setting")
+        return cls(**settings)
+
+    def resolve(
+        self, *, host_memory_bytes: int, device_memory_bytes: int, num_cpus: int, default_ssd_path: str
+    ) -> OffloadConfig:
+        """This config with every "auto" replaced for this machine; only an SSD's capacity may stay "auto"."""
+        automatic: dict[str, Any] = {
+            "gpu_memory": device_memory_bytes * 8 // 10,
+            "cpu_memory": host_memory_bytes * 6 // 10,
+            "ssd": default_ssd_path,
+            "io_threads": max(2, min(8, num_cpus)),
+            "io_piece_bytes": 8 * 1024 * 1024,
+            "prefetch_blocks": 2,
+            "cpu_threads": max(1, num_cpus),
+        }
+        unsaid = {name: value for name, value in automatic.items() if getattr(self, name) == AUTO}
+        return replace(self, **unsaid)
+
+    @property
+    def is_resolved(self) -> bool:
+        """Whether no setting is "auto"; an SSD's capacity may be, and then means its free space."""
+        return all(getattr(self, name) != AUTO for name in SETTINGS)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The settings in JSON's types; `load` makes an equal config of them."""
+        settings = {name: getattr(self, name) for name in SETTINGS}
+        if self.ssd != AUTO:
+            settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
+        return settings
+
+    def describe(self) -> str:
+        """The settings as a table, one line each, sizes in human units; for printing once as a run starts."""
+        return describe(self.to_dict())
+
+
+OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
+
+SETTINGS = tuple(field.name for field in fields(OffloadConfig))
+
+_CHECKS: dict[str, Callable[[str, object], object]] = {
+    "gpu_memory": check_size,
+    "cpu_memory": check_size,
+    "ssd": lambda _name, value: ssd_paths(value),
+    "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
+    "io_threads": check_count,
+    "io_piece_bytes": check_piece_size,
+    "prefetch_blocks": check_count,
+    "activations": partial(check_choice, allowed=get_args(Activations)),
+    "schedule": partial(check_choice, allowed=get_args(Schedule)),
+    "cpu_threads": check_count,
+}
+assert tuple(_CHECKS) == SETTINGS, "every setting has its check"

@@ -1,0 +1,229 @@
+"""Every spelling of a config, every refusal, and what "auto" becomes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
+
+GIB = 2**30
+MACHINE: dict[str, Any] = {
+    "host_memory_bytes": 64 * GIB,
+    "device_memory_bytes": 24 * GIB,
+    "num_cpus": 12,
+    "default_ssd_path": "/mnt/nvme/store",
+}
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("source", [None, "lohan", {}, {"lohan": None}, {"lohan": {}}])
+def test_nothing_said_is_all_automatic(source: Any) -> None:
+    config = OffloadConfig.load(source)
+    assert config == OffloadConfig()
+    assert (config.activations, config.schedule) == ("recompute", "optimized")
+    assert config.optimizer_state_dtype == "float32"
+    assert not config.is_resolved
+
+
+def test_every_source_gives_the_same_config(tmp_path: Path) -> None:
+    settings = {"gpu_memory": "2GiB", "ssd": [str(tmp_path)], "schedule": "naive"}
+    expected = OffloadConfig(gpu_memory=2 * GIB, ssd=(SsdPath(str(tmp_path)),), schedule="naive")
+    flat = write(tmp_path / "flat.yaml", yaml.safe_dump(settings))
+    nested = write(tmp_path / "nested.yml", yaml.safe_dump({"lohan": settings}))
+    unnamed = write(tmp_path / "settings", yaml.safe_dump(settings))
+    sources: list[Any] = [
+        settings,
+        {"lohan": settings},
+        flat,
+        str(flat),
+        nested,
+        str(unnamed),
+        unnamed,
+        expected,
+    ]
+    assert [OffloadConfig.load(source) for source in sources] == [expected] * len(sources)
+    assert OffloadConfig.load(**settings) == expected
+
+
+def test_keywords_override(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.yaml", "gpu_memory: 2GiB\nio_threads: 3\n")
+    config = OffloadConfig.load(path, gpu_memory="3GiB", prefetch_blocks=4)
+    assert (config.gpu_memory, config.io_threads, config.prefetch_blocks) == (3 * GIB, 3, 4)
+    assert OffloadConfig.load(config, io_threads="auto").io_threads == "auto"
+
+
+def test_an_empty_file_is_all_automatic(tmp_path: Path) -> None:
+    assert OffloadConfig.load(write(tmp_path / "empty.yaml", "# nothing yet\n")) == OffloadConfig()
+
+
+def refusal(source: Any = None, **overrides: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.load(source, **overrides)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("misspelt", "right"),
+    [
+        ("gpu_mem", "gpu_memory"),
+        ("cpu_memroy", "cpu_memory"),
+        ("SSD", "ssd"),
+        ("io_thread", "io_threads"),
+        ("prefetch", "prefetch_blocks"),
+    ],
+)
+def test_a_misspelt_key_names_the_right_one(misspelt: str, right: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "typo.yaml", f"{misspelt}: 1GiB\n")
+    for message in (refusal({misspelt: "1GiB"}), refusal(**{misspelt: "1GiB"}), refusal(path)):
+        assert repr(misspelt) in message and f"did you mean {right!r}?" in message
+    assert refusal(path).startswith(str(path))
+
+
+def test_a_key_like_no_other_lists_what_is_known() -> None:
+    assert "Known: gpu_memory, cpu_memory, ssd" in refusal({"zzz": 1})
+    assert "True" in refusal({True: 1})
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "allowed"),
+    [
+        ("gpu_memory", "24G", "24GiB"),
+        ("gpu_memory", 24, "unit"),
+        ("cpu_memory", None, "'auto'"),
+        ("cpu_memory", -5, "'auto'"),
+        ("io_threads", 0, "at least 1"),
+        ("io_threads", "4", "whole number"),
+        ("cpu_threads", 2.0, "whole number"),
+        ("prefetch_blocks", True, "whole number"),
+        ("io_piece_bytes", 5000, "multiple of 4096"),
+        ("activations", "drop", "'recompute' or 'keep'"),
+        ("schedule", "fast", "'optimized' or 'naive' or 'serial'"),
+        ("schedule", ["naive"], "'optimized'"),
+        ("optimizer_state_dtype", "bfloat16", "'float32'"),
+        ("ssd", 7, "directory"),
+        ("ssd", [], "directory"),
+        ("ssd", "", "directory"),
+        ("ssd", [None], "directory"),
+        ("ssd", [{"capacity": "1GiB"}], "{path, capacity}"),
+        ("ssd", [{"path": None}], "{path, capacity}"),
+    ],
+)
+def test_a_bad_value_is_quoted_with_what_is_allowed(setting: str, value: Any, allowed: str) -> None:
+    message = refusal({setting: value})
+    assert message.startswith(setting) and allowed in message
+    assert repr(value) in message or setting == "ssd"
+    with pytest.raises(ConfigError):
+        OffloadConfig(**{setting: value})
+
+
+def test_sources_that_are_none(tmp_path: Path) -> None:
+    assert "neither 'lohan'" in refusal("lohann")
+    assert "cannot read" in refusal("missing.yaml")
+    assert "cannot read" in refusal(tmp_path)
+    assert "offload=3" in refusal(3)
+    assert "not YAML" in refusal(write(tmp_path / "broken.yaml", "a: [1,\nb: 2"))
+    assert "not a table" in refusal(write(tmp_path / "list.yaml", "- 1\n"))
+    assert "'zero'" in refusal({"lohan": {}, "zero": 1})
+
+
+def test_ssd_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("FAST_DISK", str(tmp_path / "fast"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    entries = ["here", "$FAST_DISK/store", {"path": "~/store", "capacity": "10GB"}, Path("there")]
+    assert OffloadConfig(ssd=entries).ssd == (  # type: ignore[arg-type]
+        SsdPath(str(tmp_path / "here")),
+        SsdPath(str(tmp_path / "fast/store")),
+        SsdPath(str(tmp_path / "home/store"), 10**10),
+        SsdPath(str(tmp_path / "there")),
+    )
+    assert OffloadConfig.load(ssd={"path": "here", "capacity": "auto"}).ssd == (
+        SsdPath(str(tmp_path / "here"), "auto"),
+    )
+
+
+def test_ssd_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_DISK", raising=False)
+    assert "${NO_SUCH_DISK}" in refusal(ssd="${NO_SUCH_DISK}/store")
+    assert "unknown home" in refusal(ssd="~nobody-has-this-name/store")
+    assert "named twice" in refusal(ssd=[str(tmp_path), f"{tmp_path}/x/.."])
+    assert "did you mean 'capacity'?" in refusal(ssd=[{"path": str(tmp_path), "capcity": "1GiB"}])
+    assert "ssd capacity" in refusal(ssd=[{"path": str(tmp_path), "capacity": "much"}])
+
+
+def test_resolve_replaces_every_auto() -> None:
+    config = OffloadConfig().resolve(**MACHINE)
+    assert config.is_resolved
+    assert config.gpu_memory == 24 * GIB * 8 // 10 and config.cpu_memory == 64 * GIB * 6 // 10
+    assert (config.io_threads, config.cpu_threads, config.prefetch_blocks) == (8, 12, 2)
+    assert config.io_piece_bytes == 8 * 2**20
+    assert config.ssd == (SsdPath("/mnt/nvme/store", "auto"),)
+    assert config.resolve(**{**MACHINE, "num_cpus": 1}) == config
+
+
+@pytest.mark.parametrize(("num_cpus", "io_threads"), [(1, 2), (2, 2), (5, 5), (64, 8)])
+def test_io_threads_follow_the_cpus(num_cpus: int, io_threads: int) -> None:
+    assert OffloadConfig().resolve(**{**MACHINE, "num_cpus": num_cpus}).io_threads == io_threads
+
+
+def test_resolve_keeps_what_was_said(tmp_path: Path) -> None:
+    said = OffloadConfig.load(
+        cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial"
+    )
+    config = said.resolve(**MACHINE)
+    assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.schedule) == (
+        GIB,
+        1,
+        3,
+        "serial",
+    )
+    assert config.ssd == (SsdPath(str(tmp_path)),)
+
+
+def test_round_trips(tmp_path: Path) -> None:
+    limited = OffloadConfig.load(ssd=[{"path": tmp_path, "capacity": "1GB"}])
+    for config in (OffloadConfig(), OffloadConfig().resolve(**MACHINE), limited):
+        settings = config.to_dict()
+        assert OffloadConfig.load(json.loads(json.dumps(settings))) == config
+        assert OffloadConfig.load(write(tmp_path / "again.yaml", yaml.safe_dump(settings))) == config
+        assert pickle.loads(pickle.dumps(config)) == config == copy.deepcopy(config)
+
+
+def test_a_config_does_not_change() -> None:
+    with pytest.raises(FrozenInstanceError):
+        OffloadConfig().io_threads = 4  # type: ignore[misc]
+
+
+def test_describe_is_a_table_in_human_units() -> None:
+    config = OffloadConfig.load(ssd=["/a", {"path": "/b", "capacity": "2TiB"}]).resolve(**MACHINE)
+    lines = config.describe().splitlines()
+    assert lines[0] == "offload config" and len(lines) == 1 + 11
+    assert "  gpu_memory             19.2 GiB" in lines
+    assert "  ssd                    /a (free space)" in lines
+    assert "                         /b (at most 2 TiB)" in lines
+    assert "  io_piece_bytes         8 MiB" in lines
+
+
+def test_the_page_about_settings_names_each_with_its_default() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    for name, default in OffloadConfig().to_dict().items():
+        assert f"| `{name}` | `{default}` |" in page
+
+
+def test_the_misspelling_shown_in_the_docs_is_what_is_printed() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    assert f"hf_lohan.config.errors.ConfigError: {refusal({'cpu_memroy': '32GiB'})}" in page
