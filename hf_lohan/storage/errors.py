@@ -1,0 +1,64 @@
+"""What can go wrong in the storage room, each in one line that says what to do."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+def format_bytes(num_bytes: int) -> str:
+    """``num_bytes`` exactly and, from 1 KiB on, also at a glance: ``2,097,152 bytes (2.00 MiB)``."""
+    exact = f"{num_bytes:,} bytes"
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if num_bytes >= 1 << power:
+            return f"{exact} ({num_bytes / (1 << power):.2f} {unit})"
+    return exact
+
+
+class StorageError(OSError):
+    """Input or output failed. ``errno``, ``path`` and ``offset`` (bytes, where known) are kept."""
+
+    def __init__(
+        self, problem: str, *, path: str, advice: str, errno: int | None = None, offset: int | None = None
+    ) -> None:
+        where = path if offset is None else f"{path} at byte {offset}"
+        reason = "" if errno is None else f" ({os.strerror(errno)})"
+        self.message = f"{problem} {where}{reason}: {advice}"
+        super().__init__(errno, self.message)
+        self.path = path
+        self.offset = offset
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class StoreInUseError(RuntimeError):
+    """Another process (or another store object of this one) holds the lock of a store directory."""
+
+
+class ForeignStoreError(ValueError):
+    """The directory holds something that is not this model's store, and nobody asked to destroy it."""
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """One place where bytes are missing; ``limit`` is what ran out: ``capacity`` or ``free space``."""
+
+    path: str
+    needed_bytes: int
+    available_bytes: int
+    limit: str
+
+    def __str__(self) -> str:
+        available = format_bytes(self.available_bytes)
+        return f"{self.path} needs {format_bytes(self.needed_bytes)} but its {self.limit} is {available}"
+
+
+class CapacityError(ValueError):
+    """The records do not fit on the given paths. ``shortfalls`` holds the numbers."""
+
+    def __init__(self, shortfalls: Sequence[Shortfall]) -> None:
+        self.shortfalls = tuple(shortfalls)
+        listed = "; ".join(map(str, self.shortfalls))
+        super().__init__(f"the store does not fit: {listed}. Free space, raise `capacity` or add an ssd path")

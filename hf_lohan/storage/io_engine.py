@@ -1,0 +1,155 @@
+"""Asynchronous transfers between aligned host memory and data files, within a byte budget."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_lohan.storage.buffers import SECTOR_BYTES
+from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
+from hf_lohan.storage.request import IoRequest
+
+_MAX_VIEWS = 512
+"""Buffers in one call: half of Linux's IOV_MAX."""
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """One run of bytes in a file and the places in memory, in order, that hold them."""
+
+    file: DataFile
+    offset: int
+    views: tuple[memoryview, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(view.nbytes for view in self.views)
+
+
+class IoEngine:
+    """A few threads that read and write pieces of at most ``piece_bytes``.
+
+    At most ``max_inflight_bytes`` of unfinished requests exist at a time: `read` and `write` block until
+    theirs fits; one that is bigger than the bound goes alone. Close the engine after the stores that use it.
+    """
+
+    def __init__(
+        self, num_threads: int, piece_bytes: int, max_inflight_bytes: int, backend: FileBackend | None = None
+    ) -> None:
+        if num_threads < 1:
+            raise ValueError(f"num_threads is {num_threads}: the engine needs at least 1")
+        if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES:
+            raise ValueError(f"piece_bytes is {piece_bytes}: choose a positive multiple of {SECTOR_BYTES}")
+        if max_inflight_bytes < 1:
+            raise ValueError(f"max_inflight_bytes is {max_inflight_bytes}: choose at least one piece")
+        self.num_threads = num_threads
+        self._backend = backend or PosixBackend()
+        self._piece_bytes = piece_bytes
+        self._max_inflight_bytes = max_inflight_bytes
+        self._inflight_bytes = 0
+        self._moved_bytes = {"read": 0, "write": 0}
+        self._closed = False
+        self._changed = threading.Condition()  # guards the three above
+        self._here = threading.local()
+        self._threads = ThreadPoolExecutor(num_threads, "lohan-io", initializer=self._mark_io_thread)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes read so far."""
+        with self._changed:
+            return self._moved_bytes["read"]
+
+    @property
+    def write_bytes(self) -> int:
+        """Bytes written so far."""
+        with self._changed:
+            return self._moved_bytes["write"]
+
+    @property
+    def inflight_bytes(self) -> int:
+        """Cost of the requests that are not finished."""
+        with self._changed:
+            return self._inflight_bytes
+
+    def open_file(self, path: str, *, create: bool = False) -> DataFile:
+        """Open a data file for this engine; ``create`` makes it and raises if it exists."""
+        return DataFile(path, self._backend, create=create)
+
+    def read(self, transfers: Sequence[Transfer]) -> IoRequest:
+        """Start to read; the memory must stay untouched until the request is done."""
+        return self._submit("read", transfers)
+
+    def write(self, transfers: Sequence[Transfer]) -> IoRequest:
+        """Start to write; the memory must stay unchanged until the request is done."""
+        return self._submit("write", transfers)
+
+    def close(self) -> None:
+        """Finish what is in flight and end the threads."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._inflight_bytes == 0)
+        self._threads.shutdown()
+
+    def _submit(self, verb: Literal["read", "write"], transfers: Sequence[Transfer]) -> IoRequest:
+        # A thread that waits here for room would be missing where the room is made.
+        assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
+        pieces = _pieces(transfers, self._piece_bytes)
+        request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release)
+        with self._changed:
+            self._changed.wait_for(lambda: self._closed or self._has_room(request.num_bytes))
+            if self._closed:
+                raise RuntimeError("the I/O engine is closed: no request can start")
+            self._inflight_bytes += request.num_bytes
+        for piece in pieces:
+            self._threads.submit(self._run, request, verb, piece)
+        return request
+
+    def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer) -> None:
+        error: BaseException | None = None
+        try:
+            if not request.failed:  # else the rest of it is not worth the disk's time
+                move = piece.file.read if verb == "read" else piece.file.write
+                move(piece.offset, piece.views)
+                with self._changed:
+                    self._moved_bytes[verb] += piece.num_bytes
+        except BaseException as caught:  # whatever it is, it belongs to whoever waits
+            error = caught
+        request.finish_piece(error)
+
+    def _has_room(self, num_bytes: int) -> bool:
+        return self._inflight_bytes == 0 or self._inflight_bytes + num_bytes <= self._max_inflight_bytes
+
+    def _release(self, num_bytes: int) -> None:
+        with self._changed:
+            self._inflight_bytes -= num_bytes
+            self._changed.notify_all()
+
+    def _mark_io_thread(self) -> None:
+        self._here.is_io_thread = True
+
+
+def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
+    """All transfers cut up, in an order that keeps every file busy until all end together."""
+    placed: list[tuple[float, Transfer]] = []
+    for transfer in transfers:
+        for piece in _cut(transfer, piece_bytes):
+            placed.append(((piece.offset - transfer.offset) / transfer.num_bytes, piece))
+    return [piece for _, piece in sorted(placed, key=lambda entry: entry[0])]
+
+
+def _cut(transfer: Transfer, piece_bytes: int) -> Iterator[Transfer]:
+    offset, views, room_bytes = transfer.offset, list[memoryview](), piece_bytes
+    for view in transfer.views:
+        while view.nbytes:
+            views.append(view[:room_bytes])
+            room_bytes -= views[-1].nbytes
+            view = view[views[-1].nbytes :]
+            if room_bytes == 0 or len(views) == _MAX_VIEWS:
+                yield Transfer(transfer.file, offset, tuple(views))
+                offset, views, room_bytes = offset + piece_bytes - room_bytes, [], piece_bytes
+    if views:
+        yield Transfer(transfer.file, offset, tuple(views))

@@ -1,0 +1,151 @@
+"""The small JSON file that says what a store is; the same in every path but for the path's own index."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from hf_lohan.storage.directories import sync_directory
+from hf_lohan.storage.errors import ForeignStoreError, StorageError
+from hf_lohan.storage.layout import StoreLayout, StorePath
+
+MANIFEST_NAME = "manifest.json"
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Whose records these are. Equal ``fingerprint`` means: same model, so its store may be replaced."""
+
+    model_class: str
+    num_parameters: int
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """``store_id`` ties the paths of one store together. The paths in ``layout`` are never opened."""
+
+    store_id: str
+    created: str
+    model: ModelIdentity
+    layout: StoreLayout
+    path_index: int = 0
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "format_version": FORMAT_VERSION,
+            "store_id": self.store_id,
+            "created": self.created,
+            "model": asdict(self.model),
+            "path_index": self.path_index,
+            "layout": self.layout.to_json(),
+        }
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> Manifest:
+        """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
+        layout = StoreLayout.from_json(fields["layout"])
+        if fields["path_index"] not in range(len(layout.paths)):
+            raise ValueError(f"path_index {fields['path_index']!r} is out of range")
+        model = ModelIdentity(**fields["model"])
+        return cls(str(fields["store_id"]), str(fields["created"]), model, layout, int(fields["path_index"]))
+
+    def refuse_other(self, model: ModelIdentity, directory: str) -> None:
+        """Raise `ForeignStoreError` unless the store is ``model``'s."""
+        if self.model.fingerprint != model.fingerprint:
+            raise ForeignStoreError(
+                f"{directory} holds the store of another model: {self.model.model_class} with "
+                f"{self.model.num_parameters:,} parameters, created {self.created}; "
+                f"choose another directory, or delete this one if its state is no longer needed"
+            )
+
+
+def read_manifest(directory: str) -> Manifest | None:
+    """The manifest in a directory, None if there is none.
+
+    Raises `ForeignStoreError` for one that is damaged, not ours or of a newer version of this library.
+    """
+    file = os.path.join(directory, MANIFEST_NAME)
+    try:
+        with open(file, encoding="utf-8") as stream:
+            fields = json.load(stream)
+        version = int(fields["format_version"])
+        if version <= FORMAT_VERSION:
+            return Manifest.from_json(fields)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        advice = "check its permissions and the disk"
+        raise StorageError("cannot read", path=file, errno=error.errno, advice=advice) from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ForeignStoreError(
+            f"{file} is damaged or not a store's manifest ({error}): "
+            f"choose another directory or delete this one"
+        ) from error
+    raise ForeignStoreError(
+        f"{file} has format version {version}, this hf_lohan knows up to {FORMAT_VERSION}: "
+        f"upgrade hf_lohan or choose another directory"
+    )
+
+
+def write_manifests(manifest: Manifest, directories: Sequence[str]) -> None:
+    """Put the manifest into every directory: whole or not at all, and there to stay."""
+    for path_index, directory in enumerate(directories):
+        _write_durably(replace(manifest, path_index=path_index), os.path.join(directory, MANIFEST_NAME))
+
+
+def remove_manifests(directories: Sequence[str]) -> None:
+    """From here on none of the directories holds a store."""
+    for directory in directories:
+        with suppress(FileNotFoundError):
+            os.unlink(os.path.join(directory, MANIFEST_NAME))
+            sync_directory(directory)
+
+
+def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...]]:
+    """The one manifest of the store in ``paths``, given in any order, and the paths in the store's order.
+
+    Raises `StorageError` if a path holds no store, `ForeignStoreError` if they are not all of one store.
+    """
+    by_index: dict[int, StorePath] = {}
+    first: Manifest | None = None
+    for path in paths:
+        found = read_manifest(path.path)
+        if found is None:
+            advice = "create one there or give the directory of one"
+            raise StorageError("there is no store in", path=path.path, advice=advice)
+        first = first or found
+        if found.store_id != first.store_id:
+            raise ForeignStoreError(
+                f"{paths[0].path} and {path.path} hold parts of different stores: give the paths of one"
+            )
+        by_index[found.path_index] = path
+    assert first is not None, "paths are validated before"
+    if len(by_index) != len(first.layout.paths) or len(by_index) != len(paths):
+        raise ForeignStoreError(
+            f"{paths[0].path} is part of a store over {len(first.layout.paths)} paths, {len(paths)} given: "
+            f"give each of them once"
+        )
+    return first, tuple(by_index[index] for index in sorted(by_index))
+
+
+def _write_durably(manifest: Manifest, file: str) -> None:
+    fresh = f"{file}.new"
+    try:
+        with suppress(FileNotFoundError):
+            os.unlink(fresh)
+        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        with open(fd, "w", encoding="utf-8") as stream:
+            json.dump(manifest.to_json(), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(fresh, file)
+        sync_directory(os.path.dirname(file))
+    except OSError as error:
+        advice = "free space or choose another directory"
+        raise StorageError("cannot write", path=file, errno=error.errno, advice=advice) from error

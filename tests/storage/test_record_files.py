@@ -1,0 +1,184 @@
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.storage import (
+    IoEngine,
+    RecordFiles,
+    RecordSpec,
+    StorageError,
+    StoreLayout,
+    StorePath,
+    aligned_empty,
+)
+from hf_lohan.testing.storage_doubles import FaultyBackend, GatedBackend, ShortBackend
+
+EngineFactory = Callable[..., IoEngine]
+Values = Callable[[RecordSpec, int], torch.Tensor]
+Records = tuple[RecordSpec, ...]
+
+
+def new_files(
+    root: Path, records: Records, engine: IoEngine, capacities: tuple[int, ...] = (5, 3, 1)
+) -> RecordFiles:
+    directories = [root / str(i) for i in range(len(capacities))]
+    for directory in directories:
+        directory.mkdir()
+    paths = tuple(StorePath(str(d), c) for d, c in zip(directories, capacities, strict=True))
+    return RecordFiles.create(
+        StoreLayout(records, paths, 5 * 4096), list(map(str, directories)), "r.bin", engine
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(torch.uint8)
+
+
+@pytest.mark.parametrize("capacities", [(1,), (1, 1), (5, 3, 1)])
+@pytest.mark.parametrize("max_bytes", [None, 4096, 9000])
+def test_what_is_written_is_read(
+    tmp_path: Path,
+    make_engine: EngineFactory,
+    records: Records,
+    random_values: Values,
+    capacities: tuple[int, ...],
+    max_bytes: int | None,
+) -> None:
+    engine = make_engine(None if max_bytes is None else ShortBackend(max_bytes))
+    with new_files(tmp_path, records, engine, capacities) as files:
+        written = {record: random_values(record, record.numel) for record in records}
+        requests = [files.write(r.block, r.kind, 0, values) for r, values in written.items()]
+        for request in requests:
+            request.wait()
+        for record, values in written.items():
+            for start in range(0, record.numel, 2048):
+                out = random_values(record, min(4096, record.numel - start))
+                files.read(record.block, record.kind, start, out).wait()
+                assert torch.equal(bits(out), bits(values[start : start + out.numel()]))
+        assert engine.write_bytes == files.size_bytes == sum(record.num_bytes for record in records)
+
+
+def test_a_write_inside_a_record_touches_nothing_else(
+    tmp_path: Path, engine: IoEngine, records: Records, random_values: Values
+) -> None:
+    record = records[2]
+    with new_files(tmp_path, records, engine) as files:
+        whole, part = random_values(record, 8192), random_values(record, 3072)
+        files.write(record.block, record.kind, 0, whole).wait()
+        files.write(record.block, record.kind, 2048, part).wait()
+        out = random_values(record, 8192)
+        files.read(record.block, record.kind, 0, out).wait()
+        expected = torch.cat([whole[:2048], part, whole[5120:]])
+        assert torch.equal(bits(out), bits(expected))
+        for other in set(records) - {record}:
+            out = random_values(other, other.numel)
+            files.read(other.block, other.kind, 0, out).wait()
+            assert not bits(out).any()
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_range_goes_through_a_bounce_buffer(
+    tmp_path_factory: pytest.TempPathFactory,
+    engine: IoEngine,
+    records: Records,
+    random_values: Values,
+    data: st.DataObject,
+) -> None:
+    record = data.draw(st.sampled_from(records))
+    start = data.draw(st.integers(0, record.numel))
+    numel = data.draw(st.integers(0, record.numel - start))
+    bounce = aligned_empty(data.draw(st.sampled_from([8192, 10000, 16384, 65536])))
+    with new_files(tmp_path_factory.mktemp("disks"), records, engine) as files:
+        values = random_values(record, record.numel)
+        files.write(record.block, record.kind, 0, values).wait()
+        # One element into its memory, so the tensor's own address is not aligned either.
+        source = random_values(record, numel + 1)[1:]
+        files.write_unaligned(record.block, record.kind, start, source, bounce)
+        values[start : start + numel] = source
+        out = random_values(record, record.numel)
+        files.read(record.block, record.kind, 0, out).wait()
+        assert torch.equal(bits(out), bits(values))
+        part = random_values(record, numel + 1)[1:]
+        files.read_unaligned(record.block, record.kind, start, part, bounce)
+        assert torch.equal(bits(part), bits(source))
+
+
+def test_edges_are_read_only_where_they_are_partial(
+    tmp_path: Path, engine: IoEngine, records: Records, random_values: Values
+) -> None:
+    record, bounce = records[2], aligned_empty(32768)
+    with new_files(tmp_path, records, engine) as files:
+        files.write_unaligned(record.block, record.kind, 1024, random_values(record, 2048), bounce)
+        assert engine.read_bytes == 0
+        files.write_unaligned(record.block, record.kind, 1000, random_values(record, 2048), bounce)
+        assert engine.read_bytes == 8192
+
+
+def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine, records: Records) -> None:
+    with new_files(tmp_path, records, engine) as files:
+        sector = aligned_empty(4096)
+        with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
+            files.read("layers.0", "param", 0, sector.view(torch.float16))
+        with pytest.raises(AssertionError, match="not the start of a sector"):
+            files.read("layers.0", "param", 1, sector.view(torch.bfloat16))
+        with pytest.raises(AssertionError, match="leaves its record"):
+            files.read("layers.0", "param", 8192, sector.view(torch.bfloat16))
+        with pytest.raises(KeyError, match=r"no param record of block 'layers\.7'"):
+            files.read("layers.7", "param", 0, sector.view(torch.bfloat16))
+        assert files.has("layers.1", "exp_avg") and not files.has("layers.1", "exp_avg_sq")
+
+
+def test_sync_covers_writes_in_flight_and_raises_their_errors(
+    tmp_path: Path, make_engine: EngineFactory, records: Records
+) -> None:
+    backend = GatedBackend()
+    with new_files(tmp_path, records, make_engine(backend)) as files:
+        request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+        backend.arrived.acquire()
+        synced = threading.Thread(target=files.sync)
+        synced.start()
+        assert not request.done()
+        backend.gate.set()
+        synced.join()
+        assert request.done()
+
+
+def test_close_waits_for_requests(tmp_path: Path, make_engine: EngineFactory, records: Records) -> None:
+    backend = GatedBackend()
+    files = new_files(tmp_path, records, make_engine(backend))
+    request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+    backend.arrived.acquire()
+    threading.Thread(target=backend.gate.set).start()
+    files.close()
+    files.close()
+    request.wait()
+    with pytest.raises(AssertionError, match="closed"):
+        files.read("layers.0", "exp_avg", 0, aligned_empty(4096).view(torch.float32))
+
+
+def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, records: Records) -> None:
+    engine = make_engine(FaultyBackend("write", 1, errno.ENOSPC))
+    with new_files(tmp_path, records, engine) as files:
+        request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+        with pytest.raises(
+            StorageError, match=r"cannot write .*r\.bin at byte \d+ \(No space left on device\)"
+        ):
+            request.wait()
+
+
+def test_remove_leaves_nothing(tmp_path: Path, engine: IoEngine, records: Records) -> None:
+    files = new_files(tmp_path, records, engine)
+    on_disk = list(tmp_path.rglob("r.bin"))
+    assert sum(os.stat(path).st_size for path in on_disk) == files.size_bytes
+    files.remove()
+    assert not list(tmp_path.rglob("r.bin"))

@@ -1,0 +1,343 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.storage import (
+    CapacityError,
+    ForeignStoreError,
+    IoEngine,
+    ModelIdentity,
+    RecordSpec,
+    StorageError,
+    Store,
+    StoreInUseError,
+    StorePath,
+    aligned_empty,
+)
+from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend
+
+EngineFactory = Callable[..., IoEngine]
+Values = Callable[[RecordSpec, int], torch.Tensor]
+Records = tuple[RecordSpec, ...]
+Paths = list[StorePath]
+SCRATCH = (RecordSpec("layers.0", "gradient", "float32", 8192),)
+
+
+def data_file_bytes(paths: Paths) -> int:
+    return sum(os.stat(file).st_size for path in paths for file in Path(path.path).glob("*.bin"))
+
+
+def names(path: StorePath) -> set[str]:
+    return {entry.name for entry in Path(path.path).iterdir()}
+
+
+def read_all(store: Store) -> torch.Tensor:
+    """Every byte of every record."""
+    parts = []
+    for record in store.records:
+        out = aligned_empty(record.num_bytes)
+        store.read(record.block, record.kind, 0, out.view(getattr(torch, record.dtype))).wait()
+        parts.append(out)
+    return torch.cat(parts)
+
+
+def test_a_fresh_store_is_zeros_of_the_announced_size(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        assert store.size_bytes == data_file_bytes(paths) == sum(record.num_bytes for record in records)
+        assert not read_all(store).any()
+        assert store.records == records and store.model == model and store.paths == tuple(paths)
+        assert store.has("layers.1", "param") and not store.has("layers.2", "param")
+
+
+def test_files_and_directories_are_private(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.scratch(SCRATCH)
+        for path in paths:
+            assert stat.S_IMODE(os.stat(path.path).st_mode) == 0o700
+            assert names(path) == {"records.bin", "gradients.bin", "manifest.json", "lock"}
+            for file in Path(path.path).iterdir():
+                assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_reopens_with_its_values_and_paths_in_any_order(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine, stripe_bytes=8192) as store:
+        for record in records:
+            store.write(record.block, record.kind, 0, random_values(record, record.numel)).wait()
+        store.sync()
+        written = read_all(store)
+    with Store.open(paths[::-1], model=model, engine=engine) as store:
+        assert torch.equal(read_all(store), written)
+        assert store.paths == tuple(paths) and store.records == records and store.model == model
+    with Store.open(paths, model=None, engine=engine) as store:
+        bounce, out = aligned_empty(8192), torch.empty(100, dtype=torch.bfloat16)
+        store.read_unaligned("layers.0", "param", 7, out, bounce)
+        assert torch.equal(out.view(torch.uint8), written[14:214])
+        store.write_unaligned("layers.0", "param", 7, torch.zeros_like(out), bounce)
+        assert not read_all(store)[14:214].any()
+
+
+def test_a_moved_store_opens_where_it_is_now(
+    tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    Store.create(paths, records, model=model, engine=engine).close()
+    moved = [StorePath(str(tmp_path / f"moved{i}")) for i in range(len(paths))]
+    for old, new in zip(paths, moved, strict=True):
+        os.rename(old.path, new.path)
+    with Store.open(moved, model=model, engine=engine) as store:
+        assert [path.path for path in store.paths] == [path.path for path in moved]
+    assert not any(os.path.exists(path.path) for path in paths)
+
+
+def test_a_store_of_the_same_model_is_replaced_by_zeros(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    random_values: Values,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+    with Store.create(paths, records[:2], model=model, engine=engine) as store:
+        assert not read_all(store).any()
+        assert data_file_bytes(paths) == store.size_bytes == 32768
+    assert "replacing the store of the same model" in caplog.text
+
+
+def test_the_store_of_another_model_is_refused_and_survives(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+        written = read_all(store)
+    other = replace(model, fingerprint="other")
+    says_what_is_there = (
+        r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; choose another"
+    )
+    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+        Store.create(paths, records, model=other, engine=engine)
+    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+        Store.open(paths, model=other, engine=engine)
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert torch.equal(read_all(store), written)
+
+
+def test_files_of_somebody_else_are_not_overwritten(
+    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    (tmp_path / "records.bin").write_text("precious")
+    with pytest.raises(ForeignStoreError, match=r"holds records\.bin but no store"):
+        Store.create([StorePath(str(tmp_path))], records, model=model, engine=engine)
+    assert (tmp_path / "records.bin").read_text() == "precious"
+
+
+def test_too_small_a_capacity_writes_nothing(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    tight = [replace(paths[0], capacity_bytes=30_000), replace(paths[1], capacity_bytes=50_000)]
+    numbers = r"/a needs 32,768 bytes .* capacity is 30,000 bytes .*/b needs 57,344 bytes .* is 50,000 bytes"
+    with pytest.raises(CapacityError, match=numbers) as caught:
+        Store.create(tight, records, model=model, engine=engine)
+    assert [shortfall.limit for shortfall in caught.value.shortfalls] == ["capacity", "capacity"]
+    assert not any(os.path.exists(path.path) for path in paths)
+
+
+def test_more_than_the_disk_has_free_is_refused_before_anything_is_written(
+    tmp_path: Path, model: ModelIdentity, engine: IoEngine
+) -> None:
+    huge = [RecordSpec("layers.0", "param", "float32", 2048 << 36)]
+    for capacity_bytes, limit in ((None, "capacity"), (1 << 60, "free space")):
+        path = StorePath(str(tmp_path / "store"), capacity_bytes)
+        with pytest.raises(
+            CapacityError, match=rf"needs 562,949,953,421,312 bytes .* but its {limit} is [\d,]+ bytes"
+        ):
+            Store.create([path], huge, model=model, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_paths_on_one_disk_share_its_free_space(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_lohan.storage.directories.free_bytes", lambda path: 90_111)
+    with pytest.raises(CapacityError, match=r"/a and .*/b needs 90,112 bytes .* free space is 90,111 bytes"):
+        Store.create(paths, records, model=model, engine=engine)
+    monkeypatch.setattr("hf_lohan.storage.directories.free_bytes", lambda path: 90_112)
+    Store.create(paths, records, model=model, engine=engine).close()
+    monkeypatch.setattr("hf_lohan.storage.directories.free_bytes", lambda path: 0)
+    unlimited = [StorePath(path.path) for path in paths]
+    Store.create(unlimited, records, model=model, engine=engine).close()  # in the room of the one before
+
+
+@pytest.mark.parametrize("call, number", [("allocate", 1), ("allocate", 2), ("sync", 2), ("open", 2)])
+def test_a_creation_that_fails_leaves_no_records_and_no_lock(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    make_engine: EngineFactory,
+    call: str,
+    number: int,
+) -> None:
+    backend = FaultyBackend(call, number, errno.ENOSPC)
+    with pytest.raises((CapacityError, StorageError)) as caught:
+        Store.create(paths, records, model=model, engine=make_engine(backend))
+    if call == "allocate":
+        assert isinstance(caught.value, CapacityError) and "records.bin needs" in str(caught.value)
+    assert backend.calls["open"] - (call == "open") == backend.calls["close"]
+    assert all(names(path) == {"lock"} for path in paths if os.path.isdir(path.path))
+    Store.create(paths, records, model=model, engine=make_engine()).close()
+
+
+def test_unusable_paths_are_named(
+    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    (tmp_path / "file").touch()
+    below_a_file = StorePath(str(tmp_path / "file" / "store"))
+    with pytest.raises(
+        StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose"
+    ) as caught:
+        Store.create([below_a_file], records, model=model, engine=engine)
+    assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="at least one ssd path"):
+        Store.create([], records, model=model, engine=engine)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="given twice"):
+        twice = [StorePath(str(tmp_path)), StorePath(str(tmp_path / "link"))]
+        Store.create(twice, records, model=model, engine=engine)
+    with pytest.raises(ValueError, match=r"capacity of .* is -1 bytes"):
+        Store.create([StorePath(str(tmp_path / "store"), -1)], records, model=model, engine=engine)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_a_directory_without_write_permission_is_named(
+    tmp_path: Path,
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root nothing is unwritable
+    with pytest.raises(StorageError, match=r"/store \(Permission denied\): choose"):
+        Store.create([StorePath(str(tmp_path / "store"))], records, model=model, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_use_is_refused(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine):
+        with pytest.raises(StoreInUseError, match=rf"/a is in use by process {os.getpid()}: end that run"):
+            Store.open(paths, model=model, engine=engine)
+        with pytest.raises(StoreInUseError):
+            Store.create(paths, records, model=model, engine=engine)
+    Store.open(paths, model=model, engine=engine).close()
+
+
+def test_open_says_what_is_missing_or_damaged(
+    tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with pytest.raises(StorageError, match=r"there is no store in .*/a: create one"):
+        Store.open(paths, model=model, engine=engine)
+    assert not os.path.exists(paths[0].path)
+    Store.create(paths, records, model=model, engine=engine).close()
+    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, 1 given"):
+        Store.open(paths[:1], model=model, engine=engine)
+    other = StorePath(str(tmp_path / "other"))
+    Store.create([other], records, model=model, engine=engine).close()
+    with pytest.raises(ForeignStoreError, match="parts of different stores"):
+        Store.open([paths[0], other], model=model, engine=engine)
+    with pytest.raises(CapacityError, match=r"/a needs .* capacity is 10 bytes"):
+        Store.open([replace(paths[0], capacity_bytes=10), paths[1]], model=model, engine=engine)
+    os.truncate(Path(paths[1].path) / "records.bin", 4096)
+    with pytest.raises(StorageError, match=r"found 4096 bytes instead of \d+ in .*/b/records\.bin"):
+        Store.open(paths, model=model, engine=engine)
+    os.unlink(Path(paths[1].path) / "records.bin")
+    with pytest.raises(StorageError, match=r"cannot open .*/b/records\.bin \(No such file"):
+        Store.open(paths, model=model, engine=engine)
+
+
+def test_scratch_records_come_and_go(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        own_bytes = store.size_bytes
+        scratch = store.scratch(SCRATCH)
+        values, out = random_values(SCRATCH[0], 8192), random_values(SCRATCH[0], 8192)
+        scratch.write("layers.0", "gradient", 0, values).wait()
+        scratch.read("layers.0", "gradient", 0, out).wait()
+        assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+        assert store.size_bytes == data_file_bytes(paths) == own_bytes + 32768
+        assert not read_all(store).any()
+        with pytest.raises(ValueError, match="'gradients' is taken"):
+            store.scratch(SCRATCH)
+        scratch.close()
+        assert store.size_bytes == data_file_bytes(paths) == own_bytes
+        store.scratch(SCRATCH)
+        store.scratch(SCRATCH, name="more")
+        assert store.size_bytes == data_file_bytes(paths) == own_bytes + 65536
+    assert data_file_bytes(paths) == own_bytes
+    store.close()
+
+
+@pytest.mark.parametrize("name", ["records", "../evil", "", "Upper", "a.b"])
+def test_scratch_names_are_plain_words(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, name: str
+) -> None:
+    with (
+        Store.create(paths, records, model=model, engine=engine) as store,
+        pytest.raises(ValueError, match="taken or not"),
+    ):
+        store.scratch(SCRATCH, name=name)
+
+
+def test_scratch_counts_against_the_capacity(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        with pytest.raises(CapacityError, match=r"/a needs .* but its capacity is 200,000 bytes"):
+            store.scratch([RecordSpec("layers.0", "gradient", "float32", 26 * 2048)])
+        assert store.size_bytes == data_file_bytes(paths)
+        store.scratch([RecordSpec("layers.0", "gradient", "float32", 20 * 2048)])
+
+
+def test_scratch_of_a_killed_run_is_cleared(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    Store.create(paths, records, model=model, engine=engine).close()
+    stale = Path(paths[0].path) / "gradients.bin"
+    starts: tuple[Callable[[], Store], ...] = (
+        lambda: Store.open(paths, model=model, engine=engine),
+        lambda: Store.create(paths, records, model=model, engine=engine),
+    )
+    for start in starts:
+        stale.write_bytes(b"left behind")
+        with start() as store:
+            assert not stale.exists() and store.size_bytes == data_file_bytes(paths)
+
+
+def test_everything_is_reserved_and_synced_before_the_first_step(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    make_engine: EngineFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend = CountingBackend()
+    Store.create(paths, records, model=model, engine=make_engine(backend)).close()
+    assert backend.calls["allocate"] == backend.calls["sync"] == backend.calls["open"] == 2
+    assert backend.calls["read"] == backend.calls["write"] == 0
