@@ -1,0 +1,28 @@
+"""The compute device and everything that touches it.
+
+Streams, events, pinned host memory and copies behind one small interface (`Device`), with one implementation for
+CUDA and one for CPU. Everything above this room is written against the interface alone, so the engine that runs on
+a laptop's CPU in the tests is the engine that runs on the GPU. The only room that names `torch.cuda`.
+"""
+
+from hf_lohan.device.base import Device, Event, Lane
+from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
+from hf_lohan.device.cpu import CpuDevice
+from hf_lohan.device.factory import device_for
+from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
+from hf_lohan.device.threads import set_compute_threads, usable_cpus
+
+__all__ = [
+    "Buffer",
+    "BufferPool",
+    "CpuDevice",
+    "Device",
+    "Event",
+    "Lane",
+    "PoolAborted",
+    "available_host_memory_bytes",
+    "device_for",
+    "mapped_empty",
+    "set_compute_threads",
+    "usable_cpus",
+]

@@ -1,0 +1,67 @@
+"""The interface: three lanes of work, events between them, and two kinds of memory."""
+
+from __future__ import annotations
+
+import enum
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+
+class Lane(enum.Enum):
+    """An ordered queue of device work. Lanes run at the same time; only events order one against another."""
+
+    COMPUTE = "compute"
+    H2D = "h2d"
+    D2H = "d2h"
+
+
+class Event(ABC):
+    """A point in a lane's queue. It is reached when all work enqueued before it is done."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Block the calling host thread until the event is reached."""
+
+
+class Device(ABC):
+    """One compute device: its memory, the host memory it copies from, and its three lanes.
+
+    Copies are asynchronous. The rules every caller keeps:
+
+    * device memory is read by COMPUTE only after `wait(COMPUTE, event of the copy that filled it)`;
+    * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
+    * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
+    * host memory is read, or used again, only after `synchronize()` of the event of the copy that uses it.
+    """
+
+    torch_device: torch.device
+
+    @abstractmethod
+    def empty(self, num_bytes: int) -> Tensor:
+        """Device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
+
+    @abstractmethod
+    def host_empty(self, num_bytes: int) -> Tensor:
+        """Host memory to copy from and to: a page-aligned uint8 tensor [num_bytes], pinned where that is possible."""
+
+    @abstractmethod
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
+        """Enqueue `dst.copy_(src)` on `lane` (H2D or D2H). Both tensors stay alive until it has run."""
+
+    @abstractmethod
+    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+        """Mark the present end of `lane`. For COMPUTE, `tensors` are those whose use up to here the event closes."""
+
+    @abstractmethod
+    def wait(self, lane: Lane, event: Event) -> None:
+        """Work enqueued on `lane` from now on starts only after `event`. Does not block the host on a GPU."""
+
+    @abstractmethod
+    def total_memory_bytes(self) -> int:
+        """Memory the device could give to this process, in bytes."""
+
+    @abstractmethod
+    def describe(self) -> dict[str, object]:
+        """Plain facts about the device for the run summary."""

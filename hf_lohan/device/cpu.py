@@ -1,0 +1,51 @@
+"""The CPU as a compute device: copies run at once in the calling thread, so every event is already reached."""
+
+from __future__ import annotations
+
+import platform
+
+import psutil
+import torch
+from torch import Tensor
+
+from hf_lohan.device.base import Device, Event, Lane
+from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
+from hf_lohan.device.threads import usable_cpus
+
+
+class _Reached(Event):
+    def synchronize(self) -> None:
+        return
+
+
+class CpuDevice(Device):
+    """Host memory plays the part of device memory, under the same budget and in the same slots."""
+
+    torch_device = torch.device("cpu")
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return mapped_empty(num_bytes)
+
+    def host_empty(self, num_bytes: int) -> Tensor:
+        return mapped_empty(num_bytes)
+
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
+        dst.copy_(src)
+
+    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+        return _Reached()
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        event.synchronize()
+
+    def total_memory_bytes(self) -> int:
+        return available_host_memory_bytes()
+
+    def describe(self) -> dict[str, object]:
+        return {
+            "kind": "cpu",
+            "name": platform.processor() or platform.machine(),
+            "num_cpus": usable_cpus(),
+            "num_threads": torch.get_num_threads(),
+            "host_memory_bytes": int(psutil.virtual_memory().total),
+        }

@@ -1,0 +1,86 @@
+"""CUDA: one stream for each copy direction beside the compute stream, events, and host memory pinned at exact size."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device.base import Device, Event, Lane
+from hf_lohan.device.host_memory import mapped_empty
+
+logger = logging.getLogger(__name__)
+
+
+class _CudaEvent(Event):
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self.event = event
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+
+class CudaDevice(Device):
+    """One CUDA device. COMPUTE is whatever stream is current in the calling thread."""
+
+    def __init__(self, torch_device: torch.device) -> None:
+        index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
+        self.torch_device = torch.device("cuda", index)
+        self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in (Lane.H2D, Lane.D2H)}
+        self._pinning_refused = False
+
+    def _stream(self, lane: Lane) -> torch.cuda.Stream:
+        return self._copy_streams.get(lane) or torch.cuda.current_stream(self.torch_device)
+
+    def empty(self, num_bytes: int) -> Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
+
+    def host_empty(self, num_bytes: int) -> Tensor:
+        host = mapped_empty(num_bytes)
+        if not self._pinning_refused:
+            self._pin(host)
+        return host
+
+    def _pin(self, host: Tensor) -> None:
+        """cudaHostRegister, which pins exactly these bytes; WSL2 and low memlock limits refuse it."""
+        status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)
+        if int(status) != 0:
+            self._pinning_refused = True
+            logger.warning(
+                "pinning %d bytes of host memory was refused (cudaError %d): copies run unpinned and slower; "
+                "raise the memlock limit, or lower cpu_memory (WSL2 allows only part of the RAM)",
+                host.numel(),
+                int(status),
+            )
+
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
+        stream = self._stream(lane)
+        with torch.cuda.stream(stream):
+            dst.copy_(src, non_blocking=True)
+        for tensor in (dst, src):
+            if tensor.is_cuda:
+                # The caching allocator must not hand this memory out before the copy stream is done with it.
+                tensor.record_stream(stream)
+
+    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+        event = torch.cuda.Event()
+        event.record(self._stream(lane))
+        return _CudaEvent(event)
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        assert isinstance(event, _CudaEvent)
+        self._stream(lane).wait_event(event.event)
+
+    def total_memory_bytes(self) -> int:
+        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+
+    def describe(self) -> dict[str, object]:
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return {
+            "kind": "cuda",
+            "name": properties.name,
+            "memory_bytes": properties.total_memory,
+            "cuda_version": torch.version.cuda,
+            "pinned_host_memory": not self._pinning_refused,
+        }

@@ -1,0 +1,22 @@
+"""Which implementation serves a torch device."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_lohan.device.base import Device
+from hf_lohan.device.cpu import CpuDevice
+
+
+def device_for(torch_device: torch.device | str) -> Device:
+    """The `Device` for a torch device. Raises ValueError for a kind that is neither cpu nor cuda."""
+    resolved = torch.device(torch_device)
+    match resolved.type:
+        case "cpu":
+            return CpuDevice()
+        case "cuda":
+            from hf_lohan.device.cuda import CudaDevice
+
+            return CudaDevice(resolved)
+        case kind:
+            raise ValueError(f"device {kind!r} is not supported; use a cpu or cuda device")

@@ -1,0 +1,44 @@
+"""Host memory taken at its exact size.
+
+Torch's own pinned allocator rounds every block up to a power of two (up to 1.8 times too much for a pool), so host
+buffers are anonymous mappings instead; a device that profits from pinning registers them (`CudaDevice`).
+"""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import psutil
+import torch
+from torch import Tensor
+
+
+def mapped_empty(num_bytes: int) -> Tensor:
+    """A page-aligned uint8 tensor [num_bytes] over an anonymous mapping: no page is resident before it is touched."""
+    if num_bytes <= 0:
+        raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
+    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+
+
+def available_host_memory_bytes() -> int:
+    """RAM this process may still take: the machine's available memory, or less where a container limits it."""
+    available = int(psutil.virtual_memory().available)
+    for limit_file, used_file in _CGROUP_FILES:
+        limit, used = _read_int(limit_file), _read_int(used_file)
+        if limit is not None and used is not None:
+            available = min(available, max(0, limit - used))
+    return available
+
+
+_CGROUP_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def _read_int(path: str) -> int | None:
+    try:
+        return int(Path(path).read_text().strip())  # cgroup v2 says "max" where there is no limit: not an int
+    except (OSError, ValueError):
+        return None
