@@ -1,0 +1,82 @@
+"""The `torch.optim.Optimizer` that Trainer, schedulers and accelerate see; the work happens elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from hf_lohan.optim.adamw import AdamWGroup
+
+
+class StepTarget(Protocol):
+    """Who does the work of a step."""
+
+    def bind_optimizer(self, optimizer: OffloadAdamW) -> None: ...
+
+    def step(self) -> None: ...
+
+    def drop_gradients(self) -> None: ...
+
+
+class OffloadAdamW(torch.optim.Optimizer):
+    """AdamW whose states live in the store and whose arithmetic runs as gradients arrive.
+
+    `step()` is a barrier: when it returns, every update of the step is in the store. `state` stays empty on purpose:
+    accelerate and Trainer move and pickle it. `param_groups` keep their identity for ever (schedulers and users hold
+    them), also through `load_state_dict`.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        engine: StepTarget,
+    ) -> None:
+        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+        self._engine = engine
+        engine.bind_optimizer(self)
+
+    def group(self, index: int) -> AdamWGroup:
+        """The hyperparameters of param group `index` as they are now (schedulers change them)."""
+        group = self.param_groups[index]
+        beta1, beta2 = group["betas"]
+        return AdamWGroup(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the step: wait for the running updates, or do them now where they had to wait for the norm."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._engine.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that have not been applied yet."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
+        self._engine.drop_gradients()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the hyperparameters; moments and masters come with the store."""
+        groups = state_dict["param_groups"]
+        if len(groups) != len(self.param_groups):
+            raise ValueError(
+                f"the optimizer state has {len(groups)} param groups, this optimizer {len(self.param_groups)}; "
+                "resume with the same weight-decay settings"
+            )
+        for group, loaded in zip(self.param_groups, groups, strict=True):
+            group.update({key: value for key, value in loaded.items() if key != "params"})
+
+    def param_group_indices(self) -> dict[Tensor, int]:
+        """Param group index of every parameter."""
+        return {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}

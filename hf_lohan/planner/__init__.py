@@ -1,0 +1,17 @@
+"""What goes where, decided before anything moves.
+
+Pure arithmetic over sizes and budgets: no torch tensors, no I/O, so every decision can be asked for without weights
+or hardware. Today it cuts the two memory budgets into pools (`plan_pools`) or refuses, with the numbers that say why.
+"""
+
+from hf_lohan.planner.pool_plan import (
+    BlockShape,
+    BudgetError,
+    PoolPlan,
+    PoolRequest,
+    SizeClass,
+    cut_units,
+    plan_pools,
+)
+
+__all__ = ["BlockShape", "BudgetError", "PoolPlan", "PoolRequest", "SizeClass", "cut_units", "plan_pools"]

@@ -1,0 +1,232 @@
+"""Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step.
+
+Host memory is paged: every host buffer has the same size and holds one *chunk* of a record, so a budget is a number of
+buffers and nothing fragments. Three pools with fixed shares cannot starve one another, which is what rules deadlock out:
+
+* staging buffers, through which parameters pass from the SSD to the device;
+* state buffers, in which the optimizer pipeline reads, updates and writes chunks;
+* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation).
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MASTER_ITEMSIZE_BYTES = 4
+"""Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
+
+MAX_CHUNK_NUMEL = 4 * 1024 * 1024
+GOOD_CHUNK_NUMEL = 256 * 1024
+MIN_CHUNK_NUMEL = 16 * 1024
+NUM_PIPELINE_STAGES = 3
+"""Chunks in the optimizer pipeline at once: one being read, one updated, one written (paper, Fig. 3b)."""
+
+MIN_STAGING_BUFFERS = 2
+GOOD_STAGING_BUFFERS = 6
+
+
+class BudgetError(ValueError):
+    """A memory budget is too small for the model; the message has the numbers."""
+
+
+class SizeClass(enum.Enum):
+    """Which set of device slots a block streams through."""
+
+    LAYER = "layer"
+    OUTER = "outer"
+    RESIDENT = "resident"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockShape:
+    """The sizes of one block, as far as planning needs them."""
+
+    name: str
+    size_class: SizeClass
+    param_bytes: int
+    unit_numels: tuple[int, ...]
+    """Sizes of the units that its records with states are made of (see `cut_units`), in order."""
+    num_trainable_params: int
+
+    def num_chunks(self, chunk_numel: int) -> int:
+        return len(cut_units(self.unit_numels, chunk_numel))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolRequest:
+    """What the pools must serve."""
+
+    blocks: Sequence[BlockShape]
+    gpu_memory_bytes: int
+    cpu_memory_bytes: int
+    prefetch_blocks: int
+    num_state_buffers_per_chunk: int
+    hold_gradients: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PoolPlan:
+    """Sizes of all pools. `held_blocks` keep their gradients in RAM; other blocks' gradients spill to the SSD."""
+
+    chunk_numel: int
+    num_staging_buffers: int
+    num_state_buffers: int
+    num_gradient_buffers: int
+    held_blocks: tuple[str, ...]
+    spilled_blocks: tuple[str, ...]
+    slot_bytes: dict[SizeClass, int]
+    num_slots: dict[SizeClass, int]
+
+    @property
+    def buffer_bytes(self) -> int:
+        return self.chunk_numel * MASTER_ITEMSIZE_BYTES
+
+    @property
+    def cpu_pool_bytes(self) -> int:
+        return (self.num_staging_buffers + self.num_state_buffers + self.num_gradient_buffers) * self.buffer_bytes
+
+    @property
+    def gpu_pool_bytes(self) -> int:
+        return sum(self.slot_bytes[size_class] * count for size_class, count in self.num_slots.items())
+
+
+def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
+    """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements.
+
+    A unit is a parameter with the small ones behind it. Units that fit are not cut: what is measured over a whole
+    parameter (its gradient's norm) is then measured in one piece, by the same kernel as in memory, to the same bit.
+    """
+    chunks: list[tuple[int, int]] = []
+    start = stop = 0
+    for numel in unit_numels:
+        if start < stop and stop + numel - start > chunk_numel:
+            chunks.append((start, stop))
+            start = stop
+        stop += numel
+        while stop - start > chunk_numel:
+            chunks.append((start, start + chunk_numel))
+            start += chunk_numel
+    if start < stop:
+        chunks.append((start, stop))
+    return chunks
+
+
+def plan_pools(request: PoolRequest) -> PoolPlan:
+    """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError where they cannot serve."""
+    slot_bytes, num_slots = _plan_slots(request)
+    two_blocks = 2 * slot_bytes[SizeClass.LAYER]
+    if request.cpu_memory_bytes < two_blocks:
+        raise BudgetError(
+            f"cpu_memory of {request.cpu_memory_bytes} bytes is smaller than two blocks of this model "
+            f"({two_blocks} bytes); set cpu_memory to at least {two_blocks}"
+        )
+    chunk_numel = _choose_chunk_numel(request)
+    num_buffers = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES)
+    num_state = NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
+    num_arrival = _num_arrival_buffers(request, chunk_numel)
+    spare = num_buffers - MIN_STAGING_BUFFERS - num_state - num_arrival
+    more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS)
+    held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
+    return PoolPlan(
+        chunk_numel=chunk_numel,
+        num_staging_buffers=MIN_STAGING_BUFFERS + more_staging,
+        num_state_buffers=num_state,
+        num_gradient_buffers=num_arrival + num_held,
+        held_blocks=held,
+        spilled_blocks=spilled,
+        slot_bytes=slot_bytes,
+        num_slots=num_slots,
+    )
+
+
+def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeClass, int]]:
+    def sizes(size_class: SizeClass) -> list[int]:
+        return [block.param_bytes for block in request.blocks if block.size_class is size_class]
+
+    slot_bytes = {size_class: max(sizes(size_class), default=0) for size_class in SizeClass}
+    num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
+    num_slots = {
+        SizeClass.LAYER: min(2, num_layers),
+        SizeClass.OUTER: min(1, num_outer),
+        SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
+    }
+    minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
+    if minimum > request.gpu_memory_bytes:
+        raise BudgetError(
+            f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "
+            f"({num_slots[SizeClass.LAYER]} x {slot_bytes[SizeClass.LAYER]} bytes) and the embeddings or head "
+            f"({slot_bytes[SizeClass.OUTER]} bytes) that must be there with them; set gpu_memory to at least {minimum}"
+        )
+    spare = request.gpu_memory_bytes - minimum
+    if slot_bytes[SizeClass.LAYER]:
+        wanted = min(1 + request.prefetch_blocks, num_layers) - num_slots[SizeClass.LAYER]
+        more = max(0, min(wanted, spare // slot_bytes[SizeClass.LAYER]))
+        num_slots[SizeClass.LAYER] += more
+        spare -= more * slot_bytes[SizeClass.LAYER]
+    if slot_bytes[SizeClass.OUTER]:
+        num_slots[SizeClass.OUTER] += min(num_outer - 1, spare // slot_bytes[SizeClass.OUTER])
+    return slot_bytes, num_slots
+
+
+def _choose_chunk_numel(request: PoolRequest) -> int:
+    """The largest chunk whose minimal pools fit the budget; larger than the largest record would only waste memory."""
+    largest = max(sum(block.unit_numels) for block in request.blocks)
+    chunk_numel = MAX_CHUNK_NUMEL
+    while chunk_numel > MIN_CHUNK_NUMEL and chunk_numel // 2 >= largest:
+        chunk_numel //= 2
+    # Half of the budget for what must be there leaves the other half to hold gradients; small chunks cost more I/O
+    # calls than that is worth, and are taken only where nothing larger fits.
+    while chunk_numel > GOOD_CHUNK_NUMEL and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+        chunk_numel //= 2
+    while chunk_numel > MIN_CHUNK_NUMEL and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+        chunk_numel //= 2
+    needed = _minimum_bytes(request, chunk_numel)
+    if needed > request.cpu_memory_bytes:
+        raise BudgetError(
+            f"cpu_memory of {request.cpu_memory_bytes} bytes is too small for the staging, optimizer and gradient "
+            f"buffers; set cpu_memory to at least {needed}"
+        )
+    return chunk_numel
+
+
+def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
+    num_buffers = (
+        MIN_STAGING_BUFFERS
+        + NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
+        + _num_arrival_buffers(request, chunk_numel)
+    )
+    return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES
+
+
+def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
+    """Gradient buffers that make progress certain.
+
+    A parameter fills all chunks inside it at once; only the chunks it shares with its neighbours wait for them. So a
+    block keeps at most (parameters + 1) chunks waiting, and three more travel: one arriving, one in the pipeline and
+    one that brings a spilled gradient back.
+    """
+    waiting = max(
+        min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks
+    )
+    return waiting + 3
+
+
+def _choose_held(
+    request: PoolRequest, chunk_numel: int, num_spare_buffers: int
+) -> tuple[tuple[str, ...], tuple[str, ...], int]:
+    """Blocks whose gradients stay in RAM: the first of the model, whose gradients arrive last and are not waited for."""
+    held: list[str] = []
+    spilled: list[str] = []
+    num_held = 0
+    for block in request.blocks:
+        num_chunks = block.num_chunks(chunk_numel)
+        if not request.hold_gradients or num_chunks == 0:
+            continue
+        if not spilled and num_held + num_chunks <= num_spare_buffers:
+            held.append(block.name)
+            num_held += num_chunks
+        else:
+            spilled.append(block.name)
+    return tuple(held), tuple(spilled), num_held

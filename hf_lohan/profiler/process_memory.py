@@ -1,0 +1,51 @@
+"""Anonymous memory of this process: what budgets are about. (RSS also counts page cache, which costs nothing.)"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import psutil
+
+_SAMPLE_INTERVAL_S = 0.05
+
+
+def anonymous_memory_bytes() -> int:
+    """RssAnon of this process; where the kernel does not tell, its resident set less shared pages."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))
+
+
+class AnonymousMemoryPeak:
+    """Samples anonymous memory on a thread, from `start` to `stop`, and keeps the highest value seen."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="lohan-memory-peak", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+            self._sample()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_SAMPLE_INTERVAL_S):
+            self._sample()
+
+    def _sample(self) -> None:
+        self.peak_bytes = max(self.peak_bytes, anonymous_memory_bytes())
