@@ -1,0 +1,277 @@
+"""Wires the runtime to a model's hooks: the one object that `integrations/` talks to."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device
+from hf_lohan.optim import AdamWGroup, OffloadAdamW
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime.block import Block, ParamSlice
+from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.runtime.gradient_pipeline import GradientHome, GradientPipeline
+from hf_lohan.runtime.layout import OffloadLayout
+from hf_lohan.runtime.parameter_access import ParameterAccess
+from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
+from hf_lohan.runtime.saved_weights import saved_weight_hooks
+from hf_lohan.runtime.slot_ring import Slot, SlotRing
+from hf_lohan.runtime.state_update import StateUpdater
+from hf_lohan.runtime.step_transaction import StepTransaction
+from hf_lohan.runtime.tiers import Tiers
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadEngine:
+    """Trains a model whose parameters and optimizer states live in a store.
+
+    Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
+    Hooks bring each block to the device before its forward and its backward, and take each gradient off the device
+    when it is complete. `is_final_backward` is asked in backward whether the step's last one is running.
+    """
+
+    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
+        self.model = model
+        self.layout = layout
+        self.tiers = tiers
+        self.config = config
+        self.device: Device = tiers.device
+        self.is_final_backward: Callable[[], bool] = lambda: True
+        self.optimizer: OffloadAdamW | None = None
+        self.parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        dtype = layout.master.working_dtype
+        self._ring = SlotRing(self.device, layout.plan, dtype)
+        loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype)
+        self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
+        place = {parameter: index for index, parameter in enumerate(model.parameters())}
+        norms = GradientNorms(
+            sorted((p for block in layout.blocks for p in block.slices), key=lambda p: place[p.parameter])
+        )
+        spilled = frozenset(layout.plan.spilled_blocks)
+        self._pipeline = GradientPipeline(
+            StateUpdater(tiers.store, tiers.states, layout.master),
+            GradientHome(tiers.gradients, spilled, tiers.spill),
+            layout.blocks,
+            self._group_of,
+            norms,
+            schedule=config.schedule,
+            hold_gradients=layout.holds_gradients,
+        )
+        self._arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
+        self.transaction = StepTransaction(self._pipeline, norms)
+        self._block_of = {part: block for block in layout.blocks for part in block.slices}
+        self._group_index: dict[ParamSlice, int] = {}
+        self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
+        self._is_in_forward = False
+        self._is_in_backward = False
+        self._in_use: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
+        self._hooks: list[Any] = []
+        self._attach()
+
+    # Hooks.
+
+    def _attach(self) -> None:
+        for block in self.layout.blocks:
+            self._ring.hide(block)
+            for part in block.trainable_slices:
+                hook = part.parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, part=part: self._on_gradient(part, parameter)
+                )
+                self._hooks.append(hook)
+        for buffer_owner in self.model.modules():
+            for name, buffer in buffer_owner._buffers.items():
+                if buffer is not None:
+                    buffer_owner._buffers[name] = buffer.to(self.device.torch_device)
+        self._hooks.append(self.model.register_forward_pre_hook(self._on_model_forward))
+        self._hooks.append(self.model.register_forward_hook(self._on_model_output, always_call=True))
+        layers = set(self.layout.model_blocks.layers)
+        for module, blocks in self.layout.model_blocks.needs.items():
+            self._hooks.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
+            after = self._after_layer if module in layers else self._after_outer
+            self._hooks.append(
+                module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out))
+            )
+
+    def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
+        if self._is_in_forward or self._is_in_backward:
+            self._recover()
+        is_training = torch.is_grad_enabled()
+        self._is_in_forward = True
+        self._prefetcher.begin_pass(is_training=is_training)
+        if is_training:
+            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward)
+            self._saved_weights.__enter__()
+
+    def _on_model_output(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+        is_training = self._saved_weights is not None
+        if self._saved_weights is not None:
+            self._saved_weights.__exit__(None, None, None)
+            self._saved_weights = None
+        if any(self._in_use.values()):
+            return  # a layer raised: the next forward recovers
+        self._is_in_forward = False
+        if not is_training:
+            self._prefetcher.end_pass()
+
+    def _before(self, blocks: tuple[Block, ...]) -> None:
+        if self._is_in_backward:
+            # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
+            for block in blocks:
+                self._fetch_in_backward(block)
+            return
+        if torch.is_grad_enabled() and not self._is_in_forward:
+            raise RuntimeError(
+                "a layer was called outside its model's forward with gradients on; call the model itself, so that "
+                "what autograd saves of streamed weights can be tracked"
+            )
+        for block in blocks:
+            self._prefetcher.acquire(block)
+            self._ring.show(block)
+            self._in_use[block.size_class].append(block)
+
+    def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
+        if self._is_in_backward:
+            return
+        for block in blocks:
+            self._in_use[block.size_class].remove(block)
+            self._ring.hide(block)
+            self._ring.unpin(block)
+
+    def _after_layer(self, blocks: tuple[Block, ...], output: Any) -> None:
+        if self._is_in_backward:
+            return
+        self._after_outer(blocks, output)
+        hidden = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._before_backward(blocks))
+
+    # Backward.
+
+    def _before_backward(self, blocks: tuple[Block, ...]) -> None:
+        for block in blocks:
+            self._fetch_in_backward(block)
+
+    def _enter_backward(self) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            # Private, but what FSDP and DDP use: runs when the whole backward is done.
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _fetch_in_backward(self, block: Block) -> Slot:
+        """Bring `block` here for its backward; the block of its class used before it is done with."""
+        self._enter_backward()
+        in_use = self._in_use[block.size_class]
+        if block not in in_use:
+            for done in in_use:
+                self._ring.hide(done)
+                self._ring.unpin(done)
+            in_use.clear()
+            self._prefetcher.acquire(block)
+            self._ring.show(block)
+            in_use.append(block)
+        return self._ring.slot_of(block)
+
+    def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        self._enter_backward()
+        self._arrivals.take(part, parameter)
+
+    def _submit(self, arrived: ArrivedChunk) -> None:
+        self._pipeline.submit(arrived, is_final=self.is_final_backward())
+
+    def _end_backward(self) -> None:
+        self._arrivals.flush()
+        self._release_all()
+        self._is_in_backward = False
+        self._prefetcher.end_pass()
+
+    def _release_all(self) -> None:
+        for blocks in self._in_use.values():
+            for block in blocks:
+                self._ring.hide(block)
+            blocks.clear()
+        self._ring.unpin_all()
+
+    def _recover(self) -> None:
+        """An exception ended the last forward or backward: start clean. The step's gradients are gone."""
+        was_in_backward = self._is_in_backward
+        self._release_all()
+        self._arrivals.abandon()
+        self._prefetcher.cancel_pass()
+        self._is_in_forward = self._is_in_backward = False
+        if was_in_backward:
+            updated = self.transaction.drop()
+            self._ring.forget(list({self._block_of[part] for part in updated}))
+            logger.warning(
+                "the last backward did not finish; its step's gradients are dropped%s",
+                f", but {len(updated)} parameters had been updated in it already" if updated else "",
+            )
+
+    # Steps.
+
+    def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
+        """Take hyperparameters from `optimizer`. Raises ValueError for parameters that the store has no states of."""
+        by_parameter = {part.parameter: part for part in self._block_of}
+        index_of: dict[ParamSlice, int] = {}
+        for parameter, index in optimizer.param_group_indices().items():
+            part = by_parameter.get(parameter)  # type: ignore[call-overload]
+            if part is None:
+                raise ValueError(
+                    f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
+                    "embeddings to the model before it is offloaded"
+                )
+            if not part.trainable:
+                raise ValueError(f"{part.name} was frozen when the model was offloaded and has no optimizer state")
+            index_of[part] = index
+        self._group_index = index_of
+        self.optimizer = optimizer
+
+    def _group_of(self, part: ParamSlice) -> AdamWGroup:
+        assert self.optimizer is not None
+        index = self._group_index.get(part)
+        if index is None:
+            raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
+        return self.optimizer.group(index)
+
+    def step(self) -> None:
+        """Finish the step: when it returns, the store holds the new weights and states."""
+        updated = self.transaction.commit()
+        self._ring.forget(list({self._block_of[part] for part in updated}))
+        self._prefetcher.foresee(is_training=True)
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `StepTransaction.clip`."""
+        return self.transaction.clip(max_norm, norm_type)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that have not been applied."""
+        self.transaction.drop()
+
+    @property
+    def parameter_slices(self) -> list[ParamSlice]:
+        return list(self._block_of)
+
+    @property
+    def peak_gpu_pool_bytes(self) -> int:
+        """High-water mark of the device slots."""
+        return self._ring.high_water_bytes
+
+    def forget_weights(self) -> None:
+        """The store's parameters were replaced (a checkpoint was loaded)."""
+        self._ring.forget(self.layout.blocks)
+
+    def close(self) -> None:
+        """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
+        for hook in self._hooks:
+            hook.remove()
+        self._prefetcher.close()
+        self._pipeline.close()
+        self.tiers.close()

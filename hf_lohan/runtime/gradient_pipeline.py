@@ -1,0 +1,255 @@
+"""Gradients in, updated records out, chunk by chunk, while backward goes on (LoHan's active gradient offloading)."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_lohan.device import BufferPool
+from hf_lohan.optim import AdamWGroup
+from hf_lohan.runtime.block import Block, ChunkPiece, ParamSlice
+from hf_lohan.runtime.gradient_arrival import ArrivedChunk
+from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, RecordStore, StateUpdater
+from hf_lohan.storage import IoRequest
+
+Schedule = Literal["optimized", "naive", "serial"]
+
+
+@dataclass(frozen=True, slots=True)
+class GradientHome:
+    """Where gradients wait that cannot be applied at once: RAM for some blocks, `spill` on the SSD for the others."""
+
+    pool: BufferPool
+    spilled_blocks: frozenset[str]
+    spill: RecordStore | None
+
+
+class GradientPipeline:
+    """A thread that sums, holds and applies gradients.
+
+    Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
+    writes, so SSD and CPU are both busy; `naive` reads, updates and writes one chunk after another; `serial` does what
+    naive does, but only after backward.
+    """
+
+    def __init__(
+        self,
+        updater: StateUpdater,
+        home: GradientHome,
+        block_order: Iterable[Block],
+        group_of: Callable[[ParamSlice], AdamWGroup],
+        norms: GradientNorms,
+        *,
+        schedule: Schedule,
+        hold_gradients: bool,
+    ) -> None:
+        self._updater = updater
+        self._home = home
+        self._position = {block: index for index, block in enumerate(block_order)}
+        self._group_of = group_of
+        self._schedule = schedule
+        self.holds_gradients = hold_gradients
+        self._held: dict[tuple[int, int], ChunkGradient] = {}
+        self._norms = norms
+        self._unmeasured: set[tuple[int, int]] = set()
+        self._pending: ChunkUpdate | None = None
+        self._writes: deque[IoRequest] = deque()
+        self._clip_coefficient = 1.0
+        self._applied: set[ChunkPiece] = set()
+        self.failure: BaseException | None = None
+        self._commands: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="lohan-gradients", daemon=True)
+        self._thread.start()
+
+    # The compute thread's side.
+
+    def submit(self, arrived: ArrivedChunk, *, is_final: bool) -> None:
+        """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
+        self._commands.put(lambda: self._accept(arrived, is_final))
+
+    def measure(self) -> None:
+        """Wait until the norms of all gradients of the step so far are known."""
+        self._commands.put(self._measure_held)
+        self._barrier()
+
+    def finish_step(self, clip_coefficient: float) -> set[ParamSlice]:
+        """Apply what is held, scaled by `clip_coefficient`, and wait for every write. Returns the updated parameters."""
+        self._commands.put(lambda: self._apply_held(clip_coefficient))
+        self._commands.put(self._settle)
+        self._barrier()
+        updated = {piece.param_slice for piece in self._applied}
+        self._applied.clear()
+        return updated
+
+    def drop(self) -> set[ParamSlice]:
+        """Forget held gradients. Returns parameters that were updated all the same (updates in backward)."""
+        self._commands.put(self._drop_held)
+        self._commands.put(self._settle)
+        self._barrier()
+        updated = {piece.param_slice for piece in self._applied}
+        self._applied.clear()
+        return updated
+
+    def _barrier(self) -> None:
+        reached = threading.Event()
+        self._commands.put(reached)
+        reached.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def close(self) -> None:
+        self._commands.put(None)
+        self._thread.join()
+
+    # The pipeline thread's side.
+
+    def _run(self) -> None:
+        while True:
+            command = self._next_command()
+            if command is None:
+                return
+            if isinstance(command, threading.Event):
+                command.set()
+            elif self.failure is None:
+                try:
+                    command()
+                except BaseException as error:
+                    self.failure = error
+                    self._home.pool.abort(error)
+
+    def _next_command(self) -> Callable[[], None] | threading.Event | None:
+        if self._commands.empty() and self._pending is not None and self.failure is None:
+            # Nothing to read ahead for: do not leave the last chunk lying.
+            return self._finish_pending
+        return self._commands.get()
+
+    def _accept(self, arrived: ArrivedChunk, is_final: bool) -> None:
+        gradient = self._sum(arrived)
+        if is_final:
+            self._measure(gradient)
+        if is_final and not self.holds_gradients:
+            self._update(gradient)
+        else:
+            self._hold(gradient, is_measured=is_final)
+
+    def _sum(self, arrived: ArrivedChunk) -> ChunkGradient:
+        """Add an arrived chunk to what is held of it; the result is in a buffer."""
+        values = arrived.wait()
+        slices = {piece.param_slice for piece in arrived.pieces}
+        gradient = self._held.pop(self._key(arrived.chunk.block, arrived.chunk.index), None)
+        if gradient is None:
+            self._refuse_second(arrived)
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices)
+        for request in self._bring_back(gradient):
+            request.wait()
+        for piece in arrived.pieces:
+            part = slice(piece.start_in_chunk, piece.stop_in_chunk)
+            if piece.param_slice in gradient.slices:
+                gradient.values[part].add_(values[part])
+                gradient.summed.add(piece.param_slice)
+            else:
+                gradient.values[part].copy_(values[part])
+        gradient.slices |= slices
+        arrived.buffer.release()
+        return gradient
+
+    def _refuse_second(self, arrived: ArrivedChunk) -> None:
+        for piece in arrived.pieces:
+            if piece in self._applied:
+                raise RuntimeError(
+                    f"a second gradient of {piece.param_slice.name} arrived after the first had been applied; "
+                    "backward runs more than once a step here, so set max_grad_norm > 0 or announce the accumulation"
+                )
+
+    def _key(self, block: Block, chunk_index: int) -> tuple[int, int]:
+        return self._position[block], chunk_index
+
+    def _measure(self, gradient: ChunkGradient) -> None:
+        for piece in gradient.chunk.pieces:
+            if piece.param_slice in gradient.summed:
+                self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
+
+    def _measure_held(self) -> None:
+        """Measure what no final backward has announced (loops that do not say which backward is the last)."""
+        for key in sorted(self._unmeasured):
+            gradient = self._held.pop(key)
+            for request in self._bring_back(gradient):
+                request.wait()
+            self._measure(gradient)
+            self._hold(gradient, is_measured=True)
+
+    def _hold(self, gradient: ChunkGradient, *, is_measured: bool) -> None:
+        key = self._key(gradient.chunk.block, gradient.chunk.index)
+        self._held[key] = gradient
+        (self._unmeasured.discard if is_measured or not gradient.summed else self._unmeasured.add)(key)
+        if gradient.chunk.block.name in self._home.spilled_blocks:
+            assert self._home.spill is not None and gradient.buffer is not None
+            buffer = gradient.buffer
+            gradient.spill_write = self._home.spill.write(
+                gradient.chunk.block.name, "gradient", gradient.chunk.start, gradient.values
+            )
+            gradient.spill_write.add_done_callback(lambda request: buffer.release())
+            gradient.buffer = None
+
+    def _bring_back(self, gradient: ChunkGradient) -> list[IoRequest]:
+        """Reads that must be done before a spilled gradient's values are there."""
+        if gradient.buffer is not None:
+            return []
+        assert self._home.spill is not None and gradient.spill_write is not None
+        gradient.spill_write.wait()
+        gradient.buffer = self._home.pool.acquire()
+        chunk = gradient.chunk
+        return [self._home.spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+
+    def _apply_held(self, clip_coefficient: float) -> None:
+        """In forward order: the first blocks are needed first by the next forward."""
+        self._clip_coefficient = clip_coefficient
+        for key in sorted(self._held):
+            self._update(self._held.pop(key))
+        self._unmeasured.clear()
+
+    def _update(self, gradient: ChunkGradient) -> None:
+        self._applied.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
+        update = self._updater.begin(gradient, self._bring_back(gradient))
+        if self._schedule == "optimized":
+            self._finish_pending()
+            self._pending = update
+        else:
+            self._finish(update)
+            self._wait_for_writes()
+
+    def _finish_pending(self) -> None:
+        if self._pending is not None:
+            pending, self._pending = self._pending, None
+            self._finish(pending)
+
+    def _finish(self, update: ChunkUpdate) -> None:
+        writes = self._updater.finish(
+            update, clip_coefficient=self._clip_coefficient, group_of=self._group_of
+        )
+        self._writes.extend(writes)
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().wait()
+
+    def _wait_for_writes(self) -> None:
+        while self._writes:
+            self._writes.popleft().wait()
+
+    def _settle(self) -> None:
+        self._finish_pending()
+        self._wait_for_writes()
+        self._clip_coefficient = 1.0
+
+    def _drop_held(self) -> None:
+        for gradient in self._held.values():
+            if gradient.buffer is not None:
+                gradient.buffer.release()
+            elif gradient.spill_write is not None:
+                gradient.spill_write.wait()
+        self._held.clear()
+        self._unmeasured.clear()

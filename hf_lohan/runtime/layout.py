@@ -1,0 +1,103 @@
+"""How one model is laid out under one configuration: its blocks, its records, its pools."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.optim import MasterFormat, master_format
+from hf_lohan.planner import PoolPlan, PoolRequest, plan_pools
+from hf_lohan.runtime.block import Block, Chunk
+from hf_lohan.runtime.discovery import ModelBlocks, discover_blocks
+from hf_lohan.storage import ModelIdentity, RecordSpec
+
+
+@dataclass(frozen=True)
+class OffloadLayout:
+    """Everything that follows from model, working dtype and budgets before any byte is moved."""
+
+    model_blocks: ModelBlocks
+    master: MasterFormat
+    plan: PoolPlan
+    records: tuple[RecordSpec, ...]
+    identity: ModelIdentity
+    holds_gradients: bool
+    """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.model_blocks.blocks
+
+    @property
+    def num_parameters(self) -> int:
+        return self.identity.num_parameters
+
+    def chunks(self) -> list[Chunk]:
+        """All chunks with optimizer states, in forward order."""
+        return [chunk for block in self.blocks for chunk in block.cut(self.plan.chunk_numel)]
+
+    def spill_records(self) -> tuple[RecordSpec, ...]:
+        """Scratch records for the gradients that RAM cannot hold."""
+        spilled = set(self.plan.spilled_blocks)
+        return tuple(
+            RecordSpec(block.name, "gradient", _dtype_name(torch.float32), block.state_numel)
+            for block in self.blocks
+            if block.name in spilled
+        )
+
+
+def lay_out(
+    model: nn.Module, config: OffloadConfig, *, working_dtype: torch.dtype, hold_gradients: bool
+) -> OffloadLayout:
+    """Lay `model` (real or on meta) out for training. `config` must be resolved.
+
+    Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
+    """
+    model_blocks = discover_blocks(model)
+    master = master_format(working_dtype)
+    hold_gradients = hold_gradients or config.schedule == "serial"
+    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
+    assert isinstance(config.prefetch_blocks, int)
+    plan = plan_pools(
+        PoolRequest(
+            blocks=[block.shape(working_dtype.itemsize) for block in model_blocks.blocks],
+            gpu_memory_bytes=config.gpu_memory,
+            cpu_memory_bytes=config.cpu_memory,
+            prefetch_blocks=config.prefetch_blocks,
+            num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
+            hold_gradients=hold_gradients,
+        )
+    )
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
+    identity = _identify(model, model_blocks.blocks, records)
+    return OffloadLayout(model_blocks, master, plan, records, identity, hold_gradients)
+
+
+def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
+    specs = [RecordSpec(block.name, "param", _dtype_name(master.working_dtype), block.numel)]
+    if block.state_numel:
+        specs += [
+            RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), block.state_numel)
+            for kind in master.state_kinds
+        ]
+    return specs
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _identify(model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...]) -> ModelIdentity:
+    """Two models share a store only if every parameter has the same name, shape and place."""
+    text = [type(model).__name__]
+    text += [f"{part.name} {tuple(part.shape)} {part.start}" for block in blocks for part in block.slices]
+    text += [str(spec) for spec in records]
+    return ModelIdentity(
+        model_class=type(model).__name__,
+        num_parameters=sum(part.numel for block in blocks for part in block.slices),
+        fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
+    )

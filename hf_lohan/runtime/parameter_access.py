@@ -1,0 +1,120 @@
+"""Read and write single parameters and their states in the store, by name, through pool buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer, BufferPool
+from hf_lohan.optim import MasterFormat, encode_master_
+from hf_lohan.runtime.block import Block, ParamSlice, ranges
+from hf_lohan.storage import Store
+
+
+class Sliceable(Protocol):
+    """A flat tensor, or a file's: gives out parts of itself."""
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+class ParameterAccess:
+    """The door for loading and saving; training itself moves whole chunks.
+
+    Works piece by piece in buffers of the run's own pool, so a parameter larger than the budget passes through as well.
+    """
+
+    def __init__(self, store: Store, blocks: list[Block], master: MasterFormat, pool: BufferPool) -> None:
+        self._store = store
+        self._master = master
+        self._pool = pool
+        self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
+        self.slices: dict[str, tuple[Block, ParamSlice]] = {
+            part.name: (block, part) for block in blocks for part in block.slices
+        }
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        return self._master.working_dtype
+
+    def state_kinds(self, name: str) -> tuple[str, ...]:
+        """Record kinds, beside `param`, that hold something of this parameter."""
+        block, part = self.slices[name]
+        return self._master.state_kinds if part.trainable else ()
+
+    def state_dtype(self, kind: str) -> torch.dtype:
+        return self._master.state_dtype(kind)
+
+    @torch.no_grad()
+    def write_parameter(self, name: str, source: Tensor) -> None:
+        """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
+        block, part = self.slices[name]
+        if source.shape != part.shape:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(part.shape)}")
+        flat = source.detach().reshape(-1)
+        with self._buffers(3 if self._master.has_residual else 2) as buffers:
+            for start, stop in ranges(part.numel, self._piece_numel):
+                self._write_piece(block, part, start, flat[start:stop], buffers)
+
+    def _write_piece(
+        self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]
+    ) -> None:
+        numel, place = piece.numel(), part.start + start
+        bounce = buffers[0].bytes
+        master = buffers[1].view(torch.float32, numel)
+        master.copy_(piece)
+        if not self._master.has_residual:
+            self._store.write_unaligned(block.name, "param", place, master, bounce)
+            return
+        working = buffers[2].view(torch.bfloat16, numel)
+        residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
+        encode_master_(master, working, residual, scratch=bounce[: 4 * numel].view(torch.int32))
+        self._store.write_unaligned(block.name, "param", place, working, bounce)
+        if part.trainable:
+            self._store.write_unaligned(block.name, "master_residual", place, residual, bounce)
+
+    def read_parameter(self, name: str) -> Tensor:
+        """The working weight as a new tensor of the parameter's shape, on the host."""
+        _, part = self.slices[name]
+        return self.read_flat(name, "param").view(part.shape)
+
+    def read_flat(self, name: str, kind: str) -> Tensor:
+        """One record kind of a parameter as a new flat host tensor [numel]."""
+        _, part = self.slices[name]
+        out = torch.empty(part.numel, dtype=self.state_dtype(kind))
+        for start, piece in self.read_pieces(name, kind):
+            out[start : start + piece.numel()].copy_(piece)
+        return out
+
+    def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
+        block, part = self.slices[name]
+        with self._buffers(2) as (bounce, landing):
+            for start, stop in ranges(part.numel, self._piece_numel):
+                piece = landing.view(self.state_dtype(kind), stop - start)
+                self._store.read_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+                yield start, piece
+
+    @torch.no_grad()
+    def write_state(self, name: str, kind: str, source: Sliceable) -> None:
+        """Store one state record (`exp_avg`, `exp_avg_sq`, `master_residual`) of a parameter from a flat source."""
+        block, part = self.slices[name]
+        dtype = self.state_dtype(kind)
+        with self._buffers(2) as (bounce, landing):
+            for start, stop in ranges(part.numel, self._piece_numel):
+                piece = landing.view(dtype, stop - start)
+                piece.copy_(source[start:stop])
+                self._store.write_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+
+    @contextmanager
+    def _buffers(self, count: int) -> Iterator[list[Buffer]]:
+        with ExitStack() as stack:
+            buffers = []
+            for _ in range(count):
+                buffer = self._pool.acquire()
+                stack.callback(buffer.release)
+                buffers.append(buffer)
+            yield buffers

@@ -1,0 +1,219 @@
+"""Walk the recorded order of blocks ahead of their use, as far as the slots allow."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime.block import Block, ranges
+from hf_lohan.runtime.slot_ring import Slot, SlotRing
+from hf_lohan.storage import IoRequest
+
+
+class RecordReader(Protocol):
+    """Reads part of a record into aligned host memory."""
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest: ...
+
+
+class ParameterLoader:
+    """Brings one block's parameters from the store through staging buffers into a slot."""
+
+    def __init__(self, device: Device, store: RecordReader, staging: BufferPool, dtype: torch.dtype) -> None:
+        self._device = device
+        self._store = store
+        self._staging = staging
+        self._dtype = dtype
+        self._chunk_numel = staging.buffer_bytes // dtype.itemsize
+        self._copying: deque[tuple[Event, Buffer]] = deque()
+
+    def load(self, block: Block, slot: Slot) -> Event:
+        """Read and copy everything; the event is reached when the block is in the slot."""
+        if slot.last_use is not None:
+            self._device.wait(Lane.H2D, slot.last_use)
+        reading: deque[tuple[IoRequest, Buffer, int, int]] = deque()
+        try:
+            for start, stop in ranges(block.numel, self._chunk_numel):
+                while self._staging.num_free == 0:
+                    self._free_one(reading, slot)
+                buffer = self._staging.acquire()
+                request = self._store.read(block.name, "param", start, buffer.view(self._dtype, stop - start))
+                reading.append((request, buffer, start, stop))
+            while reading:
+                self._copy_one(reading, slot)
+        except BaseException:
+            self._drain(reading)
+            raise
+        return self._device.record(Lane.H2D)
+
+    def _drain(self, reading: deque[tuple[IoRequest, Buffer, int, int]]) -> None:
+        """After an error: the other reads still write into their buffers; take them back when they are done."""
+        while reading:
+            request, buffer, _, _ = reading.popleft()
+            with contextlib.suppress(Exception):
+                request.wait()
+            buffer.release()
+
+    def _free_one(self, reading: deque[tuple[IoRequest, Buffer, int, int]], slot: Slot) -> None:
+        if not self._copying:
+            self._copy_one(reading, slot)
+        event, buffer = self._copying.popleft()
+        event.synchronize()
+        buffer.release()
+
+    def _copy_one(self, reading: deque[tuple[IoRequest, Buffer, int, int]], slot: Slot) -> None:
+        request, buffer, start, stop = reading[0]
+        request.wait()
+        reading.popleft()
+        self._device.copy(Lane.H2D, slot.weights[start:stop], buffer.view(self._dtype, stop - start))
+        self._copying.append((self._device.record(Lane.H2D), buffer))
+
+
+class Prefetcher:
+    """One thread that loads blocks in the order in which the last pass of the same kind used them.
+
+    Backpressure comes from the slots: a block is loaded ahead only into a slot whose block is needed later than the
+    new one, or not at all. What is needed now and was not foreseen (a skipped layer, a saved weight asked for out of
+    order) goes first.
+    """
+
+    def __init__(self, ring: SlotRing, loader: ParameterLoader, forward_order: Sequence[Block]) -> None:
+        self._ring = ring
+        self._loader = loader
+        self._orders = {True: [*forward_order, *reversed(forward_order)], False: list(forward_order)}
+        self._is_training_pass = False
+        self._expected: list[Block] = []
+        self._recorded: list[Block] = []
+        self._urgent: list[Block] = []
+        self._failure: BaseException | None = None
+        self._is_closed = False
+        self.num_unforeseen = 0
+        self._thread = threading.Thread(target=self._run, name="lohan-prefetch", daemon=True)
+        self._thread.start()
+
+    # The compute thread's side.
+
+    def begin_pass(self, *, is_training: bool) -> None:
+        """A forward starts (with its backward, if training): expect the order of the last such pass."""
+        with self._ring.changed:
+            self._is_training_pass = is_training
+            self._recorded = []
+        self.foresee(is_training=is_training)
+
+    def foresee(self, *, is_training: bool) -> None:
+        """Start loading what the next such pass will need first."""
+        with self._ring.changed:
+            self._expected = list(self._orders[is_training])
+            self._ring.changed.notify_all()
+
+    def end_pass(self) -> None:
+        """The pass is complete: its order is what the next one will follow."""
+        with self._ring.changed:
+            if self._recorded:
+                self._orders[self._is_training_pass] = self._recorded
+            self._recorded, self._expected = [], []
+
+    def cancel_pass(self) -> None:
+        """The pass broke off: nothing is learned from it, and nothing is loaded for it any more."""
+        with self._ring.changed:
+            self._recorded, self._expected, self._urgent = [], [], []
+            self._failure = None
+
+    def acquire(self, block: Block) -> Slot:
+        """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
+        with self._ring.changed:
+            self._recorded.append(block)
+            if block in self._expected:
+                del self._expected[: self._expected.index(block) + 1]
+            slot = self._ring.pin(block)
+            if slot is None:
+                self.num_unforeseen += 1
+                self._urgent.append(block)
+                self._ring.changed.notify_all()
+                self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
+                self._raise_failure()
+                self._urgent.remove(block)
+                slot = self._ring.pin(block)
+                assert slot is not None
+            self._ring.changed.notify_all()
+            self._ring.changed.wait_for(lambda: slot.ready is not None or self._failure is not None)
+            self._raise_failure()
+            assert slot.ready is not None
+        self._ring.device.wait(Lane.COMPUTE, slot.ready)
+        return slot
+
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> None:
+        with self._ring.changed:
+            self._is_closed = True
+            self._ring.changed.notify_all()
+        self._thread.join()
+
+    # The prefetch thread's side.
+
+    def _run(self) -> None:
+        while True:
+            with self._ring.changed:
+                self._ring.changed.wait_for(lambda: self._is_closed or self._next() is not None)
+                if self._is_closed:
+                    return
+                target = self._next()
+                assert target is not None
+                block, slot = target
+                self._ring.claim(slot, block)
+            try:
+                ready = self._loader.load(block, slot)
+            except BaseException as error:
+                with self._ring.changed:
+                    self._failure = error
+                    self._ring.abandon(slot)
+            else:
+                with self._ring.changed:
+                    self._ring.publish(slot, ready)
+
+    def _next(self) -> tuple[Block, Slot] | None:
+        """What to load next and where. Caller holds the lock."""
+        if self._failure is not None:
+            return None
+        for block in self._urgent:
+            slot = None if self._ring.is_here(block) else self._victim(block, rank=-1)
+            if slot is not None:
+                return block, slot
+        full: set[SizeClass] = set()
+        for rank, block in enumerate(self._expected):
+            if block.size_class in full or self._ring.is_here(block):
+                continue
+            slot = self._victim(block, rank)
+            if slot is not None:
+                return block, slot
+            full.add(block.size_class)
+            if len(full) == len(SizeClass):
+                break
+        return None
+
+    def _victim(self, block: Block, rank: int) -> Slot | None:
+        """The slot whose block is needed last; None if all are needed before `block`, the `rank`-th expected."""
+        slots = [slot for slot in self._ring.claimable(block.size_class) if slot.block not in self._urgent]
+        if not slots:
+            return None
+        slot = max(slots, key=self._next_use)
+        return slot if self._next_use(slot) > rank else None
+
+    def _next_use(self, slot: Slot) -> float:
+        if slot.block is None:
+            return float("inf")
+        try:
+            return self._expected.index(slot.block)
+        except ValueError:
+            return len(self._expected)

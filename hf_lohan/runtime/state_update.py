@@ -1,0 +1,154 @@
+"""One chunk's optimizer step: read its states, update them, write them back."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer, BufferPool
+from hf_lohan.optim import AdamWGroup, MasterFormat, Segment, adamw_, decode_master_, encode_master_
+from hf_lohan.runtime.block import Chunk, ParamSlice
+from hf_lohan.storage import IoRequest
+
+
+class RecordStore(Protocol):
+    """Reads and writes parts of records."""
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest: ...
+
+    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest: ...
+
+
+@dataclass(eq=False)
+class ChunkGradient:
+    """The gradient of one chunk, summed over a step's backwards: in a buffer, or spilled to the SSD."""
+
+    chunk: Chunk
+    buffer: Buffer | None
+    slices: set[ParamSlice]
+    """Parameters that have a gradient in it."""
+    summed: set[ParamSlice] = field(default_factory=set)
+    """Those of them to which more than one backward contributed."""
+    spill_write: IoRequest | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """float32 [chunk.numel]."""
+        assert self.buffer is not None
+        return self.buffer.view(torch.float32, self.chunk.numel)
+
+
+@dataclass(eq=False)
+class ChunkUpdate:
+    """A chunk's update on its way: `records` are views [chunk.numel] by kind into `buffers`."""
+
+    gradient: ChunkGradient
+    records: dict[str, Tensor]
+    buffers: list[Buffer]
+    reads: list[IoRequest]
+    private: list[Buffer] = field(default_factory=list)
+    """Buffers that hold nothing that is written (a split master's master and scratch)."""
+
+
+class StateUpdater:
+    """Issues the reads of a chunk's records, runs AdamW on them and issues the writes."""
+
+    def __init__(self, store: RecordStore, pool: BufferPool, master: MasterFormat) -> None:
+        self._store = store
+        self._pool = pool
+        self._master = master
+
+    def begin(self, gradient: ChunkGradient, reads: Sequence[IoRequest]) -> ChunkUpdate:
+        """Issue the reads. `reads` are further requests that must be done before the update."""
+        chunk = gradient.chunk
+        buffers = [self._pool.acquire() for _ in range(3)]
+        views = {
+            "param": buffers[0].view(self._master.working_dtype, chunk.numel),
+            "exp_avg": buffers[1].view(torch.float32, chunk.numel),
+            "exp_avg_sq": buffers[2].view(torch.float32, chunk.numel),
+        }
+        update = ChunkUpdate(gradient, views, buffers, list(reads))
+        if self._master.has_residual:
+            # A bfloat16 weight and its residual fill one buffer together.
+            after_param = chunk.numel * self._master.working_dtype.itemsize
+            views["master_residual"] = buffers[0].view(torch.int16, chunk.numel, start_byte=after_param)
+            update.private = [self._pool.acquire() for _ in range(2)]
+        for kind, view in views.items():
+            update.reads.append(self._store.read(chunk.block.name, kind, chunk.start, view))
+        return update
+
+    def finish(
+        self, update: ChunkUpdate, *, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]
+    ) -> list[IoRequest]:
+        """Wait for the reads, update, and issue the writes, whose completion gives the buffers back."""
+        for request in update.reads:
+            request.wait()
+        gradient = update.gradient
+        if clip_coefficient < 1.0:
+            gradient.values.mul_(clip_coefficient)
+        numel = gradient.chunk.numel
+        records = update.records
+        segments = merge_segments(gradient, group_of)
+        if self._master.has_residual:
+            master_buffer, scratch_buffer = update.private
+            master = master_buffer.view(torch.float32, numel)
+            scratch = scratch_buffer.view(torch.int32, numel)
+            decode_master_(master, records["param"], records["master_residual"])
+            adamw_(master, gradient.values, records["exp_avg"], records["exp_avg_sq"], segments)
+            encode_master_(master, records["param"], records["master_residual"], scratch)
+        else:
+            adamw_(records["param"], gradient.values, records["exp_avg"], records["exp_avg_sq"], segments)
+        assert gradient.buffer is not None
+        for buffer in (gradient.buffer, *update.private):
+            buffer.release()
+        return self._write(gradient.chunk, update)
+
+    def _write(self, chunk: Chunk, update: ChunkUpdate) -> list[IoRequest]:
+        writes = [
+            self._store.write(chunk.block.name, kind, chunk.start, view) for kind, view in update.records.items()
+        ]
+        release = _AfterAll(len(writes), update.buffers)
+        for request in writes:
+            request.add_done_callback(release)
+        return writes
+
+
+class _AfterAll:
+    """Gives buffers back when the last of `num_requests` requests is done, well or badly."""
+
+    def __init__(self, num_requests: int, buffers: Sequence[Buffer]) -> None:
+        self._remaining = num_requests
+        self._buffers = buffers
+        self._lock = threading.Lock()
+
+    def __call__(self, request: IoRequest) -> None:
+        with self._lock:
+            self._remaining -= 1
+            is_last = self._remaining == 0
+        if is_last:
+            for buffer in self._buffers:
+                buffer.release()
+
+
+def merge_segments(gradient: ChunkGradient, group_of: Callable[[ParamSlice], AdamWGroup]) -> list[Segment]:
+    """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
+    as torch's AdamW leaves them out: no decay, no decay of moments, no step."""
+    segments: list[Segment] = []
+    joins = False
+    for piece in gradient.chunk.pieces:
+        if piece.param_slice not in gradient.slices:
+            joins = False
+            continue
+        group, step = group_of(piece.param_slice), piece.param_slice.num_updates + 1
+        last = segments[-1] if segments else None
+        if joins and last is not None and (last.group, last.step) == (group, step):
+            segments[-1] = Segment(last.start, piece.stop_in_chunk, group, step)
+        else:
+            segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, group, step))
+        joins = True
+    return segments

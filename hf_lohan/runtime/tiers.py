@@ -1,0 +1,92 @@
+"""The memory of a run, taken once: host pools, the store on the SSDs, and the threads that move bytes to it."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.device import BufferPool, Device
+from hf_lohan.runtime.layout import OffloadLayout
+from hf_lohan.storage import IoEngine, RecordFiles, Store, StorePath
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Tiers:
+    """What the engine streams through. Closed once, by whoever opened it."""
+
+    device: Device
+    io: IoEngine
+    store: Store
+    spill: RecordFiles | None
+    staging: BufferPool
+    states: BufferPool
+    gradients: BufferPool
+
+    @property
+    def peak_cpu_pool_bytes(self) -> int:
+        """High-water mark over all host pools."""
+        return sum(pool.high_water_bytes for pool in (self.staging, self.states, self.gradients))
+
+    def close(self) -> None:
+        self.store.close()
+        self.io.close()
+
+
+def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
+    """Take the memory and create the store. Raises CapacityError, StorageError or ForeignStoreError, writing nothing."""
+    plan = layout.plan
+    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
+    io = IoEngine(
+        num_threads=config.io_threads,
+        piece_bytes=config.io_piece_bytes,
+        max_inflight_bytes=max(plan.cpu_pool_bytes, config.io_piece_bytes),
+    )
+    paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+    try:
+        store = Store.create(paths, layout.records, model=layout.identity, engine=io)
+    except BaseException:
+        io.close()
+        raise
+    try:
+        spill_records = layout.spill_records()
+        spill = store.scratch(spill_records) if spill_records else None
+
+        def pool(name: str, num_buffers: int) -> BufferPool:
+            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes)
+
+        tiers = Tiers(
+            device,
+            io,
+            store,
+            spill,
+            pool("staging", plan.num_staging_buffers),
+            pool("states", plan.num_state_buffers),
+            pool("gradients", plan.num_gradient_buffers),
+        )
+    except BaseException:
+        store.close()
+        io.close()
+        raise
+    _announce(layout, tiers)
+    return tiers
+
+
+def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
+    plan = layout.plan
+    logger.info(
+        "%s: %d parameters in %d blocks; store %s on %s; host pools %s (%d-element chunks); device slots %s; "
+        "gradients of %d blocks held in RAM, of %d spilled",
+        layout.identity.model_class,
+        layout.num_parameters,
+        len(layout.blocks),
+        format_bytes(tiers.store.size_bytes),
+        ", ".join(str(path) for path in tiers.store.paths),
+        format_bytes(plan.cpu_pool_bytes),
+        plan.chunk_numel,
+        format_bytes(plan.gpu_pool_bytes),
+        len(plan.held_blocks),
+        len(plan.spilled_blocks),
+    )

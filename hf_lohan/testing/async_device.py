@@ -1,0 +1,134 @@
+"""A device whose copies run later, on other threads, ordered by nothing but the events the engine asks for.
+
+It finds a missing wait without a GPU. Copies lie in queues and run after random delays; where one is to land, there
+are NaNs until it has run. Compute runs at once, as on the CPU, so that it could be late is kept as book-keeping: every
+event recorded on COMPUTE has a time, the tensors it closes are busy until that time, and each copy lane knows only the
+times it has waited for (or the host had synchronised with when it enqueued the copy). A copy that touches a busy tensor
+without that knowledge would have raced on a GPU; here it copies NaN.
+"""
+
+from __future__ import annotations
+
+import queue
+import random
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import CpuDevice, Event, Lane
+
+
+@dataclass(frozen=True)
+class WaitSite:
+    """A place in the engine that waits for an event."""
+
+    file: str
+    function: str
+    line: int
+
+
+class _ComputeEvent(Event):
+    def __init__(self, device: AsyncDevice, compute_time: int) -> None:
+        self.device = device
+        self.compute_time = compute_time
+
+    def synchronize(self) -> None:
+        if self.device.heeds_wait():
+            self.device.host_knows = max(self.device.host_knows, self.compute_time)
+
+
+class _CopyEvent(Event):
+    def __init__(self, device: AsyncDevice) -> None:
+        self.device = device
+        self.reached = threading.Event()
+
+    def synchronize(self) -> None:
+        if self.device.heeds_wait():
+            self.reached.wait()
+
+
+class _CopyLane:
+    """One thread that runs its queue in order."""
+
+    def __init__(self, name: str) -> None:
+        self.knows = 0
+        self.queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            self.queue.get()()
+
+
+class AsyncDevice(CpuDevice):
+    """See the module. `ignored` waits are dropped, to prove that each one is needed."""
+
+    def __init__(self, seed: int = 0, *, max_delay_s: float = 2e-3, ignored: frozenset[WaitSite] = frozenset()) -> None:
+        self._random = random.Random(seed)
+        self._max_delay_s = max_delay_s
+        self._ignored = ignored
+        self._lanes = {lane: _CopyLane(f"async-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
+        self._compute_time = 0
+        self._busy_until: dict[int, int] = {}
+        self.host_knows = 0
+        self.wait_sites: set[WaitSite] = set()
+        self.num_races = 0
+
+    def heeds_wait(self) -> bool:
+        """Note who waits; False if that wait is to be ignored."""
+        frame = sys._getframe(2)
+        site = WaitSite(frame.f_code.co_filename, frame.f_code.co_name, frame.f_lineno)
+        self.wait_sites.add(site)
+        return site not in self._ignored
+
+    def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
+        on_device = dst if lane is Lane.H2D else src
+        host_knew = self.host_knows
+        dst.fill_(float("nan"))
+        delay_s = self._random.uniform(0, self._max_delay_s)
+
+        def run() -> None:
+            time.sleep(delay_s)
+            busy_until = self._busy_until.get(on_device.untyped_storage().data_ptr(), 0)
+            if busy_until > max(self._lanes[lane].knows, host_knew):
+                self.num_races += 1
+                dst.fill_(float("nan"))
+            else:
+                dst.copy_(src)
+
+        self._lanes[lane].queue.put(run)
+
+    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+        if lane is Lane.COMPUTE:
+            self._compute_time += 1
+            for tensor in tensors:
+                self._busy_until[tensor.untyped_storage().data_ptr()] = self._compute_time
+            return _ComputeEvent(self, self._compute_time)
+        event = _CopyEvent(self)
+        self._lanes[lane].queue.put(event.reached.set)
+        return event
+
+    def wait(self, lane: Lane, event: Event) -> None:
+        if not self.heeds_wait():
+            return
+        if isinstance(event, _CopyEvent):
+            if lane is Lane.COMPUTE:
+                event.reached.wait()
+            else:
+                self._lanes[lane].queue.put(lambda: event.reached.wait() and None)
+        elif isinstance(event, _ComputeEvent) and lane is not Lane.COMPUTE:
+            target = self._lanes[lane]
+            compute_time = event.compute_time
+
+            def learn() -> None:
+                target.knows = max(target.knows, compute_time)
+
+            target.queue.put(learn)
+
+    def describe(self) -> dict[str, object]:
+        return {**super().describe(), "kind": "async double", "torch_device": str(torch.device("cpu"))}
