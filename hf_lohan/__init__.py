@@ -1,0 +1,57 @@
+"""hf_lohan: fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD.
+
+The names below are loaded when they are first used: importing this package imports neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_lohan.config import ConfigError, OffloadConfig
+    from hf_lohan.integrations import (
+        Accelerator,
+        LohanPlugin,
+        OffloadTrainerMixin,
+        Trainer,
+        engine_of,
+        from_pretrained,
+    )
+    from hf_lohan.optim import OffloadAdamW
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Accelerator": "hf_lohan.integrations",
+    "ConfigError": "hf_lohan.config",
+    "LohanPlugin": "hf_lohan.integrations",
+    "OffloadAdamW": "hf_lohan.optim",
+    "OffloadConfig": "hf_lohan.config",
+    "OffloadTrainerMixin": "hf_lohan.integrations",
+    "Trainer": "hf_lohan.integrations",
+    "engine_of": "hf_lohan.integrations",
+    "from_pretrained": "hf_lohan.integrations",
+}
+
+__all__ = [
+    "Accelerator",
+    "ConfigError",
+    "LohanPlugin",
+    "OffloadAdamW",
+    "OffloadConfig",
+    "OffloadTrainerMixin",
+    "Trainer",
+    "engine_of",
+    "from_pretrained",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

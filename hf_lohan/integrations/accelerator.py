@@ -1,0 +1,168 @@
+"""`Accelerator` for raw training loops, and what Trainer's own accelerator needs to leave an offloaded model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.integrations.attachment import engine_of, offload_model
+from hf_lohan.integrations.guards import check_model
+from hf_lohan.integrations.loading import reload_weights
+from hf_lohan.integrations.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine
+
+_MODEL_FOLDER = "lohan_model"
+
+
+@dataclass(kw_only=True)
+class LohanPlugin:
+    """How `Accelerator` offloads the model it prepares."""
+
+    offload: Any = "lohan"
+    """Anything that `OffloadConfig.load` takes: "lohan", a YAML path, a dict, an `OffloadConfig`."""
+
+    bf16: bool = False
+    """bfloat16 working weights with exact float32 masters in the store; no autocast."""
+
+    max_grad_norm: float | None = None
+    """0 promises that the loop never clips: updates then run in backward. None keeps gradients until `step()`."""
+
+    ssd_path: str | Path = "lohan_store"
+    """The store's folder if the configuration names none."""
+
+
+class OffloadAwareAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """An `Accelerator` that knows an offloaded model when it sees one. Other models are treated as always."""
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of the prepared model."""
+        for model in self._models:
+            engine = engine_of(model)
+            if engine is not None:
+                return engine
+        return None
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(model)
+        if engine is not None:
+            # Skips `.to(device)`, the autocast wrapper and DDP, none of which a streamed model survives.
+            model._is_accelerate_prepared = True
+            engine.is_final_backward = lambda: bool(self.sync_gradients)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, OffloadAdamW):
+            device_placement = False  # accelerate would move its state dict to the device and load it back
+        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the step's gradients; returns their norm before. Exact, though `.grad` is None everywhere."""
+        engine = self.offload_engine
+        if engine is None:
+            norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return norm
+        return engine.clip_grad_norm(float(max_norm), float(norm_type))
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        engine = engine_of(model)
+        if engine is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        # The whole model in RAM: what the caller asked for. Saving does not come this way.
+        stored = {part.parameter: part.name for part in engine.parameter_slices}
+        weights = {name: engine.parameters.read_parameter(stored[p]) for name, p in model.named_parameters()}
+        return {**dict(model.named_buffers()), **weights}
+
+
+class Accelerator(OffloadAwareAccelerator):
+    """`accelerate.Accelerator` whose `prepare` offloads the model and takes over its AdamW.
+
+    ```python
+    accelerator = Accelerator(lohan_plugin=LohanPlugin(offload="configs/lohan.yaml"))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    ```
+    """
+
+    def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lohan_plugin = lohan_plugin or LohanPlugin()
+        if self.mixed_precision != "no":
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} wraps the forward in autocast, which offload replaces; set "
+                "mixed_precision='no' and LohanPlugin(bf16=True)"
+            )
+        if self.num_processes > 1:
+            raise ValueError(f"offload runs in one process for now, this launch has {self.num_processes}")
+        self.register_save_state_pre_hook(self._save_offloaded)
+        self.register_load_state_pre_hook(self._load_offloaded)
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """As in accelerate. Offloads the model and turns its `torch.optim.AdamW` into one over the store."""
+        engine = None
+        for item in objects:
+            if isinstance(item, nn.Module):
+                engine = engine_of(item) or self._offload(item)
+        converted = [
+            self._take_over(item, engine) if isinstance(item, torch.optim.Optimizer) else item for item in objects
+        ]
+        return super().prepare(*converted, **kwargs)
+
+    def _offload(self, model: nn.Module) -> OffloadEngine:
+        check_model(model)
+        plugin = self.lohan_plugin
+        return offload_model(
+            model,
+            OffloadConfig.load(plugin.offload),
+            torch_device=self.device,
+            default_ssd_path=plugin.ssd_path,
+            working_dtype=torch.bfloat16 if plugin.bf16 else None,
+            hold_gradients=plugin.max_grad_norm != 0 or self.gradient_accumulation_steps > 1,
+        )
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> torch.optim.Optimizer:
+        if isinstance(optimizer, OffloadAdamW):
+            return optimizer
+        engine = engine or self.offload_engine
+        if engine is None:
+            raise ValueError("prepare the model together with its optimizer, or before it")
+        if type(optimizer) is not torch.optim.AdamW:
+            raise ValueError(f"{type(optimizer).__name__} cannot be offloaded; use torch.optim.AdamW")
+        if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) or optimizer.state:
+            raise ValueError("only a fresh torch.optim.AdamW without amsgrad and maximize can be offloaded")
+        # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
+        taken = OffloadAdamW(optimizer.param_groups, engine=engine)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
+        return taken
+
+    def save_model(self, model: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+        """Sharded safetensors, streamed from the store."""
+        if engine_of(model) is None:
+            super().save_model(model, save_directory, *args, **kwargs)
+        else:
+            model.save_pretrained(save_directory, **kwargs)
+
+    def _save_offloaded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        for model in list(models):
+            engine = engine_of(model)
+            if engine is not None:
+                weights.pop(models.index(model))
+                model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
+                save_optimizer_states(engine, output_dir)
+
+    def _load_offloaded(self, models: list[Any], input_dir: str) -> None:
+        for model in list(models):
+            engine = engine_of(model)
+            if engine is not None:
+                models.remove(model)
+                reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
+                load_optimizer_states(engine, input_dir)

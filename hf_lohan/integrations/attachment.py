@@ -1,0 +1,128 @@
+"""Bring a model and an engine together: configuration, store, drain, recomputation, and the way back to disk."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, available_host_memory_bytes, device_for, set_compute_threads, usable_cpus
+from hf_lohan.integrations.saving import save_pretrained_from_store
+from hf_lohan.runtime import (
+    OffloadEngine,
+    ParameterAccess,
+    check_one_dtype,
+    discover_blocks,
+    drain_model,
+    lay_out,
+    open_tiers,
+)
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_ATTRIBUTE = "_lohan_engine"
+
+
+def engine_of(model: nn.Module) -> OffloadEngine | None:
+    """The engine that a model is offloaded to, if any."""
+    engine = getattr(model, _ENGINE_ATTRIBUTE, None)
+    assert engine is None or isinstance(engine, OffloadEngine)
+    return engine
+
+
+def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: str | Path) -> OffloadConfig:
+    """Fill in every `auto` from the machine, print the outcome, and give torch the cores."""
+    resolved = config.resolve(
+        host_memory_bytes=available_host_memory_bytes(),
+        device_memory_bytes=device.total_memory_bytes(),
+        num_cpus=usable_cpus(),
+        default_ssd_path=str(default_ssd_path),
+    )
+    assert isinstance(resolved.cpu_threads, int)
+    set_compute_threads(resolved.cpu_threads)
+    print(resolved.describe(), flush=True)
+    return resolved
+
+
+def offload_model(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    torch_device: torch.device | str,
+    default_ssd_path: str | Path,
+    working_dtype: torch.dtype | None = None,
+    hold_gradients: bool = True,
+) -> OffloadEngine:
+    """Drain a model that stands in memory into the store and attach an engine to it.
+
+    `working_dtype` is what the model computes with from now on (default: its own dtype); float32 weights keep their
+    exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow it, before a
+    weight is touched.
+    """
+    device = device_for(torch_device)
+    config = resolve_config(config, device, default_ssd_path=default_ssd_path)
+    check_one_dtype(discover_blocks(model).blocks)
+    refuse_reentrant(model)
+    working_dtype = working_dtype or next(model.parameters()).dtype
+    layout = lay_out(model, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
+    tiers = open_tiers(layout, config, device)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+    return attach(OffloadEngine(model, layout, tiers, config))
+
+
+def attach(engine: OffloadEngine) -> OffloadEngine:
+    """Make an engine's model behave: saved from the store, recomputing as configured, computing in one dtype."""
+    model = engine.model
+    setattr(model, _ENGINE_ATTRIBUTE, engine)
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.dtype = engine.layout.master.working_dtype
+    if hasattr(model, "save_pretrained"):
+        stock: Any = type(model).save_pretrained
+        model.save_pretrained = functools.partial(save_pretrained_from_store, engine, stock)
+    if engine.config.activations == "recompute":
+        enable_recompute(model)
+    _warn_of_slow_bfloat16(engine)
+    return engine
+
+
+def enable_recompute(model: nn.Module) -> None:
+    """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once."""
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)  # its name before transformers 5.23
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+        logger.warning("%s cannot recompute activations; they are kept", type(model).__name__)
+        return
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def refuse_reentrant(model: nn.Module) -> None:
+    """Raises ValueError if reentrant checkpointing is on: it fires gradient hooks twice."""
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
+                "enable it with use_reentrant=False"
+            )
+
+
+def _warn_of_slow_bfloat16(engine: OffloadEngine) -> None:
+    if engine.device.torch_device.type != "cpu" or engine.layout.master.working_dtype != torch.bfloat16:
+        return
+    capability = torch.backends.cpu.get_cpu_capability()
+    has_units = any(getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
+    if not has_units:
+        logger.warning(
+            "this CPU (%s) has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; "
+            "train in float32 here, or on a GPU",
+            capability,
+        )

@@ -1,0 +1,65 @@
+"""Refuse what offloading cannot do exactly, at the earliest moment, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+
+
+def check_arguments(args: Any) -> None:
+    """Raises ValueError for `TrainingArguments` that cannot be honoured under offload."""
+    if args.fp16:
+        raise ValueError("fp16=True needs loss scaling, which offload does not do; use bf16=True or float32")
+    for name in ("fp16_full_eval", "bf16_full_eval"):
+        if getattr(args, name):
+            raise ValueError(f"{name}=True casts the whole model, whose weights are in the store; leave it off")
+    optim = getattr(args.optim, "value", args.optim)
+    if optim not in _ADAMW:
+        raise ValueError(f"optim={optim!r} is not supported under offload; use one of {', '.join(_ADAMW)}")
+    if args.optim_args:
+        raise ValueError(f"optim_args={args.optim_args!r} is not supported under offload; use adam_beta1 and so on")
+    kwargs = _checkpointing_kwargs(args)
+    if kwargs.get("use_reentrant"):
+        raise ValueError(
+            "use_reentrant=True cannot be offloaded (a gradient would arrive twice); set use_reentrant=False"
+        )
+    if kwargs.get("offload"):
+        raise ValueError("activation checkpointing with offload=True is not supported under offload; leave it off")
+    if args.deepspeed or args.fsdp:
+        raise ValueError("offload cannot be combined with DeepSpeed or FSDP; choose one of them")
+    if args.world_size > 1:
+        raise ValueError(f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1")
+    if args.use_liger_kernel:
+        raise ValueError("use_liger_kernel=True reads weights behind the modules' backs; leave it off under offload")
+    if args.torch_compile:
+        raise ValueError("torch_compile=True cannot follow streamed weights; leave it off under offload")
+
+
+def _checkpointing_kwargs(args: Any) -> dict[str, Any]:
+    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
+        kwargs = getattr(args, name, None)
+        if kwargs:
+            return dict(kwargs)
+    return {}
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for a model that is wrapped or quantized."""
+    if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
+    if getattr(model, "is_quantized", False):
+        raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
+    if getattr(model, "hf_device_map", None):
+        raise ValueError("a model loaded with device_map= cannot be offloaded; load it without, or pass its path")
+
+
+def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any) -> None:
+    """Raises ValueError if the caller brings an optimizer: the states live in the store."""
+    if optimizers[0] is not None or optimizer_cls_and_kwargs is not None:
+        raise ValueError(
+            "an optimizer was passed in, but under offload the optimizer is part of the engine; leave it out and set "
+            "learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon in the training arguments"
+        )

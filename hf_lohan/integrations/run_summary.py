@@ -1,0 +1,70 @@
+"""What a run moved and held: `<output_dir>/lohan/summary.json`, and the same figures in Trainer's logs."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_lohan.profiler import AnonymousMemoryPeak
+from hf_lohan.runtime import OffloadEngine
+
+SUMMARY_PATH = Path("lohan") / "summary.json"
+
+
+class RunSummary(TrainerCallback):  # type: ignore[misc]
+    """Times steps, counts tokens and writes the summary when training ends."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self.engine = engine
+        self._peak = AnonymousMemoryPeak()
+        self._step_s: list[float] = []
+        self._step_tokens: list[int] = []
+        self._num_tokens = 0
+        self._began_s = 0.0
+
+    def count_tokens(self, inputs: Any) -> None:
+        """Count one micro-batch."""
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        self._num_tokens += ids.numel() if ids is not None else 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._peak.start()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._began_s = time.perf_counter()
+        self._num_tokens = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_s.append(time.perf_counter() - self._began_s)
+        self._step_tokens.append(self._num_tokens)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._peak.stop()
+        path = Path(args.output_dir) / SUMMARY_PATH
+        path.parent.mkdir(parents=True, exist_ok=True)
+        facts = {
+            "config": self.engine.config.to_dict(),
+            "num_parameters": self.engine.layout.num_parameters,
+            "hardware": self.engine.device.describe(),
+        }
+        path.write_text(json.dumps({**self.figures(), **facts}, indent=2) + "\n")
+
+    def figures(self) -> dict[str, float | int]:
+        """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
+        engine, tiers = self.engine, self.engine.tiers
+        return {
+            "num_steps": len(self._step_s),
+            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
+            "tokens_per_s": sum(self._step_tokens) / sum(self._step_s) if self._step_s else 0.0,
+            "ssd_read_bytes": tiers.io.read_bytes,
+            "ssd_write_bytes": tiers.io.write_bytes,
+            "store_bytes": tiers.store.size_bytes,
+            "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
+            "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes,
+            "peak_anon_rss_bytes": self._peak.peak_bytes,
+        }

@@ -1,0 +1,96 @@
+"""`save_pretrained` of a model whose weights are in the store: shard by shard, never whole in RAM."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.runtime import OffloadEngine
+
+_MAX_SHARD_BYTES = 5 * 1000**3
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """A model's weights by their names in its state dict (aliases of tied weights included), read when asked for."""
+
+    def __init__(self, engine: OffloadEngine, root: nn.Module) -> None:
+        self._engine = engine
+        stored = {part.parameter: part.name for part in engine.parameter_slices}
+        self._stored_name: dict[str, str] = {
+            name: stored[parameter]
+            for name, parameter in root.named_parameters(remove_duplicate=False)
+            if parameter in stored
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._engine.parameters.read_parameter(self._stored_name[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored_name)
+
+    def __len__(self) -> int:
+        return len(self._stored_name)
+
+
+def save_pretrained_from_store(
+    engine: OffloadEngine, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
+
+    `max_shard_size` bounds the RAM this takes; by default a shard is as large as the largest block, but at least
+    what `cpu_memory` allows and at most 5 GB. A `state_dict` passed in by Trainer or accelerate is not used.
+    """
+    model: Any = engine.model
+    kwargs.pop("state_dict", None)
+    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+        return stock(model, save_directory, state_dict=_adapter_state_dict(engine), **kwargs)
+    weights = StoredWeights(engine, model)
+    state_dict = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    kwargs.setdefault("max_shard_size", _shard_bytes(engine))
+    with _offloaded_to(model, weights):
+        return stock(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+def _shard_bytes(engine: OffloadEngine) -> int:
+    itemsize = engine.layout.master.working_dtype.itemsize
+    largest_block_bytes = max(block.numel for block in engine.layout.blocks) * itemsize
+    assert isinstance(engine.config.cpu_memory, int)
+    return max(largest_block_bytes, min(engine.config.cpu_memory // 2, _MAX_SHARD_BYTES))
+
+
+def _adapter_state_dict(engine: OffloadEngine) -> dict[str, Tensor]:
+    """What PEFT saves: the trainable tensors, which are small; the rest only by name."""
+    weights = StoredWeights(engine, engine.model)
+    trainable = {name for name, parameter in engine.model.named_parameters() if parameter.requires_grad}
+    return {
+        name: weights[name]
+        if name in trainable and name in weights
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in engine.model.state_dict().items()
+    }
+
+
+@contextlib.contextmanager
+def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
+    turn, and un-fuses experts shard by shard."""
+    previous = getattr(model, "hf_device_map", None)
+    model.hf_device_map = {"": "disk"}
+    model._hf_hook = types.SimpleNamespace(weights_map=weights)
+    try:
+        yield
+    finally:
+        del model._hf_hook
+        if previous is None:
+            del model.hf_device_map
+        else:
+            model.hf_device_map = previous
