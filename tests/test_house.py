@@ -1,0 +1,252 @@
+"""The rules of the house, held by reading the source: who may import whom, what may be named where.
+
+`docs/architecture.md` draws the floors; CONTRIBUTING.md says why. A room that does not exist yet is no error.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_lohan"
+
+FLOORS = {
+    **dict.fromkeys(("config", "planner", "device"), 0),
+    **dict.fromkeys(("storage", "optim"), 1),
+    **dict.fromkeys(("profiler", "runtime", "collectives", "moe"), 2),
+    "integrations": 3,
+    "cli": 4,
+}
+NARROWER = {"storage": {"device"}, "optim": set[str]()}
+"""Rooms that may use less than all the floors below theirs."""
+
+PACKAGES_FLOOR_0_AND_1 = {
+    "config": {"yaml"},
+    "planner": {"numpy"},
+    "device": {"torch", "psutil"},
+    "storage": {"torch", "numpy", "kvikio"},
+    "optim": {"torch"},
+}
+"""The only packages outside the standard library that the two lowest floors may use."""
+
+HUGGING_FACE = {"transformers", "accelerate", "peft"}
+MAX_FILE_LINES = 400
+BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
+MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt/pypi|opt/wheels|tmp/\w)")
+
+
+def source_files(folder: Path = PACKAGE) -> list[Path]:
+    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+
+
+def room_of(path: Path) -> str:
+    """The room a file lives in; for a module at the top of the package, its own name."""
+    inside = path.relative_to(PACKAGE).parts
+    return inside[0] if len(inside) > 1 else path.stem
+
+
+def imported_modules(path: Path, package: Path = PACKAGE) -> Iterator[str]:
+    """The dotted name of all that ``path`` imports anywhere in it, ``from x import y`` as x.y."""
+    here = path.relative_to(package.parent).with_suffix("").parts
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = [*here[: len(here) - node.level]] if node.level else []
+            base += node.module.split(".") if node.module else []
+            yield from (".".join([*base, alias.name]) for alias in node.names)
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms that ``path`` uses. What `hf_lohan` itself offers (Trainer, ...) comes from integrations."""
+    rooms = set()
+    for name in imported_modules(path):
+        first, _, rest = name.partition(".")
+        if first == PACKAGE.name:
+            room = rest.partition(".")[0]
+            known = room in FLOORS or room == "testing" or (PACKAGE / f"{room}.py").exists()
+            rooms.add(room if known else "integrations")
+    return rooms - {room_of(path)}
+
+
+def imported_packages(path: Path) -> set[str]:
+    tops = {name.partition(".")[0] for name in imported_modules(path)}
+    return tops - set(sys.stdlib_module_names) - {PACKAGE.name}
+
+
+def allowed_rooms(room: str) -> set[str]:
+    if room == "testing":
+        return {other for other, floor in FLOORS.items() if floor <= 2}
+    if room not in FLOORS:  # a module at the top of the package, such as run.py
+        return set(FLOORS)
+    return NARROWER.get(room, {other for other, floor in FLOORS.items() if floor < FLOORS[room]})
+
+
+def report(offences: list[str]) -> None:
+    assert not offences, "\n" + "\n".join(offences)
+
+
+def name_of(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def test_every_room_is_on_a_floor() -> None:
+    rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
+    assert rooms <= {*FLOORS, "testing"}, "give a new room its floor here and in docs/architecture.md"
+
+
+def test_imports_go_down_only() -> None:
+    offences = []
+    for path in source_files():
+        for room in sorted(imported_rooms(path) - allowed_rooms(room_of(path))):
+            offences.append(f"{name_of(path)} imports {room}, which {room_of(path)} may not")
+    report(offences)
+
+
+def test_the_two_lowest_floors_use_few_packages() -> None:
+    offences = []
+    for path in source_files():
+        allowed = PACKAGES_FLOOR_0_AND_1.get(room_of(path))
+        if allowed is not None and (extra := imported_packages(path) - allowed):
+            offences.append(f"{name_of(path)} imports {', '.join(sorted(extra))}")
+    report(offences)
+
+
+def test_only_integrations_knows_hugging_face() -> None:
+    offences = []
+    for path in source_files():
+        found = imported_packages(path) & HUGGING_FACE
+        if found and room_of(path) not in ("integrations", "testing"):
+            offences.append(f"{name_of(path)} imports {', '.join(sorted(found))}")
+    report(offences)
+
+
+def test_only_device_names_torch_cuda() -> None:
+    offences = []
+    for path in source_files():
+        if room_of(path) == "device":
+            continue
+        named = [
+            node.lineno
+            for node in ast.walk(tree_of(path))
+            if isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+        ]
+        imported = [name for name in imported_modules(path) if f"{name}.".startswith("torch.cuda.")]
+        offences += [f"{name_of(path)}: torch.cuda ({where})" for where in (*named, *imported)]
+    report(offences)
+
+
+def test_every_room_says_what_it_is_for() -> None:
+    offences = []
+    for init in sorted(PACKAGE.glob("*/__init__.py")):
+        module = tree_of(init)
+        targets = {
+            target.id
+            for node in module.body
+            if isinstance(node, ast.Assign | ast.AnnAssign)
+            for target in (node.targets if isinstance(node, ast.Assign) else [node.target])
+            if isinstance(target, ast.Name)
+        }
+        if not ast.get_docstring(module):
+            offences.append(f"{name_of(init)} has no docstring")
+        if "__all__" not in targets:
+            offences.append(f"{name_of(init)} has no __all__")
+    report(offences)
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in source_files()}
+    report([f"{name_of(path)}: {num} lines" for path, num in lengths.items() if num > MAX_FILE_LINES])
+
+
+def test_names_say_what_a_thing_does() -> None:
+    offences = []
+    for path in (*source_files(), *source_files(ROOT / "scripts"), *source_files(ROOT / "tests")):
+        if BANNED_WORDS.search(name_of(path)):
+            offences.append(f"{name_of(path)}: banned word in a file name")
+        classes = (node.name for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
+        offences += [f"{name_of(path)}: class {name}" for name in classes if BANNED_WORDS.search(name)]
+    report(offences)
+
+
+def run_python(code: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+
+
+NOTHING_HEAVY = """
+import sys
+loaded = {"transformers", "accelerate", "peft", "datasets", "hf_lohan.testing"} & set(sys.modules)
+assert not loaded, f"also imported: {loaded}"
+if "torch" in sys.modules:
+    assert not sys.modules["torch"].cuda.is_initialized(), "a CUDA context exists"
+"""
+
+
+def test_importing_the_library_is_light() -> None:
+    run_python(f"import hf_lohan\n{NOTHING_HEAVY}")
+
+
+def test_importing_the_rooms_below_integrations_is_light() -> None:
+    rooms = [
+        room for room, floor in FLOORS.items() if floor <= 2 and (PACKAGE / room / "__init__.py").exists()
+    ]
+    imports = "\n".join(f"import hf_lohan.{room}" for room in rooms)
+    no_handlers = "import logging; assert not logging.getLogger('hf_lohan').handlers, 'adds log handlers'"
+    run_python(f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")
+
+
+def test_no_file_names_a_place_on_somebodys_machine() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout: which files belong to the project is not known")
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    offences = []
+    for name in filter(None, listed.stdout.split("\0")):
+        path = ROOT / name
+        if not path.is_file() or b"\0" in (content := path.read_bytes())[:4096]:
+            continue
+        for number, line in enumerate(content.decode("utf-8", errors="replace").splitlines(), start=1):
+            if MACHINE_PATH.search(line):
+                offences.append(f"{name}:{number}: {line.strip()[:100]}")
+    report(offences)
+
+
+@pytest.mark.parametrize(
+    ("source", "modules"),
+    [
+        ("import torch.cuda as c", {"torch.cuda"}),
+        ("def f():\n    from hf_lohan.storage import Store", {"hf_lohan.storage.Store"}),
+        ("from ..device import Device", {"hf_lohan.device.Device"}),
+        ("from . import errors", {"hf_lohan.runtime.errors"}),
+        ("from hf_lohan import Trainer", {"hf_lohan.Trainer"}),
+    ],
+)
+def test_the_reading_of_imports_itself(source: str, modules: set[str], tmp_path: Path) -> None:
+    path = tmp_path / "hf_lohan" / "runtime" / "engine.py"
+    path.parent.mkdir(parents=True)
+    path.write_text(source)
+    assert set(imported_modules(path, tmp_path / "hf_lohan")) == modules
