@@ -38,9 +38,7 @@ def unnest(content: object, *, where: str = "") -> Mapping[object, object]:
         return content
     if len(content) > 1:
         others = ", ".join(repr(key) for key in content if key != ALL_AUTO)
-        raise ConfigError(
-            f"{where}{others} beside the key {ALL_AUTO!r}; put every setting under {ALL_AUTO!r}, or none"
-        )
+        raise ConfigError(f"{where}{others} beside the key {ALL_AUTO!r}; put every setting under {ALL_AUTO!r}, or none")
     inner = content[ALL_AUTO]
     return unnest({} if inner is None else inner, where=where)
 
@@ -50,6 +48,4 @@ def file_named(value: str | os.PathLike[str]) -> str:
     path = os.path.expanduser(os.fspath(value))
     if isinstance(value, os.PathLike) or path.endswith((".yaml", ".yml")) or os.path.isfile(path):
         return path
-    raise ConfigError(
-        f"offload={value!r} is neither {ALL_AUTO!r} (everything automatic) nor an existing YAML file"
-    )
+    raise ConfigError(f"offload={value!r} is neither {ALL_AUTO!r} (everything automatic) nor an existing YAML file")

@@ -73,8 +73,7 @@ def _absolute(path: object) -> str:
     expanded = os.path.expandvars(text)
     if unset := _UNSET_VARIABLE.search(expanded):
         raise ConfigError(
-            f"ssd: the environment variable {unset[0]} in {text!r} is not set; "
-            "set it or write the directory out"
+            f"ssd: the environment variable {unset[0]} in {text!r} is not set; set it or write the directory out"
         )
     expanded = os.path.expanduser(expanded)
     if expanded.startswith("~"):

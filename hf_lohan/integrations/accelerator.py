@@ -39,7 +39,7 @@ class LohanPlugin:
     """The store's folder if the configuration names none."""
 
 
-class OffloadAwareAccelerator(accelerate.Accelerator):  # type: ignore[misc]
+class OffloadAwareAccelerator(accelerate.Accelerator):
     """An `Accelerator` that knows an offloaded model when it sees one. Other models are treated as always."""
 
     @property

@@ -45,7 +45,7 @@ def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: s
     )
     assert isinstance(resolved.cpu_threads, int)
     set_compute_threads(resolved.cpu_threads)
-    print(resolved.describe(), flush=True)
+    print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
     return resolved
 
 
@@ -77,7 +77,7 @@ def offload_model(
 
 def attach(engine: OffloadEngine) -> OffloadEngine:
     """Make an engine's model behave: saved from the store, recomputing as configured, computing in one dtype."""
-    model = engine.model
+    model: Any = engine.model
     setattr(model, _ENGINE_ATTRIBUTE, engine)
     config = getattr(model, "config", None)
     if config is not None:
@@ -118,11 +118,8 @@ def refuse_reentrant(model: nn.Module) -> None:
 def _warn_of_slow_bfloat16(engine: OffloadEngine) -> None:
     if engine.device.torch_device.type != "cpu" or engine.layout.master.working_dtype != torch.bfloat16:
         return
-    capability = torch.backends.cpu.get_cpu_capability()
-    has_units = any(getattr(torch.cpu, name, lambda: False)() for name in ("_is_avx512_bf16_supported", "_is_amx_tile_supported"))
-    if not has_units:
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         logger.warning(
-            "this CPU (%s) has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; "
-            "train in float32 here, or on a GPU",
-            capability,
+            "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
+            "float32 here, or on a GPU"
         )

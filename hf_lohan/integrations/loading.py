@@ -136,7 +136,8 @@ def streamed_to(sink: Sink) -> Iterator[None]:
 
     hooks = [
         register_module_module_registration_hook(on_module),
-        register_module_parameter_registration_hook(on_parameter),
+        # Torch documents that the hook may return a replacement; its annotation forgot.
+        register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     # The loader's threads would read ahead without bound: one tensor at a time is the point here.
     previous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
@@ -165,10 +166,8 @@ def _writer(access: ParameterAccess) -> Sink:
 def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
     if isinstance(dtype, torch.dtype):
         return dtype
-    if dtype == "auto":
-        found = getattr(model_config, "dtype", None) or torch.float32
-    else:
-        found = dtype
+    checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
+    found = checkpoint_dtype if dtype == "auto" else dtype
     resolved = getattr(torch, found, None) if isinstance(found, str) else found
     if not isinstance(resolved, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'auto', 'float32' or 'bfloat16'")

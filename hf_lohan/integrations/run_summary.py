@@ -16,7 +16,7 @@ from hf_lohan.runtime import OffloadEngine
 SUMMARY_PATH = Path("lohan") / "summary.json"
 
 
-class RunSummary(TrainerCallback):  # type: ignore[misc]
+class RunSummary(TrainerCallback):
     """Times steps, counts tokens and writes the summary when training ends."""
 
     def __init__(self, engine: OffloadEngine) -> None:

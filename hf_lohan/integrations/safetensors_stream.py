@@ -47,6 +47,6 @@ def write_safetensors(path: Path, tensors: Iterable[TensorSpec]) -> None:
         file.write(text)
         for spec in specs:
             for piece in spec.pieces:
-                file.write(memoryview(piece.contiguous().view(torch.uint8).numpy()))
+                file.write(piece.contiguous().view(torch.uint8).numpy().data)
         file.flush()
         os.fsync(file.fileno())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -30,7 +30,13 @@ logger = logging.getLogger(__name__)
 _STORE_FOLDER = Path("lohan") / "store"
 
 
-class OffloadTrainerMixin:
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+
+
+class OffloadTrainerMixin(_TrainerBase):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -41,10 +47,11 @@ class OffloadTrainerMixin:
     arguments that offloading cannot honour exactly.
     """
 
-    def __init__(self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, offload: Any = None, **kwargs: Any
+    ) -> None:
         self._offload_config: OffloadConfig | None = None
         self._run_summary: RunSummary | None = None
-        self._logged_bytes = 0
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
             self._offload_config = OffloadConfig.load(offload)
@@ -75,14 +82,14 @@ class OffloadTrainerMixin:
     @property
     def offload_engine(self) -> OffloadEngine | None:
         """The engine of `self.model`, once training, evaluation or loading has begun."""
-        return engine_of(self.model)  # type: ignore[attr-defined]
+        return engine_of(self.model)
 
     def _ensure_engine(self) -> OffloadEngine | None:
         if self._offload_config is None:
             return None
         engine = self.offload_engine
         if engine is None:
-            args, model = self.args, self.model  # type: ignore[attr-defined]
+            args, model = self.args, self.model
             check_model(model)
             self._close_previous()
             engine = offload_model(
@@ -95,9 +102,9 @@ class OffloadTrainerMixin:
             )
         if self._run_summary is None or self._run_summary.engine is not engine:
             if self._run_summary is not None:
-                self.remove_callback(self._run_summary)  # type: ignore[attr-defined]
+                self.remove_callback(self._run_summary)
             self._run_summary = RunSummary(engine)
-            self.add_callback(self._run_summary)  # type: ignore[attr-defined]
+            self.add_callback(self._run_summary)
         return engine
 
     def _close_previous(self) -> None:
@@ -106,26 +113,26 @@ class OffloadTrainerMixin:
             self._run_summary.engine.close()
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         if self._offload_config is not None:
-            self.accelerator.__class__ = OffloadAwareAccelerator  # type: ignore[has-type]
+            self.accelerator.__class__ = OffloadAwareAccelerator
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self._offload_config is None:
-            super()._move_model_to_device(model, device)  # type: ignore[misc]
+            super()._move_model_to_device(model, device)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
-        return super()._prepare_for_training(*args, **kwargs)  # type: ignore[misc]
+        return super()._prepare_for_training(*args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
-        return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        return super().evaluation_loop(*args, **kwargs)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()
-        if engine is not None and self.optimizer is None:  # type: ignore[has-type]
-            training_args = self.args  # type: ignore[attr-defined]
+        if engine is not None and self.optimizer is None:
+            training_args = self.args
             # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
             self.optimizer_cls_and_kwargs = (
                 OffloadAdamW,
@@ -136,22 +143,22 @@ class OffloadTrainerMixin:
                     "engine": engine,
                 },
             )
-        return super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        return super().create_optimizer(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._run_summary is not None:
             self._run_summary.count_tokens(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)  # type: ignore[misc]
+        return super().training_step(model, inputs, *args, **kwargs)
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         if self._run_summary is not None and "loss" in logs:
             logs.update({f"lohan/{name}": value for name, value in self._run_summary.figures().items()})
-        super().log(logs, *args, **kwargs)  # type: ignore[misc]
+        super().log(logs, *args, **kwargs)
 
     # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+        super()._save_optimizer_and_scheduler(output_dir)
         engine = self.offload_engine
         if engine is not None:
             save_optimizer_states(engine, output_dir)
@@ -160,23 +167,23 @@ class OffloadTrainerMixin:
         engine = self.offload_engine
         if engine is not None and checkpoint is not None:
             load_optimizer_states(engine, checkpoint)
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         engine = self._ensure_engine()
         if engine is None:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)  # type: ignore[misc]
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
-            reload_weights(engine, self.model, resume_from_checkpoint)  # type: ignore[attr-defined]
+            reload_weights(engine, self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:
         engine = self.offload_engine
         if engine is None:
-            super()._load_best_model()  # type: ignore[misc]
+            super()._load_best_model()
             return
-        best = self.state.best_model_checkpoint  # type: ignore[attr-defined]
-        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)  # type: ignore[attr-defined]
-        reload_weights(engine, self.model, best)  # type: ignore[attr-defined]
+        best = self.state.best_model_checkpoint
+        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
+        reload_weights(engine, self.model, best)
         if has_optimizer_states(best):
             load_optimizer_states(engine, best)  # the exact masters behind bfloat16 weights
 
@@ -186,5 +193,5 @@ def _holds_gradients(args: TrainingArguments) -> bool:
     return args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1
 
 
-class Trainer(OffloadTrainerMixin, transformers.Trainer):  # type: ignore[misc]
+class Trainer(OffloadTrainerMixin, transformers.Trainer):
     """`transformers.Trainer` with `offload=`."""

@@ -23,7 +23,7 @@ class AdamWGroup:
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Elements [start, stop) of a chunk that share their hyperparameters and their step number (the one being taken)."""
+    """Elements [start, stop) of a chunk with equal hyperparameters and an equal step number (the one being taken)."""
 
     start: int
     stop: int

@@ -1,7 +1,7 @@
 """Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step.
 
 Host memory is paged: every host buffer has the same size and holds one *chunk* of a record, so a budget is a number of
-buffers and nothing fragments. Three pools with fixed shares cannot starve one another, which is what rules deadlock out:
+buffers and nothing fragments. Three pools with fixed shares cannot starve one another, which rules deadlock out:
 
 * staging buffers, through which parameters pass from the SSD to the device;
 * state buffers, in which the optimizer pipeline reads, updates and writes chunks;
@@ -216,7 +216,7 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
 def _choose_held(
     request: PoolRequest, chunk_numel: int, num_spare_buffers: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], int]:
-    """Blocks whose gradients stay in RAM: the first of the model, whose gradients arrive last and are not waited for."""
+    """Blocks whose gradients stay in RAM: the first of the model, whose gradients arrive last."""
     held: list[str] = []
     spilled: list[str] = []
     num_held = 0

@@ -76,7 +76,8 @@ class Chunk:
     @cached_property
     def gaps(self) -> list[tuple[int, int]]:
         """[start, stop) ranges of padding, counted from the chunk's start."""
-        edges = [0, *(edge for piece in self.pieces for edge in (piece.start_in_chunk, piece.stop_in_chunk)), self.numel]
+        inner = (edge for piece in self.pieces for edge in (piece.start_in_chunk, piece.stop_in_chunk))
+        edges = [0, *inner, self.numel]
         return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
     def __hash__(self) -> int:
@@ -155,7 +156,7 @@ def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def lay_out_block(name: str, size_class: SizeClass, named_parameters: dict[str, nn.Parameter]) -> Block:
-    """Place parameters in a block. Names are the model's; the order is stable for one model and set of frozen weights."""
+    """Place parameters in a block. The order is stable for one model and one set of frozen weights."""
     order = sorted(
         named_parameters.items(),
         key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within

@@ -36,7 +36,8 @@ class GradientNorms:
         norms = [self._norm(part) for part in self._order if part in self._first]
         if not norms:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack(norms))
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
     def _norm(self, part: ParamSlice) -> Tensor:
         pieces = self._summed.get(part)

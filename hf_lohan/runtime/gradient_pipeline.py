@@ -78,7 +78,7 @@ class GradientPipeline:
         self._barrier()
 
     def finish_step(self, clip_coefficient: float) -> set[ParamSlice]:
-        """Apply what is held, scaled by `clip_coefficient`, and wait for every write. Returns the updated parameters."""
+        """Apply what is held, scaled by `clip_coefficient`, and wait for every write. Returns what was updated."""
         self._commands.put(lambda: self._apply_held(clip_coefficient))
         self._commands.put(self._settle)
         self._barrier()

@@ -42,7 +42,7 @@ class ParameterAccess:
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
         """Record kinds, beside `param`, that hold something of this parameter."""
-        block, part = self.slices[name]
+        _, part = self.slices[name]
         return self._master.state_kinds if part.trainable else ()
 
     def state_dtype(self, kind: str) -> torch.dtype:

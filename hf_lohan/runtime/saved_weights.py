@@ -34,7 +34,7 @@ def saved_weight_hooks(ring: SlotRing, fetch: Callable[[Block], Slot]) -> saved_
         if slot is None:
             return tensor
         assert slot.block is not None
-        return WeightHandle(slot.block, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return WeightHandle(slot.block, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     def unpack(saved: Tensor | WeightHandle) -> Tensor:
         if isinstance(saved, Tensor):

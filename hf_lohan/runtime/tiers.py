@@ -36,7 +36,7 @@ class Tiers:
 
 
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
-    """Take the memory and create the store. Raises CapacityError, StorageError or ForeignStoreError, writing nothing."""
+    """Take the memory and create the store. Raises CapacityError, StorageError or ForeignStoreError."""
     plan = layout.plan
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(

@@ -47,6 +47,9 @@ class _CopyEvent(Event):
         self.device = device
         self.reached = threading.Event()
 
+    def block(self) -> None:
+        self.reached.wait()
+
     def synchronize(self) -> None:
         if self.device.heeds_wait():
             self.reached.wait()
@@ -120,7 +123,7 @@ class AsyncDevice(CpuDevice):
             if lane is Lane.COMPUTE:
                 event.reached.wait()
             else:
-                self._lanes[lane].queue.put(lambda: event.reached.wait() and None)
+                self._lanes[lane].queue.put(event.block)
         elif isinstance(event, _ComputeEvent) and lane is not Lane.COMPUTE:
             target = self._lanes[lane]
             compute_time = event.compute_time

@@ -24,11 +24,14 @@ def tiny_config(family: str, *, num_layers: int = 3, hidden_size: int = 64, **ov
         "num_key_value_heads": 2,
         "tie_word_embeddings": False,
     }
+    own: dict[str, Any]
     match family:
         case "llama":
-            kind, own = transformers.LlamaConfig, llama_like
+            kind = transformers.LlamaConfig
+            own = llama_like
         case "opt":
-            kind, own = transformers.OPTConfig, {
+            kind = transformers.OPTConfig
+            own = {
                 "hidden_size": hidden_size,
                 "word_embed_proj_dim": hidden_size,
                 "ffn_dim": 2 * hidden_size,
@@ -39,14 +42,16 @@ def tiny_config(family: str, *, num_layers: int = 3, hidden_size: int = 64, **ov
                 "attention_dropout": 0.0,
             }
         case "mixtral":
-            kind, own = transformers.MixtralConfig, {
+            kind = transformers.MixtralConfig
+            own = {
                 **llama_like,
                 "intermediate_size": hidden_size,
                 "num_local_experts": 4,
                 "num_experts_per_tok": 2,
             }
         case "qwen3_moe":
-            kind, own = transformers.Qwen3MoeConfig, {
+            kind = transformers.Qwen3MoeConfig
+            own = {
                 **llama_like,
                 "moe_intermediate_size": hidden_size // 2,
                 "head_dim": 16,
@@ -54,7 +59,8 @@ def tiny_config(family: str, *, num_layers: int = 3, hidden_size: int = 64, **ov
                 "num_experts_per_tok": 2,
             }
         case "gpt2":
-            kind, own = transformers.GPT2Config, {
+            kind = transformers.GPT2Config
+            own = {
                 "n_embd": hidden_size,
                 "n_layer": num_layers,
                 "n_head": 4,

@@ -181,9 +181,7 @@ def test_io_threads_follow_the_cpus(num_cpus: int, io_threads: int) -> None:
 
 
 def test_resolve_keeps_what_was_said(tmp_path: Path) -> None:
-    said = OffloadConfig.load(
-        cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial"
-    )
+    said = OffloadConfig.load(cpu_memory="1GiB", ssd=str(tmp_path), io_threads=1, cpu_threads=3, schedule="serial")
     config = said.resolve(**MACHINE)
     assert (config.cpu_memory, config.io_threads, config.cpu_threads, config.schedule) == (
         GIB,
