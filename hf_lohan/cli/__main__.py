@@ -1,0 +1,8 @@
+"""`python -m hf_lohan.cli`: the `lohan` command where it is not on the PATH."""
+
+from __future__ import annotations
+
+from hf_lohan.cli import app
+
+if __name__ == "__main__":
+    app(prog_name="lohan")

@@ -1,0 +1,121 @@
+"""The `lohan` command: what it prints, what it refuses, and how little it imports."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import usable_cpus
+
+ROOT = Path(__file__).resolve().parents[2]
+
+runner = CliRunner()
+
+
+def test_version() -> None:
+    result = runner.invoke(app, ["--version"])
+    assert result.exit_code == 0
+    assert result.stdout == f"lohan {hf_lohan.__version__}\n"
+
+
+def test_help_names_the_commands() -> None:
+    result = runner.invoke(app, ["--help"])
+    assert result.exit_code == 0
+    assert "launch" in result.stdout
+    assert "config" in result.stdout
+
+
+def test_config_prints_what_this_machine_makes_of_it() -> None:
+    result = runner.invoke(app, ["config"])
+    assert result.exit_code == 0
+    settings = yaml.safe_load(result.stdout)
+    assert settings["ssd"] == "auto", "its folder belongs to a run's output directory"
+    assert "output directory" in result.stdout
+    assert settings["cpu_threads"] == usable_cpus()
+    assert OffloadConfig.load({**settings, "ssd": "somewhere"}).is_resolved
+
+
+def test_config_keeps_what_the_user_said(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(f"cpu_memory: 1GiB\nssd: {{path: {tmp_path}, capacity: 2GiB}}\n")
+    result = runner.invoke(app, ["config", "--offload", str(path), "--json"])
+    assert result.exit_code == 0
+    settings = json.loads(result.stdout)
+    assert settings["cpu_memory"] == 2**30
+    assert settings["ssd"] == [{"path": str(tmp_path), "capacity": 2**31}]
+    assert OffloadConfig.load(settings).is_resolved
+
+
+def test_the_yaml_is_a_config_file(tmp_path: Path) -> None:
+    path = tmp_path / "resolved.yaml"
+    path.write_text(runner.invoke(app, ["config"]).stdout)
+    again = runner.invoke(app, ["config", "--offload", str(path)])
+    assert again.stdout == path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["config", "--offload", "nope"], "'nope' is neither"),
+        (["config", "--offload", "bad.yaml"], "did you mean 'cpu_memory'?"),
+        (["launch", "--offload", "bad.yaml", "script.py"], "did you mean 'cpu_memory'?"),
+        (["launch", "missing.py", "--offload", "nope"], "no script 'missing.py'"),
+        (["launch", "--config_file", "bad.yaml", "script.py"], "distributed_type"),
+    ],
+)
+def test_refusals_are_one_line_on_stderr(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str], message: str
+) -> None:
+    (tmp_path / "script.py").touch()
+    (tmp_path / "bad.yaml").write_text("cpu_memori: 1GiB\n")
+    monkeypatch.chdir(tmp_path)
+    result = runner.invoke(app, command)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+
+
+def test_launch_passes_everything_on_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    import hf_lohan.integrations.launch as launching
+
+    received: list[list[str]] = []
+
+    def launch(arguments: list[str]) -> int:
+        received.append(list(arguments))
+        return 3
+
+    monkeypatch.setattr(launching, "launch", launch)
+    command = ["--num_processes", "1", "-m", "--offload=x.yaml", "train", "--help", "-q", "--version", "a b"]
+    result = runner.invoke(app, ["launch", *command])
+    assert received == [command]
+    assert result.exit_code == 3
+
+
+def test_launch_help_shows_accelerates_options() -> None:
+    result = runner.invoke(app, ["launch", "--help"])
+    assert result.exit_code == 0
+    assert "lohan launch [--offload X]" in result.stdout
+    assert "--num_processes" in result.stdout
+
+
+def test_importing_the_command_is_light() -> None:
+    code = "import sys, hf_lohan.cli; print({'torch', 'transformers', 'accelerate', 'yaml'} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == "set()\n"
+
+
+def test_it_runs_as_a_module() -> None:
+    command = [sys.executable, "-m", "hf_lohan.cli", "--version"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout == f"lohan {hf_lohan.__version__}\n"
