@@ -1,11 +1,12 @@
 """Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step.
 
 Host memory is paged: every host buffer has the same size and holds one *chunk* of a record, so a budget is a number of
-buffers and nothing fragments. Three pools with fixed shares cannot starve one another, which rules deadlock out:
+buffers and nothing fragments. Pools with fixed shares cannot starve one another, which rules deadlock out:
 
 * staging buffers, through which parameters pass from the SSD to the device;
 * state buffers, in which the optimizer pipeline reads, updates and writes chunks;
-* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation).
+* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation);
+* recall buffers, into which gradients that had to be spilled to the SSD come back.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ GOOD_CHUNK_NUMEL = 256 * 1024
 MIN_CHUNK_NUMEL = 16 * 1024
 NUM_PIPELINE_STAGES = 3
 """Chunks in the optimizer pipeline at once: one being read, one updated, one written (paper, Fig. 3b)."""
+
+NUM_RECALL_BUFFERS = 2
+"""Spilled gradients on their way back: one being read, one waiting for its update."""
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
@@ -74,6 +78,7 @@ class PoolPlan:
     num_staging_buffers: int
     num_state_buffers: int
     num_gradient_buffers: int
+    num_recall_buffers: int
     held_blocks: tuple[str, ...]
     spilled_blocks: tuple[str, ...]
     slot_bytes: dict[SizeClass, int]
@@ -85,7 +90,10 @@ class PoolPlan:
 
     @property
     def cpu_pool_bytes(self) -> int:
-        return (self.num_staging_buffers + self.num_state_buffers + self.num_gradient_buffers) * self.buffer_bytes
+        num_buffers = (
+            self.num_staging_buffers + self.num_state_buffers + self.num_gradient_buffers + self.num_recall_buffers
+        )
+        return num_buffers * self.buffer_bytes
 
     @property
     def gpu_pool_bytes(self) -> int:
@@ -126,7 +134,8 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     num_buffers = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES)
     num_state = NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
     num_arrival = _num_arrival_buffers(request, chunk_numel)
-    spare = num_buffers - MIN_STAGING_BUFFERS - num_state - num_arrival
+    num_recall = NUM_RECALL_BUFFERS if request.hold_gradients else 0
+    spare = num_buffers - MIN_STAGING_BUFFERS - num_state - num_arrival - num_recall
     more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS)
     held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
     return PoolPlan(
@@ -134,6 +143,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_staging_buffers=MIN_STAGING_BUFFERS + more_staging,
         num_state_buffers=num_state,
         num_gradient_buffers=num_arrival + num_held,
+        num_recall_buffers=num_recall if spilled else 0,
         held_blocks=held,
         spilled_blocks=spilled,
         slot_bytes=slot_bytes,
@@ -196,6 +206,7 @@ def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
         MIN_STAGING_BUFFERS
         + NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
         + _num_arrival_buffers(request, chunk_numel)
+        + (NUM_RECALL_BUFFERS if request.hold_gradients else 0)
     )
     return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES
 
@@ -204,13 +215,13 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
     """Gradient buffers that make progress certain.
 
     A parameter fills all chunks inside it at once; only the chunks it shares with its neighbours wait for them. So a
-    block keeps at most (parameters + 1) chunks waiting, and three more travel: one arriving, one in the pipeline and
-    one that brings a spilled gradient back.
+    block keeps at most (parameters + 1) chunks waiting, and two more travel: one arriving, one in the pipeline. The
+    pipeline never takes a buffer from this pool, so whatever has arrived can always be worked off.
     """
     waiting = max(
         min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks
     )
-    return waiting + 3
+    return waiting + 2
 
 
 def _choose_held(

@@ -59,10 +59,11 @@ class OffloadEngine:
         spilled = frozenset(layout.plan.spilled_blocks)
         self._pipeline = GradientPipeline(
             StateUpdater(tiers.store, tiers.states, layout.master),
-            GradientHome(tiers.gradients, spilled, tiers.spill),
+            GradientHome(tiers.recall, spilled, tiers.spill),
             layout.blocks,
             self._group_of,
             norms,
+            tiers.gradients,
             schedule=config.schedule,
             hold_gradients=layout.holds_gradients,
         )

@@ -24,7 +24,9 @@ Schedule = Literal["optimized", "naive", "serial"]
 class GradientHome:
     """Where gradients wait that cannot be applied at once: RAM for some blocks, `spill` on the SSD for the others."""
 
-    pool: BufferPool
+    recall: BufferPool
+    """Buffers for spilled gradients that come back. The pipeline must never wait for a buffer of the pool in which
+    gradients arrive: it is who empties that one."""
     spilled_blocks: frozenset[str]
     spill: RecordStore | None
 
@@ -44,6 +46,7 @@ class GradientPipeline:
         block_order: Iterable[Block],
         group_of: Callable[[ParamSlice], AdamWGroup],
         norms: GradientNorms,
+        arrival_pool: BufferPool,
         *,
         schedule: Schedule,
         hold_gradients: bool,
@@ -56,6 +59,7 @@ class GradientPipeline:
         self.holds_gradients = hold_gradients
         self._held: dict[tuple[int, int], ChunkGradient] = {}
         self._norms = norms
+        self._arrival_pool = arrival_pool
         self._unmeasured: set[tuple[int, int]] = set()
         self._pending: ChunkUpdate | None = None
         self._writes: deque[IoRequest] = deque()
@@ -120,7 +124,7 @@ class GradientPipeline:
                     command()
                 except BaseException as error:
                     self.failure = error
-                    self._home.pool.abort(error)
+                    self._arrival_pool.abort(error)
 
     def _next_command(self) -> Callable[[], None] | threading.Event | None:
         if self._commands.empty() and self._pending is not None and self.failure is None:
@@ -202,7 +206,7 @@ class GradientPipeline:
             return []
         assert self._home.spill is not None and gradient.spill_write is not None
         gradient.spill_write.wait()
-        gradient.buffer = self._home.pool.acquire()
+        gradient.buffer = self._home.recall.acquire()
         chunk = gradient.chunk
         return [self._home.spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
 

@@ -24,11 +24,16 @@ class Tiers:
     staging: BufferPool
     states: BufferPool
     gradients: BufferPool
+    recall: BufferPool
+
+    @property
+    def pools(self) -> tuple[BufferPool, ...]:
+        return self.staging, self.states, self.gradients, self.recall
 
     @property
     def peak_cpu_pool_bytes(self) -> int:
         """High-water mark over all host pools."""
-        return sum(pool.high_water_bytes for pool in (self.staging, self.states, self.gradients))
+        return sum(pool.high_water_bytes for pool in self.pools)
 
     def close(self) -> None:
         self.store.close()
@@ -65,6 +70,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
             pool("staging", plan.num_staging_buffers),
             pool("states", plan.num_state_buffers),
             pool("gradients", plan.num_gradient_buffers),
+            pool("recall", plan.num_recall_buffers),
         )
     except BaseException:
         store.close()

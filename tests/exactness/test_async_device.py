@@ -1,0 +1,138 @@
+"""The engine's waits are sufficient, and each is necessary: shown on a device whose copies run late."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice, Device
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.testing.async_device import AsyncDevice, WaitSite
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
+
+NUM_SEEDS = 20
+NUM_STEPS = 4
+MODES: dict[str, dict[str, Any]] = {
+    "held": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
+    "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
+}
+Outcome = dict[str, Tensor]
+
+
+def train(
+    model: Any, optimizer: Any, *, max_norm: float, num_backwards: int, clip: Any, engine: OffloadEngine | None = None
+) -> None:
+    for step in range(NUM_STEPS):
+        for number in range(num_backwards):
+            if engine is not None:
+                engine.is_final_backward = lambda number=number: number == num_backwards - 1
+            model(**tiny_batch(seed=100 * step + number)).loss.backward()
+        if max_norm:
+            clip(max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture(scope="module")
+def references() -> dict[tuple[str, str], Outcome]:
+    """What in-memory torch makes of every family in every mode."""
+    outcomes = {}
+    for family in FAMILIES:
+        for mode, settings in MODES.items():
+            model = _model(family, recompute=settings["recompute"])
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+            parameters = list(model.parameters())
+            train(
+                model,
+                optimizer,
+                max_norm=settings["max_norm"],
+                num_backwards=settings["num_backwards"],
+                clip=lambda max_norm, parameters=parameters: torch.nn.utils.clip_grad_norm_(parameters, max_norm),
+            )
+            outcomes[family, mode] = {name: p.detach() for name, p in model.named_parameters()}
+    return outcomes
+
+
+def _model(family: str, *, recompute: bool) -> Any:
+    model = tiny_model(family).train()
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+@contextlib.contextmanager
+def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[tuple[OffloadEngine, OffloadAdamW]]:
+    """A tiny model under an engine with as few slots and buffers as it can run with."""
+    settings = MODES[mode]
+    model = _model(family, recompute=settings["recompute"])
+    config = OffloadConfig.load(
+        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "ssd": str(folder), "io_threads": 2}
+    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=mode == "held")
+    tiers = open_tiers(layout, config, device)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+    engine = OffloadEngine(model, layout, tiers, config)
+    try:
+        yield engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
+    finally:
+        engine.close()
+
+
+def run(family: str, mode: str, device: Device, folder: Path) -> Outcome:
+    settings = MODES[mode]
+    with offloaded(family, mode, device, folder) as (engine, optimizer):
+        train(
+            engine.model,
+            optimizer,
+            max_norm=settings["max_norm"],
+            num_backwards=settings["num_backwards"],
+            clip=engine.clip_grad_norm,
+            engine=engine,
+        )
+        return {name: engine.parameters.read_parameter(name) for name, _ in engine.model.named_parameters()}
+
+
+def same(ours: Outcome, reference: Outcome) -> bool:
+    return all(torch.equal(ours[name], weight) for name, weight in reference.items())
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_cpu_device_is_exact_to_the_bit(
+    family: str, mode: str, references: dict[tuple[str, str], Outcome], tmp_path: Path
+) -> None:
+    assert same(run(family, mode, CpuDevice(), tmp_path), references[family, mode])
+
+
+@pytest.mark.parametrize("seed", range(NUM_SEEDS))
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_late_copies_change_no_bit(
+    family: str, mode: str, seed: int, references: dict[tuple[str, str], Outcome], tmp_path: Path
+) -> None:
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    assert same(run(family, mode, device, tmp_path), references[family, mode])
+    assert device.num_races == 0
+
+
+def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
+    """Without any one of its waits, the engine goes wrong: a wrong weight, a NaN, or an error."""
+    needless: list[WaitSite] = []
+    for mode in MODES:
+        watching = AsyncDevice(0)
+        run("llama", mode, watching, tmp_path)
+        assert watching.wait_sites
+        for site in sorted(watching.wait_sites, key=lambda site: (site.file, site.line)):
+            device = AsyncDevice(0, max_delay_s=2e-2, ignored=frozenset([site]))
+            with contextlib.suppress(Exception):
+                if same(run("llama", mode, device, tmp_path), references["llama", mode]):
+                    needless.append(site)
+    assert not needless
