@@ -186,9 +186,7 @@ def test_names_say_what_a_thing_does() -> None:
 
 
 def run_python(code: str) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
 
 
@@ -206,9 +204,7 @@ def test_importing_the_library_is_light() -> None:
 
 
 def test_importing_the_rooms_below_integrations_is_light() -> None:
-    rooms = [
-        room for room, floor in FLOORS.items() if floor <= 2 and (PACKAGE / room / "__init__.py").exists()
-    ]
+    rooms = [room for room, floor in FLOORS.items() if floor <= 2 and (PACKAGE / room / "__init__.py").exists()]
     imports = "\n".join(f"import hf_lohan.{room}" for room in rooms)
     no_handlers = "import logging; assert not logging.getLogger('hf_lohan').handlers, 'adds log handlers'"
     run_python(f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")

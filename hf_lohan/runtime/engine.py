@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 from collections.abc import Callable
@@ -76,7 +77,10 @@ class OffloadEngine:
         self._is_in_backward = False
         self._in_use: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
         self._hooks: list[Any] = []
+        self._is_closed = False
         self._attach()
+        # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
+        atexit.register(self.close)
 
     # Hooks.
 
@@ -271,6 +275,10 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
         for hook in self._hooks:
             hook.remove()
         self._prefetcher.close()

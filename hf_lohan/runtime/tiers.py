@@ -35,6 +35,16 @@ class Tiers:
         """High-water mark over all host pools."""
         return sum(pool.high_water_bytes for pool in self.pools)
 
+    @property
+    def store_bytes(self) -> int:
+        """Size of the files that stay."""
+        return self.store.size_bytes - self.scratch_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the files that hold spilled gradients while the run lasts."""
+        return self.spill.size_bytes if self.spill is not None else 0
+
     def close(self) -> None:
         self.store.close()
         self.io.close()
@@ -83,13 +93,14 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
     plan = layout.plan
     logger.info(
-        "%s: %d parameters in %d blocks; store %s on %s; host pools %s (%d-element chunks); device slots %s; "
+        "%s: %d parameters in %d blocks; store %s, and %s for spilled gradients, on %s; host pools %s (%d-element chunks); device slots %s; "
         "gradients of %d blocks held in RAM, of %d spilled",
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),
-        format_bytes(tiers.store.size_bytes),
-        ", ".join(str(path) for path in tiers.store.paths),
+        format_bytes(tiers.store_bytes),
+        format_bytes(tiers.scratch_bytes),
+        ", ".join(path.path for path in tiers.store.paths),
         format_bytes(plan.cpu_pool_bytes),
         plan.chunk_numel,
         format_bytes(plan.gpu_pool_bytes),

@@ -105,7 +105,10 @@ class IoEngine:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
         for piece in pieces:
-            self._threads.submit(self._run, request, verb, piece)
+            try:
+                self._threads.submit(self._run, request, verb, piece)
+            except RuntimeError as error:  # the interpreter is going away and takes no more work
+                request.finish_piece(error)
         return request
 
     def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer) -> None:

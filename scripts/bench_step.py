@@ -1,0 +1,255 @@
+"""Step time of an offloaded model against the same model in memory, in one interleaved run.
+
+    python scripts/bench_step.py                       # Llama 151M, batch 2 x 256, float32, all records on the SSD
+    python scripts/bench_step.py --device cuda --hidden 4096 --layers 8 --bf16
+
+Both sides run the same steps in turn (A B A B ...), with the same activation recomputation and the same AdamW; medians
+are quoted. Beside them stands the floor: bytes moved over the bandwidth that the I/O engine reaches alone on the same
+files, and FLOPs over the throughput of this model's own matrix shapes, both measured in the same run.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine
+
+LEARNING_RATE = 1e-4
+
+
+@dataclass(frozen=True)
+class Shape:
+    hidden: int
+    layers: int
+    intermediate: int
+    vocabulary: int
+    batch_size: int
+    sequence_length: int
+    bf16: bool
+
+    def model(self) -> Any:
+        config = LlamaConfig(
+            hidden_size=self.hidden,
+            num_hidden_layers=self.layers,
+            intermediate_size=self.intermediate,
+            vocab_size=self.vocabulary,
+            num_attention_heads=max(1, self.hidden // 64),
+            num_key_value_heads=max(1, self.hidden // 64),
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        dtype = torch.bfloat16 if self.bf16 else torch.float32
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+        return model
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def timed(device: str, work: Callable[[], object]) -> float:
+    synchronize(device)
+    began_s = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - began_s
+
+
+def in_memory_step(model: Any, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
+    parameters = list(model.parameters())
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        if max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
+    model: Any = engine.model
+    optimizer = OffloadAdamW(model.parameters(), lr=LEARNING_RATE, engine=engine)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        if max_grad_norm:
+            engine.clip_grad_norm(max_grad_norm)
+        optimizer.step()
+
+    return step
+
+
+def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:
+    """Seconds that a step's reads and writes take when nothing else runs, in chunks of the run's own size."""
+    store, numel = engine.tiers.store, engine.layout.plan.chunk_numel
+    buffers = [engine.tiers.states.acquire() for _ in range(engine.tiers.states.num_buffers)]
+    block = max(engine.layout.blocks, key=lambda block: block.state_numel)
+    places = [
+        (kind, start)
+        for kind in ("exp_avg", "exp_avg_sq")
+        for start in range(0, block.state_numel - numel + 1, numel)
+    ][: 4 * len(buffers)]
+
+    def sweep(move: Callable[..., Any]) -> float:
+        began_s = time.perf_counter()
+        for first in range(0, len(places), len(buffers)):
+            group = zip(places[first : first + len(buffers)], buffers, strict=False)
+            for request in [move(block.name, k, s, buffer.view(torch.float32, numel)) for (k, s), buffer in group]:
+                request.wait()
+        return len(places) * numel * 4 / (time.perf_counter() - began_s)
+
+    read_bandwidth = statistics.median(sweep(store.read) for _ in range(5))
+    write_bandwidth = statistics.median(sweep(store.write) for _ in range(5))
+    for buffer in buffers:
+        buffer.release()
+    return {
+        "read_bytes_per_s": read_bandwidth,
+        "write_bytes_per_s": write_bandwidth,
+        "io_floor_s": read_bytes / read_bandwidth + write_bytes / write_bandwidth,
+    }
+
+
+def compute_floor(model: Any, batch: dict[str, torch.Tensor], shape: Shape, device: str) -> dict[str, float]:
+    """Seconds that a step's FLOPs take at the throughput of this model's largest matrix product."""
+    with FlopCounterMode(display=False) as counter:
+        model(**batch).loss.backward()
+    model.zero_grad()
+    tokens = shape.batch_size * shape.sequence_length
+    dtype = next(model.parameters()).dtype
+    left = torch.randn(tokens, shape.hidden, dtype=dtype, device=device)
+    right = torch.randn(shape.intermediate, shape.hidden, dtype=dtype, device=device)
+    flops = 2 * tokens * shape.hidden * shape.intermediate
+    per_s = flops / statistics.median(timed(device, lambda: left @ right.T) for _ in range(15))
+    total = float(counter.get_total_flops())
+    return {"flops_per_step": total, "flops_per_s": per_s, "compute_floor_s": total / per_s}
+
+
+def measure(
+    shape: Shape, config: OffloadConfig, folder: Path, *, device: str, max_grad_norm: float, num_steps: int
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
+    batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
+    reference = shape.model().to(device)
+    engine = offload_model(
+        shape.model(), config, torch_device=device, default_ssd_path=folder, hold_gradients=max_grad_norm > 0
+    )
+    try:
+        floor = compute_floor(reference, batch, shape, device)
+        sides = {
+            "in_memory": in_memory_step(reference, batch, max_grad_norm),
+            "offloaded": offloaded_step(engine, batch, max_grad_norm),
+        }
+        for step in sides.values():
+            step()
+        io = engine.tiers.io
+        before = io.read_bytes, io.write_bytes
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(num_steps):
+            for name, step in sides.items():
+                times[name].append(timed(device, step))
+        read_bytes = (io.read_bytes - before[0]) / num_steps
+        write_bytes = (io.write_bytes - before[1]) / num_steps
+        floor |= io_floor(engine, read_bytes, write_bytes)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        return {
+            "max_grad_norm": max_grad_norm,
+            "num_parameters": engine.layout.num_parameters,
+            "step_s": medians,
+            "step_s_all": times,
+            "ratio": medians["offloaded"] / medians["in_memory"],
+            "ratio_of_pairs": statistics.median(
+                b / a for a, b in zip(times["in_memory"], times["offloaded"], strict=True)
+            ),
+            "read_bytes_per_step": read_bytes,
+            "write_bytes_per_step": write_bytes,
+            "store_bytes": engine.tiers.store_bytes,
+            "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
+            "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
+            **floor,
+            "hardware": engine.device.describe(),
+        }
+    finally:
+        engine.close()
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="step time, offloaded against in memory (medians, interleaved)")
+    for heading in ("max_grad_norm", "in memory", "offloaded", "ratio", "read", "written", "I/O floor", "compute floor"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            f"{result['max_grad_norm']:g}",
+            f"{result['step_s']['in_memory']:.3f} s",
+            f"{result['step_s']['offloaded']:.3f} s",
+            f"{result['ratio']:.3f}",
+            format_bytes(int(result["read_bytes_per_step"])),
+            format_bytes(int(result["write_bytes_per_step"])),
+            f"{result['io_floor_s']:.3f} s",
+            f"{result['compute_floor_s']:.3f} s",
+        )
+    Console().print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    hidden: int = 1024,
+    layers: int = 8,
+    intermediate: int = 4096,
+    vocabulary: int = 8192,
+    batch_size: int = 2,
+    sequence_length: int = 256,
+    bf16: bool = False,
+    cpu_memory: str = "512MiB",
+    gpu_memory: str = "512MiB",
+    schedule: str = "optimized",
+    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
+    num_steps: int = 7,
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
+    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
+    config = OffloadConfig.load(
+        {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "schedule": schedule, "ssd": str(folder)}
+    )
+    try:
+        results = [
+            measure(shape, config, folder, device=device, max_grad_norm=norm, num_steps=num_steps)
+            for norm in (max_grad_norm or [0.0, 1.0])
+        ]
+    finally:
+        if store is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    show(results)
+    if output is not None:
+        output.write_text(json.dumps({"shape": asdict(shape), "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

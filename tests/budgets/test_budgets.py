@@ -1,0 +1,75 @@
+"""Budgets are hard: measured from outside, on models far larger than they are."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.testing.models import tiny_model
+
+SCRIPT = Path(__file__).with_name("train_within_budgets.py")
+MIB = 1024**2
+STATE_BYTES_PER_PARAMETER = 12  # float32 weights, which are the master, and two moments
+SLACK_FRACTION = 0.15
+SLACK_BYTES = 150 * MIB
+
+
+def run(*arguments: object) -> dict[str, Any]:
+    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    assert output.returncode == 0, output.stderr[-3000:]
+    line = next(line for line in output.stdout.splitlines() if line.startswith("RESULT "))
+    result: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return result
+
+
+@pytest.fixture(scope="module")
+def idle_bytes() -> int:
+    return int(run("idle")["anonymous_bytes"])
+
+
+@pytest.fixture(scope="module")
+def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """55 million parameters in 56 small layers."""
+    folder = tmp_path_factory.mktemp("deep")
+    model = tiny_model("llama", num_layers=56, hidden_size=256, intermediate_size=1024)
+    model.save_pretrained(folder, max_shard_size="40MB")
+    return folder
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_state_twenty_times_the_budgets(
+    max_grad_norm: float, deep_checkpoint: Path, idle_bytes: int, tmp_path: Path
+) -> None:
+    cpu_bytes, gpu_bytes = 18 * MIB, 10 * MIB
+    result = run("train", deep_checkpoint, tmp_path, cpu_bytes, gpu_bytes, max_grad_norm)
+    assert result["num_parameters"] * STATE_BYTES_PER_PARAMETER > 20 * (cpu_bytes + gpu_bytes)
+    assert result["peak_cpu_pool_bytes"] <= result["cpu_pool_bytes"] <= cpu_bytes
+    assert result["peak_gpu_pool_bytes"] <= result["gpu_pool_bytes"] <= gpu_bytes
+    print(result, idle_bytes)
+    assert result["peak_bytes"] <= idle_bytes + (1 + SLACK_FRACTION) * (cpu_bytes + gpu_bytes) + SLACK_BYTES
+    files = sum(path.stat().st_size for path in (tmp_path / "lohan" / "store").glob("*.bin"))
+    assert files == result["store_bytes"]
+    assert len(result["losses"]) == 3
+    assert all(math.isfinite(loss) for loss in result["losses"])
+    if max_grad_norm:
+        assert result["num_spilled_blocks"] > 0  # else the budget was not tight
+
+
+@pytest.mark.slow
+def test_streamed_load_of_a_gigabyte(idle_bytes: int, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=16, hidden_size=1024, intermediate_size=4096)
+    largest_block_bytes = max(sum(p.numel() for p in layer.parameters()) * 4 for layer in model.model.layers)
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="300MB")
+    del model
+    checkpoint_bytes = sum(path.stat().st_size for path in (tmp_path / "checkpoint").glob("*.safetensors"))
+    assert checkpoint_bytes > 1e9
+    result = run("load", tmp_path / "checkpoint", tmp_path / "out", 256 * MIB, 256 * MIB)
+    print(result, idle_bytes, largest_block_bytes)
+    assert result["peak_bytes"] - idle_bytes <= 3 * largest_block_bytes + 200 * MIB

@@ -1,0 +1,69 @@
+"""Run by `test_budgets` in a process of its own: load a checkpoint by streaming, train, print what was held.
+
+    python train_within_budgets.py idle                                    anonymous memory after the imports alone
+    python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
+    python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import torch
+from datasets import Dataset
+from transformers import TrainingArguments
+
+import hf_lohan
+import hf_lohan.integrations
+from hf_lohan.profiler import AnonymousMemoryPeak, anonymous_memory_bytes
+
+NUM_STEPS = 3
+
+
+def dataset() -> Dataset:
+    rows = torch.randint(5, 250, (16, 32), generator=torch.Generator().manual_seed(3)).tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def main(mode: str, *rest: str) -> dict[str, object]:
+    torch.set_num_threads(2)
+    if mode == "idle":
+        dataset()
+        return {"anonymous_bytes": anonymous_memory_bytes()}
+    checkpoint, output_dir, cpu_bytes, gpu_bytes, *more = rest
+    peak = AnonymousMemoryPeak()
+    peak.start()
+    args = TrainingArguments(
+        output_dir=output_dir,
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=1,
+        max_grad_norm=float(more[0]) if more else 1.0,
+        report_to=[],
+        logging_steps=1,
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    budgets = {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)}
+    trainer = hf_lohan.Trainer(checkpoint, args, train_dataset=dataset(), offload=budgets)
+    if mode == "train":
+        trainer.train()
+    peak.stop()
+    engine = trainer.offload_engine
+    assert engine is not None
+    return {
+        "peak_bytes": peak.peak_bytes,
+        "peak_cpu_pool_bytes": engine.tiers.peak_cpu_pool_bytes,
+        "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
+        "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
+        "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
+        "num_parameters": engine.layout.num_parameters,
+        "store_bytes": engine.tiers.store_bytes,
+        "num_spilled_blocks": len(engine.layout.plan.spilled_blocks),
+        "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
+    }
+
+
+if __name__ == "__main__":
+    print("RESULT " + json.dumps(main(*sys.argv[1:])))
