@@ -57,6 +57,7 @@ class RunSummary(TrainerCallback):
     def figures(self) -> dict[str, float | int]:
         """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
         engine, tiers = self.engine, self.engine.tiers
+        self._peak.sample()
         return {
             "num_steps": len(self._step_s),
             "step_s": statistics.median(self._step_s) if self._step_s else 0.0,

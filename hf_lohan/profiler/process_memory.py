@@ -41,11 +41,12 @@ class AnonymousMemoryPeak:
             self._stopped.set()
             self._thread.join()
             self._thread = None
-            self._sample()
+            self.sample()
 
     def _run(self) -> None:
         while not self._stopped.wait(_SAMPLE_INTERVAL_S):
-            self._sample()
+            self.sample()
 
-    def _sample(self) -> None:
+    def sample(self) -> None:
+        """Look once, now."""
         self.peak_bytes = max(self.peak_bytes, anonymous_memory_bytes())

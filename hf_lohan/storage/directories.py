@@ -111,6 +111,20 @@ def _require_writable(path: str) -> None:
     if not os.access(nearest, os.W_OK | os.X_OK):
         read_only = os.statvfs(nearest).f_flag & os.ST_RDONLY
         raise _unwritable(path, errno.EROFS if read_only else errno.EACCES)
+    if nearest != os.path.abspath(path):
+        _try_to_make(path, nearest)
+
+
+def _try_to_make(path: str, nearest: str) -> None:
+    """Make the missing directories and take them away again: permissions do not tell everything (/proc, /sys)."""
+    made = os.path.abspath(path)
+    try:
+        os.makedirs(made, mode=0o700)
+    except OSError as error:
+        raise _unwritable(path, error.errno) from error
+    while made != nearest:
+        os.rmdir(made)
+        made = os.path.dirname(made)
 
 
 def _unwritable(path: str, code: int | None) -> StorageError:

@@ -1,0 +1,172 @@
+"""Saving, resuming and picking the best model lose no bit, experts included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
+from transformers import AutoModelForCausalLM
+
+import hf_lohan
+from hf_lohan.testing.models import FAMILIES, tiny_model
+
+NUM_STEPS = 6
+HALF = 3
+SETTINGS: dict[str, Any] = {
+    "max_steps": NUM_STEPS,
+    "save_strategy": "steps",
+    "save_steps": HALF,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+}
+
+
+def make(family: str, folder: Path, *, offload: Any = None, model: Any = None, **settings: Any) -> Any:
+    return hf_lohan.Trainer(
+        model if model is not None else tiny_model(family, **({"dropout": 0.1} if family == "opt" else {})),
+        arguments(folder, **{**SETTINGS, **settings}),
+        train_dataset=dataset(),
+        eval_dataset=dataset(8),
+        offload=offload or SMALL_BUDGETS,
+    )
+
+
+def outcome(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
+    losses, _, _ = logged(trainer)
+    weights = stored_weights(trainer)
+    trainer.offload_engine.close()
+    return losses, weights
+
+
+def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+    assert ours.keys() == theirs.keys()
+    for name, weight in theirs.items():
+        assert torch.equal(ours[name], weight), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_resume_goes_on_to_the_bit(family: str, tmp_path: Path) -> None:
+    whole = make(family, tmp_path)
+    whole.train()
+    losses, weights = outcome(whole)
+    resumed = make(family, tmp_path, model=tiny_model(family, seed=9, **({"dropout": 0.1} if family == "opt" else {})))
+    resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{HALF}"))
+    resumed_losses, resumed_weights = outcome(resumed)
+    assert resumed_losses == losses
+    assert_same(resumed_weights, weights)
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_resume_elsewhere_with_other_budgets(bf16: bool, tmp_path: Path) -> None:
+    """Another output folder, twice the paths, half the RAM: the numbers do not know."""
+    whole = make("llama", tmp_path / "a", bf16=bf16, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"})
+    whole.train()
+    losses, weights = outcome(whole)
+    offload = {**SMALL_BUDGETS, "ssd": [str(tmp_path / "x"), str(tmp_path / "y")]}
+    resumed = make("llama", tmp_path / "b", bf16=bf16, offload=offload)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / f"checkpoint-{HALF}"))
+    resumed_losses, resumed_weights = outcome(resumed)
+    assert resumed_losses == losses
+    assert_same(resumed_weights, weights)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
+    trainer = make(family, tmp_path, save_strategy="no", max_steps=2)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    weights = outcome(trainer)[1]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
+    assert_same({name: p.detach() for name, p in plain.named_parameters()}, weights)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_checkpoint_path_as_model(family: str, tmp_path: Path) -> None:
+    """Streamed from disk or drained from memory: the same run."""
+    tiny_model(family).save_pretrained(tmp_path / "start", max_shard_size="200KB")
+    streamed = make(family, tmp_path / "a", model=str(tmp_path / "start"), save_strategy="no")
+    streamed.train()
+    drained = make(family, tmp_path / "b", save_strategy="no")
+    drained.train()
+    ours, theirs = outcome(streamed), outcome(drained)
+    assert ours[0] == theirs[0]
+    assert_same(ours[1], theirs[1])
+
+
+def test_best_model_is_the_best(tmp_path: Path) -> None:
+    """With a learning rate that ruins the model, the first checkpoint is the best; experts must come back too."""
+    trainer = make(
+        "mixtral",
+        tmp_path,
+        learning_rate=0.5,
+        max_steps=4,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        load_best_model_at_end=True,
+    )
+    trainer.train()
+    best = AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
+    assert_same(stored_weights(trainer), {name: p.detach() for name, p in best.named_parameters()})
+    losses = [row["eval_loss"] for row in trainer.state.log_history if "eval_loss" in row]
+    assert trainer.evaluate()["eval_loss"] == min(losses)
+    trainer.offload_engine.close()
+
+
+def test_bfloat16_weights_keep_exact_masters(tmp_path: Path) -> None:
+    """bf16=True from float32 weights: master and residual together are the float32 weights, step by step as AdamW on
+    float32 masters with gradients of the bfloat16 model."""
+    reference = tiny_model("llama").train()
+    for parameter in reference.parameters():  # not `.to()`: rotary buffers stay float32, as `from_pretrained` leaves them
+        parameter.data = parameter.data.to(torch.bfloat16)
+    masters = {name: p.detach().clone() for name, p in tiny_model("llama").named_parameters()}
+    optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.0, fused=True)
+    trainer = make(
+        "llama", tmp_path, bf16=True, max_grad_norm=0.0, save_strategy="no", weight_decay=0.0,
+        lr_scheduler_type="constant",
+    )  # fmt: skip
+    trainer.train()
+    access = trainer.offload_engine.parameters
+    for name in masters:
+        assert access.read_flat(name, "param").dtype == torch.bfloat16
+    seen: list[float] = logged(trainer)[0]
+    for batch, loss in zip(trainer_batches(tmp_path), seen, strict=True):
+        for name, parameter in reference.named_parameters():
+            parameter.data.copy_(_round_half_up(masters[name].detach()))
+        reference.zero_grad()
+        output = reference(**batch).loss
+        assert abs(output.item() - loss) < 1e-6
+        output.backward()
+        for name, parameter in reference.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        optimizer.step()
+    for name, master in masters.items():
+        low = access.read_flat(name, "master_residual").to(torch.int32)
+        high = access.read_flat(name, "param").view(torch.int16).to(torch.int32) << 16
+        assert torch.equal((high + low).view(torch.float32).view(master.shape), master.detach()), name
+    trainer.offload_engine.close()
+
+
+def trainer_batches(folder: Path) -> list[dict[str, Tensor]]:
+    """The batches that a run with these arguments sees, from the stock Trainer."""
+    from transformers import Trainer
+
+    seen: list[dict[str, Tensor]] = []
+
+    class Recording(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            seen.append({key: value.clone() for key, value in inputs.items()})
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    settings = {**SETTINGS, "save_strategy": "no"}
+    Recording(tiny_model("llama"), arguments(folder / "batches", **settings), train_dataset=dataset()).train()
+    return seen
+
+
+def _round_half_up(values: Tensor) -> Tensor:
+    bits = (values.view(torch.int32) + 0x8000) >> 16
+    return bits.to(torch.int16).view(torch.bfloat16)
