@@ -64,7 +64,7 @@ class CudaDevice(Device):
                 tensor.record_stream(stream)
 
     def record(self, lane: Lane, *tensors: Tensor) -> Event:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event(blocking=True)  # a host thread that waits gives its core to the optimizer
         event.record(self._stream(lane))
         return _CudaEvent(event)
 

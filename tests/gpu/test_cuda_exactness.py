@@ -1,0 +1,155 @@
+"""The exactness and budget promises on CUDA: real streams, real events, pinned memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, Lane, device_for
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
+
+NUM_STEPS = 20
+MODES: dict[str, dict[str, Any]] = {
+    "clipped_and_accumulated": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
+    "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
+}
+RELATIVE_TOLERANCE = 1e-5
+"""Fused AdamW on CUDA and on the CPU round differently; both sides' gradients come from the same CUDA kernels."""
+
+
+@pytest.fixture(autouse=True)
+def deterministic_matmuls() -> Any:
+    previous = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = previous
+
+
+def batches(step: int, number: int) -> dict[str, torch.Tensor]:
+    return {key: value.cuda() for key, value in tiny_batch(seed=100 * step + number).items()}
+
+
+def make_model(family: str, *, recompute: bool, **overrides: Any) -> Any:
+    model = tiny_model(family, **overrides).train()
+    if recompute:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": False})
+    return model
+
+
+def offloaded(model: Any, folder: Path, *, hold: bool, cpu: str = "4MiB", gpu: str = "2MiB", dtype: Any = None) -> Any:
+    config = OffloadConfig.load({"cpu_memory": cpu, "gpu_memory": gpu, "ssd": str(folder)}).resolve(
+        host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=2, default_ssd_path=str(folder)
+    )
+    layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold)
+    tiers = open_tiers(layout, config, device_for("cuda"))
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+    engine = OffloadEngine(model, layout, tiers, config)
+    return engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
+    settings = MODES[mode]
+    reference = make_model(family, recompute=settings["recompute"]).cuda()
+    torch_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    model = make_model(family, recompute=settings["recompute"])
+    engine, optimizer = offloaded(model, tmp_path, hold=mode != "in_backward")
+    for step in range(NUM_STEPS):
+        for number in range(settings["num_backwards"]):
+            is_last = number == settings["num_backwards"] - 1
+            engine.is_final_backward = lambda is_last=is_last: is_last
+            expected = reference(**batches(step, number)).loss
+            expected.backward()
+            loss = model(**batches(step, number)).loss
+            loss.backward()
+            assert abs(loss.item() - expected.item()) <= 1e-5 * expected.item()
+        if settings["max_norm"]:
+            expected_norm = torch.nn.utils.clip_grad_norm_(reference.parameters(), settings["max_norm"])
+            norm = engine.clip_grad_norm(settings["max_norm"])
+            assert abs(float(norm) - float(expected_norm)) <= RELATIVE_TOLERANCE * float(expected_norm)
+        torch_optimizer.step()
+        torch_optimizer.zero_grad()
+        optimizer.step()
+    worst = max(
+        float((engine.parameters.read_parameter(name) - p.detach().cpu()).abs().max())
+        for name, p in reference.named_parameters()
+    )
+    engine.close()
+    assert worst < 1e-4
+
+
+def test_same_run_twice_is_equal_to_the_bit(tmp_path: Path) -> None:
+    """Copies that race would show as differences between runs."""
+
+    def run(folder: Path) -> dict[str, torch.Tensor]:
+        model = make_model("llama", recompute=True, num_layers=8)
+        engine, optimizer = offloaded(model, folder, hold=True)
+        for step in range(NUM_STEPS):
+            model(**batches(step, 0)).loss.backward()
+            engine.clip_grad_norm(1.0)
+            optimizer.step()
+        weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+        engine.close()
+        return weights
+
+    first = run(tmp_path / "a")
+    for round_number in range(3):
+        again = run(tmp_path / str(round_number))
+        assert all(torch.equal(again[name], weight) for name, weight in first.items())
+
+
+def test_device_memory_stays_within_slots_and_activations(tmp_path: Path) -> None:
+    model = make_model("llama", recompute=True, num_layers=24, hidden_size=256)
+    engine, optimizer = offloaded(model, tmp_path, hold=True, cpu="32MiB", gpu="12MiB")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    for step in range(3):
+        model(**batches(step, 0)).loss.backward()
+        optimizer.step()
+    weights_bytes = engine.layout.num_parameters * 4
+    peak = torch.cuda.max_memory_allocated() - before
+    assert engine.peak_gpu_pool_bytes <= 12 * 2**20
+    assert peak < weights_bytes / 4  # gradients and activations of one layer, not of the model
+    engine.close()
+
+
+def test_bfloat16_on_the_device(tmp_path: Path) -> None:
+    model = make_model("llama", recompute=True)
+    engine, optimizer = offloaded(model, tmp_path, hold=True, dtype=torch.bfloat16)
+    losses = []
+    for step in range(NUM_STEPS):
+        loss = model(**batches(0, 0)).loss
+        loss.backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        losses.append(loss.item())
+    engine.close()
+    assert losses[-1] < losses[0]
+    assert step == NUM_STEPS - 1
+
+
+def test_pinned_memory_at_exact_size_and_copies_in_order() -> None:
+    device: Device = device_for("cuda")
+    num_bytes = 48 * 2**20  # not a power of two
+    host = device.host_empty(num_bytes)
+    assert host.numel() == num_bytes
+    assert host.data_ptr() % 4096 == 0
+    buffer = device.empty(num_bytes)
+    host.fill_(7)
+    device.copy(Lane.H2D, buffer, host)
+    arrived = device.record(Lane.H2D)
+    device.wait(Lane.COMPUTE, arrived)
+    doubled = buffer * 2
+    device.wait(Lane.D2H, device.record(Lane.COMPUTE, doubled))
+    arrived.synchronize()
+    device.copy(Lane.D2H, host, doubled)
+    device.record(Lane.D2H).synchronize()
+    assert bool((host == 14).all())
