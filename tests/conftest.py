@@ -11,6 +11,8 @@ import pytest
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# OpenMP threads that wait by spinning take the cores from the engine's own threads, all the more on a busy machine.
+os.environ["OMP_WAIT_POLICY"] = "passive"
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

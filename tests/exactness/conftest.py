@@ -1,8 +1,28 @@
-"""Makes `trajectories` importable by the tests beside it."""
+"""Makes `trajectories` importable by the tests beside it, and runs the whole suite on the asynchronous double if asked:
+
+    LOHAN_TEST_ASYNC_SEED=7 python -m pytest tests/exactness
+"""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.insert(0, str(Path(__file__).parent))
+
+ASYNC_SEED = os.environ.get("LOHAN_TEST_ASYNC_SEED")
+
+
+@pytest.fixture(autouse=True)
+def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine that Trainer builds runs on the double."""
+    if ASYNC_SEED is None:
+        return
+    from hf_lohan.integrations import attachment, loading
+    from hf_lohan.testing.async_device import AsyncDevice
+
+    for module in (attachment, loading):
+        monkeypatch.setattr(module, "device_for", lambda _: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4))
