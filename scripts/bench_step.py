@@ -199,7 +199,7 @@ def measure(
 
 def show(results: list[dict[str, Any]]) -> None:
     table = Table(title="step time, offloaded against in memory (medians, interleaved)")
-    for heading in ("max_grad_norm", "in memory", "offloaded", "ratio", "read", "written", "I/O floor", "compute floor"):
+    for heading in ("clip at", "in memory", "offloaded", "ratio", "read", "written", "I/O floor", "compute floor"):
         table.add_column(heading, justify="right")
     for result in results:
         table.add_row(

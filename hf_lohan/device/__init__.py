@@ -8,7 +8,7 @@ a laptop's CPU in the tests is the engine that runs on the GPU. The only room th
 from hf_lohan.device.base import Device, Event, Lane
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
-from hf_lohan.device.factory import device_for
+from hf_lohan.device.factory import default_torch_device, device_for
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
 from hf_lohan.device.threads import set_compute_threads, usable_cpus
 
@@ -21,6 +21,7 @@ __all__ = [
     "Lane",
     "PoolAborted",
     "available_host_memory_bytes",
+    "default_torch_device",
     "device_for",
     "mapped_empty",
     "set_compute_threads",

@@ -8,6 +8,11 @@ from hf_lohan.device.base import Device
 from hf_lohan.device.cpu import CpuDevice
 
 
+def default_torch_device() -> torch.device:
+    """The GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def device_for(torch_device: torch.device | str) -> Device:
     """The `Device` for a torch device. Raises ValueError for a kind that is neither cpu nor cuda."""
     resolved = torch.device(torch_device)

@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import device_for
+from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.integrations.attachment import attach, resolve_config
 from hf_lohan.runtime import OffloadEngine, OffloadLayout, ParameterAccess, lay_out, open_tiers
 
@@ -31,7 +31,7 @@ def from_pretrained(
     path: str | Path,
     offload: Any = "lohan",
     *,
-    torch_device: torch.device | str = "cpu",
+    torch_device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
     bf16: bool = False,
     default_ssd_path: str | Path = "lohan_store",
@@ -44,7 +44,7 @@ def from_pretrained(
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        torch_device: where to compute.
+        torch_device: where to compute; None is the GPU if there is one.
         dtype: dtype of the working weights; "auto" is the checkpoint's own. `bf16=True` means bfloat16 working
             weights whose float32 masters equal the checkpoint's values exactly.
         default_ssd_path: the store's folder if the configuration names none.
@@ -60,7 +60,7 @@ def from_pretrained(
     model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
-    device = device_for(torch_device)
+    device = device_for(torch_device or default_torch_device())
     config = resolve_config(OffloadConfig.load(offload), device, default_ssd_path=default_ssd_path)
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     load_dtype = _load_dtype(model_config, dtype)

@@ -1,4 +1,4 @@
-"""What a run moved and held: `<output_dir>/lohan/summary.json`, and the same figures in Trainer's logs."""
+"""What a run was told, moved and held: `<output_dir>/lohan/{config,summary}.json`, and the same figures in the logs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from transformers import TrainerCallback
 from hf_lohan.profiler import AnonymousMemoryPeak
 from hf_lohan.runtime import OffloadEngine
 
-SUMMARY_PATH = Path("lohan") / "summary.json"
+FOLDER = Path("lohan")
+SUMMARY_NAME = "summary.json"
+CONFIG_NAME = "config.json"
 
 
 class RunSummary(TrainerCallback):
@@ -34,6 +36,7 @@ class RunSummary(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._peak.start()
+        self._write(args, CONFIG_NAME, self.engine.config.to_dict())
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began_s = time.perf_counter()
@@ -45,14 +48,17 @@ class RunSummary(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._peak.stop()
-        path = Path(args.output_dir) / SUMMARY_PATH
-        path.parent.mkdir(parents=True, exist_ok=True)
         facts = {
             "config": self.engine.config.to_dict(),
             "num_parameters": self.engine.layout.num_parameters,
             "hardware": self.engine.device.describe(),
         }
-        path.write_text(json.dumps({**self.figures(), **facts}, indent=2) + "\n")
+        self._write(args, SUMMARY_NAME, {**self.figures(), **facts})
+
+    def _write(self, args: Any, name: str, content: dict[str, Any]) -> None:
+        folder = Path(args.output_dir) / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
 
     def figures(self) -> dict[str, float | int]:
         """The numbers so far. Times are medians over steps; bytes count since the store was opened."""

@@ -121,7 +121,8 @@ def test_bfloat16_weights_keep_exact_masters(tmp_path: Path) -> None:
     """bf16=True from float32 weights: master and residual together are the float32 weights, step by step as AdamW on
     float32 masters with gradients of the bfloat16 model."""
     reference = tiny_model("llama").train()
-    for parameter in reference.parameters():  # not `.to()`: rotary buffers stay float32, as `from_pretrained` leaves them
+    # Not `.to()`: rotary buffers stay float32, as `from_pretrained` leaves them.
+    for parameter in reference.parameters():
         parameter.data = parameter.data.to(torch.bfloat16)
     masters = {name: p.detach().clone() for name, p in tiny_model("llama").named_parameters()}
     optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.0, fused=True)

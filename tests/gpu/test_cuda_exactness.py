@@ -125,7 +125,7 @@ def test_bfloat16_on_the_device(tmp_path: Path) -> None:
     model = make_model("llama", recompute=True)
     engine, optimizer = offloaded(model, tmp_path, hold=True, dtype=torch.bfloat16)
     losses = []
-    for step in range(NUM_STEPS):
+    for _ in range(NUM_STEPS):
         loss = model(**batches(0, 0)).loss
         loss.backward()
         engine.clip_grad_norm(1.0)
@@ -133,7 +133,6 @@ def test_bfloat16_on_the_device(tmp_path: Path) -> None:
         losses.append(loss.item())
     engine.close()
     assert losses[-1] < losses[0]
-    assert step == NUM_STEPS - 1
 
 
 def test_pinned_memory_at_exact_size_and_copies_in_order() -> None:

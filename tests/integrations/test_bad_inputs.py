@@ -16,7 +16,9 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 
 def trainer(folder: Path, offload: Any, family: str = "llama") -> hf_lohan.Trainer:
     rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(4)]
-    args = TrainingArguments(str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True)
+    args = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+    )
     return hf_lohan.Trainer(tiny_model(family), args, train_dataset=rows, offload=offload)
 
 
