@@ -47,6 +47,7 @@ class RunSummary(TrainerCallback):
         self._step_tokens.append(self._num_tokens)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.engine.settle()  # the last step's updates and their bytes belong to the run
         self._peak.stop()
         facts = {
             "config": self.engine.config.to_dict(),

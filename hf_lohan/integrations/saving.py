@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import types
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,10 @@ def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     model.hf_device_map = {"": "disk"}
     model._hf_hook = types.SimpleNamespace(weights_map=weights)
     try:
-        yield
+        with warnings.catch_warnings():
+            # True of models that do not fit; here a shard is at most `max_shard_size`.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
     finally:
         del model._hf_hook
         if previous is None:

@@ -24,8 +24,9 @@ class StepTarget(Protocol):
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW whose states live in the store and whose arithmetic runs as gradients arrive.
 
-    `step()` is a barrier: when it returns, every update of the step is in the store. `state` stays empty on purpose:
-    accelerate and Trainer move and pickle it. `param_groups` keep their identity for ever (schedulers and users hold
+    After `step()` every reader finds the new weights; updates that had to wait for the gradient norm may still be on
+    their way to the store then, and whoever reads a block waits for its own. `state` stays empty on purpose: accelerate
+    and Trainer move and pickle it. `param_groups` keep their identity for ever (schedulers and users hold
     them), also through `load_state_dict`.
     """
 
@@ -51,7 +52,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the step: wait for the running updates, or do them now where they had to wait for the norm."""
+        """Finish the step."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -48,11 +48,9 @@ class OffloadEngine:
         self.device: Device = tiers.device
         self.is_final_backward: Callable[[], bool] = lambda: True
         self.optimizer: OffloadAdamW | None = None
-        self.parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
-        loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype)
-        self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         norms = GradientNorms(
             sorted((p for block in layout.blocks for p in block.slices), key=lambda p: place[p.parameter])
@@ -68,6 +66,10 @@ class OffloadEngine:
             schedule=config.schedule,
             hold_gradients=layout.holds_gradients,
         )
+        loader = ParameterLoader(
+            self.device, tiers.store, tiers.staging, dtype, self._pipeline.wait_until_current
+        )
+        self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         self._arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
@@ -214,10 +216,10 @@ class OffloadEngine:
         self._is_in_forward = self._is_in_backward = False
         if was_in_backward:
             updated = self.transaction.drop()
-            self._ring.forget(list({self._block_of[part] for part in updated}))
+            self._ring.forget(updated)
             logger.warning(
                 "the last backward did not finish; its step's gradients are dropped%s",
-                f", but {len(updated)} parameters had been updated in it already" if updated else "",
+                f", but {len(updated)} blocks had been updated in it already" if updated else "",
             )
 
     # Steps.
@@ -241,16 +243,35 @@ class OffloadEngine:
 
     def _group_of(self, part: ParamSlice) -> AdamWGroup:
         assert self.optimizer is not None
+        return self.optimizer.group(self._index_of(part))
+
+    def _index_of(self, part: ParamSlice) -> int:
         index = self._group_index.get(part)
         if index is None:
             raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
-        return self.optimizer.group(index)
+        return index
+
+    def _groups_of_this_step(self) -> Callable[[ParamSlice], AdamWGroup]:
+        """The hyperparameters as they are now: a scheduler may change them before the last update has run."""
+        assert self.optimizer is not None
+        groups = [self.optimizer.group(index) for index in range(len(self.optimizer.param_groups))]
+        return lambda part: groups[self._index_of(part)]
 
     def step(self) -> None:
-        """Finish the step: when it returns, the store holds the new weights and states."""
-        updated = self.transaction.commit()
-        self._ring.forget(list({self._block_of[part] for part in updated}))
+        """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
+        before the block is read; `settle` waits for them all."""
+        self._ring.forget(self.transaction.commit(self._groups_of_this_step()))
         self._prefetcher.foresee(is_training=True)
+
+    def settle(self) -> None:
+        """Wait until the store holds every update of the steps so far."""
+        self._pipeline.settle()
+
+    @property
+    def parameters(self) -> ParameterAccess:
+        """Parameters and their states in the store, as the last step left them."""
+        self.settle()
+        return self._parameters
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""

@@ -79,10 +79,10 @@ class GradientArrivals:
         flat = gradient.contiguous().view(-1)
         self._norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
-        touched = [self._land(piece, flat) for piece in self._pieces[param_slice]]
-        landed = self._device.record(Lane.D2H)
-        for arrived in touched:
-            arrived.events.append(landed)
+        for piece in self._pieces[param_slice]:
+            # One after the other: a parameter may have more chunks than there are buffers.
+            arrived = self._land(piece, flat)
+            arrived.events.append(self._device.record(Lane.D2H))
             if len(arrived.pieces) == len(arrived.chunk.pieces):
                 self._close(arrived)
 

@@ -11,7 +11,8 @@ from typing import Literal
 
 from hf_lohan.device import BufferPool
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.block import Block, ChunkPiece, ParamSlice
+from hf_lohan.runtime.block import Block, Chunk, ChunkPiece, ParamSlice
+from hf_lohan.runtime.blocks_in_update import BlocksInUpdate
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, RecordStore, StateUpdater
@@ -65,6 +66,8 @@ class GradientPipeline:
         self._writes: deque[IoRequest] = deque()
         self._clip_coefficient = 1.0
         self._applied: set[ChunkPiece] = set()
+        self._announced: set[Chunk] = set()
+        self._applying = BlocksInUpdate()
         self.failure: BaseException | None = None
         self._commands: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="lohan-gradients", daemon=True)
@@ -74,6 +77,7 @@ class GradientPipeline:
 
     def submit(self, arrived: ArrivedChunk, *, is_final: bool) -> None:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
+        self._announced.add(arrived.chunk)
         self._commands.put(lambda: self._accept(arrived, is_final))
 
     def measure(self) -> None:
@@ -81,23 +85,37 @@ class GradientPipeline:
         self._commands.put(self._measure_held)
         self._barrier()
 
-    def finish_step(self, clip_coefficient: float) -> set[ParamSlice]:
-        """Apply what is held, scaled by `clip_coefficient`, and wait for every write. Returns what was updated."""
-        self._commands.put(lambda: self._apply_held(clip_coefficient))
-        self._commands.put(self._settle)
-        self._barrier()
-        updated = {piece.param_slice for piece in self._applied}
-        self._applied.clear()
-        return updated
+    def finish_step(self, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]) -> set[Block]:
+        """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change.
 
-    def drop(self) -> set[ParamSlice]:
-        """Forget held gradients. Returns parameters that were updated all the same (updates in backward)."""
-        self._commands.put(self._drop_held)
+        Under the optimized schedule, held gradients are applied while the next forward runs: block by block in its
+        order, each before it is read (`wait_until_current`). `group_of` must give the hyperparameters of this step
+        also then.
+        """
+        chunks, self._announced = self._announced, set()
+        is_deferred = self.holds_gradients and self._schedule == "optimized"
+        if is_deferred:
+            self._applying.add(chunks)
+        self._commands.put(lambda: self._apply_held(clip_coefficient, group_of))
+        if not is_deferred:
+            self.settle()
+        return {chunk.block for chunk in chunks}
+
+    def settle(self) -> None:
+        """Wait until every update is in the store."""
         self._commands.put(self._settle)
         self._barrier()
-        updated = {piece.param_slice for piece in self._applied}
-        self._applied.clear()
-        return updated
+
+    def wait_until_current(self, block: Block) -> None:
+        """Wait until no update of `block` from a finished step is outstanding. Called by whoever reads its records."""
+        self._applying.wait_for(block)
+
+    def drop(self) -> set[Block]:
+        """Forget held gradients. Returns blocks that were updated all the same (updates in backward)."""
+        chunks, self._announced = self._announced, set()
+        self._commands.put(self._drop_held)
+        self.settle()
+        return set() if self.holds_gradients else {chunk.block for chunk in chunks}
 
     def _barrier(self) -> None:
         reached = threading.Event()
@@ -125,6 +143,7 @@ class GradientPipeline:
                 except BaseException as error:
                     self.failure = error
                     self._arrival_pool.abort(error)
+                    self._applying.abort(error)
 
     def _next_command(self) -> Callable[[], None] | threading.Event | None:
         if self._commands.empty() and self._pending is not None and self.failure is None:
@@ -210,12 +229,21 @@ class GradientPipeline:
         chunk = gradient.chunk
         return [self._home.spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
 
-    def _apply_held(self, clip_coefficient: float) -> None:
+    def _apply_held(self, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]) -> None:
         """In forward order: the first blocks are needed first by the next forward."""
+        live_groups, self._group_of = self._group_of, group_of
         self._clip_coefficient = clip_coefficient
         for key in sorted(self._held):
             self._update(self._held.pop(key))
+        self._finish_pending()
         self._unmeasured.clear()
+        self._count_updates()
+        self._group_of, self._clip_coefficient = live_groups, 1.0
+
+    def _count_updates(self) -> None:
+        for part in {piece.param_slice for piece in self._applied}:
+            part.num_updates += 1
+        self._applied.clear()
 
     def _update(self, gradient: ChunkGradient) -> None:
         self._applied.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
@@ -233,8 +261,12 @@ class GradientPipeline:
             self._finish(pending)
 
     def _finish(self, update: ChunkUpdate) -> None:
+        chunk = update.gradient.chunk
         writes = self._updater.finish(
-            update, clip_coefficient=self._clip_coefficient, group_of=self._group_of
+            update,
+            clip_coefficient=self._clip_coefficient,
+            group_of=self._group_of,
+            written=lambda: self._applying.discard(chunk),
         )
         self._writes.extend(writes)
         while self._writes and self._writes[0].done():
@@ -247,7 +279,6 @@ class GradientPipeline:
     def _settle(self) -> None:
         self._finish_pending()
         self._wait_for_writes()
-        self._clip_coefficient = 1.0
 
     def _drop_held(self) -> None:
         for gradient in self._held.values():
@@ -257,3 +288,5 @@ class GradientPipeline:
                 gradient.spill_write.wait()
         self._held.clear()
         self._unmeasured.clear()
+        self._finish_pending()
+        self._count_updates()

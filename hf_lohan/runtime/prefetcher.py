@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -27,16 +27,25 @@ class RecordReader(Protocol):
 class ParameterLoader:
     """Brings one block's parameters from the store through staging buffers into a slot."""
 
-    def __init__(self, device: Device, store: RecordReader, staging: BufferPool, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        device: Device,
+        store: RecordReader,
+        staging: BufferPool,
+        dtype: torch.dtype,
+        wait_until_current: Callable[[Block], None],
+    ) -> None:
         self._device = device
         self._store = store
         self._staging = staging
         self._dtype = dtype
+        self._wait_until_current = wait_until_current
         self._chunk_numel = staging.buffer_bytes // dtype.itemsize
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def load(self, block: Block, slot: Slot) -> Event:
         """Read and copy everything; the event is reached when the block is in the slot."""
+        self._wait_until_current(block)
         if slot.last_use is not None:
             self._device.wait(Lane.H2D, slot.last_use)
         reading: deque[tuple[IoRequest, Buffer, int, int]] = deque()

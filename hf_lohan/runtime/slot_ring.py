@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -110,7 +110,7 @@ class SlotRing:
         """The slot that a tensor is a view of, if any."""
         return self._by_storage.get(tensor.untyped_storage().data_ptr())
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    def forget(self, blocks: Iterable[Block]) -> None:
         """The store has newer parameters of these blocks: what the slots hold is stale."""
         with self.changed:
             for block in blocks:

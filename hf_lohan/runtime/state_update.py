@@ -83,9 +83,15 @@ class StateUpdater:
         return update
 
     def finish(
-        self, update: ChunkUpdate, *, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]
+        self,
+        update: ChunkUpdate,
+        *,
+        clip_coefficient: float,
+        group_of: Callable[[ParamSlice], AdamWGroup],
+        written: Callable[[], None],
     ) -> list[IoRequest]:
-        """Wait for the reads, update, and issue the writes, whose completion gives the buffers back."""
+        """Wait for the reads, update, and issue the writes. When they are done, well or badly, the buffers are given
+        back and `written` is called, on an I/O thread."""
         for request in update.reads:
             request.wait()
         gradient = update.gradient
@@ -106,24 +112,24 @@ class StateUpdater:
         assert gradient.buffer is not None
         for buffer in (gradient.buffer, *update.private):
             buffer.release()
-        return self._write(gradient.chunk, update)
+        return self._write(gradient.chunk, update, written)
 
-    def _write(self, chunk: Chunk, update: ChunkUpdate) -> list[IoRequest]:
+    def _write(self, chunk: Chunk, update: ChunkUpdate, written: Callable[[], None]) -> list[IoRequest]:
         writes = [
             self._store.write(chunk.block.name, kind, chunk.start, view) for kind, view in update.records.items()
         ]
-        release = _AfterAll(len(writes), update.buffers)
+        finished = _AfterAll(len(writes), [*(buffer.release for buffer in update.buffers), written])
         for request in writes:
-            request.add_done_callback(release)
+            request.add_done_callback(finished)
         return writes
 
 
 class _AfterAll:
-    """Gives buffers back when the last of `num_requests` requests is done, well or badly."""
+    """Calls `actions` when the last of `num_requests` requests is done, well or badly."""
 
-    def __init__(self, num_requests: int, buffers: Sequence[Buffer]) -> None:
+    def __init__(self, num_requests: int, actions: Sequence[Callable[[], None]]) -> None:
         self._remaining = num_requests
-        self._buffers = buffers
+        self._actions = actions
         self._lock = threading.Lock()
 
     def __call__(self, request: IoRequest) -> None:
@@ -131,8 +137,8 @@ class _AfterAll:
             self._remaining -= 1
             is_last = self._remaining == 0
         if is_last:
-            for buffer in self._buffers:
-                buffer.release()
+            for action in self._actions:
+                action()
 
 
 def merge_segments(gradient: ChunkGradient, group_of: Callable[[ParamSlice], AdamWGroup]) -> list[Segment]:

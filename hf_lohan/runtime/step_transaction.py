@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
-from hf_lohan.runtime.block import ParamSlice
+from hf_lohan.optim import AdamWGroup
+from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 
@@ -42,21 +45,20 @@ class StepTransaction:
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
         return norm
 
-    def commit(self) -> set[ParamSlice]:
-        """Apply what waits and make the step count. Returns the parameters that changed."""
-        updated = self._pipeline.finish_step(self._clip_coefficient)
-        self._count(updated)
+    def commit(self, group_of: Callable[[ParamSlice], AdamWGroup]) -> set[Block]:
+        """Apply what waits, with this step's hyperparameters, and make the step count. Returns the changed blocks."""
+        self._pipeline.measure()  # no gradient of this step may be on its way when its norms are forgotten
+        changed = self._pipeline.finish_step(self._clip_coefficient, group_of)
+        self._reset()
         self.num_steps += 1
-        return updated
+        return changed
 
-    def drop(self) -> set[ParamSlice]:
-        """Forget the step's gradients. Returns parameters that had been updated in backward, whose steps do count."""
-        updated = self._pipeline.drop()
-        self._count(updated)
-        return updated
+    def drop(self) -> set[Block]:
+        """Forget the step's gradients. Returns blocks that had been updated in backward, whose steps do count."""
+        changed = self._pipeline.drop()
+        self._reset()
+        return changed
 
-    def _count(self, updated: set[ParamSlice]) -> None:
+    def _reset(self) -> None:
         self._norms.clear()
         self._clip_coefficient = 1.0
-        for part in updated:
-            part.num_updates += 1

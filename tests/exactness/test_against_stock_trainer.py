@@ -59,6 +59,17 @@ def test_router_loss_of_experts(tmp_path: Path) -> None:
     assert_equal(train_offloaded("qwen3_moe", tmp_path / "ours", router), stock)
 
 
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_embedding_of_more_chunks_than_there_are_buffers(max_grad_norm: float, tmp_path: Path) -> None:
+    wide = {"vocab_size": 40_000}
+    stock = train_stock("llama", tmp_path / "stock", wide, max_steps=3, max_grad_norm=max_grad_norm)
+    offload = {"cpu_memory": "4MiB", "gpu_memory": "32MiB"}
+    ours = train_offloaded(
+        "llama", tmp_path / "ours", wide, offload=offload, max_steps=3, max_grad_norm=max_grad_norm
+    )
+    assert_equal(ours, stock)
+
+
 def test_two_drives_change_no_number(tmp_path: Path) -> None:
     stock = train_stock("llama", tmp_path / "stock", {})
     drives = [{"path": str(tmp_path / "a"), "capacity": "64MiB"}, {"path": str(tmp_path / "b"), "capacity": "32MiB"}]
