@@ -1,0 +1,94 @@
+"""Command line arguments of the fine-tuning scripts, besides those of `transformers.TrainingArguments`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Family:
+    """A family of models: what its checkpoints call themselves, and defaults that suit fine-tuning them."""
+
+    name: str
+    model_types: tuple[str, ...]
+    defaults: dict[str, Any]
+    """Defaults of command line arguments."""
+
+
+@dataclass
+class ModelArguments:
+    """Which model, and where its state lives."""
+
+    model_name_or_path: str = field(metadata={"help": "A checkpoint folder (with --offload), or also a Hub name."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's own."})
+    dtype: str = field(
+        default="float32",
+        metadata={
+            "choices": list(DTYPES),
+            "help": "Dtype the weights are loaded in, whatever it is on disk. For bfloat16 training leave it and give "
+            "--bf16: the store then keeps exact float32 masters.",
+        },
+    )
+    offload: str | None = field(
+        default=None,
+        metadata={"help": 'A YAML file (see configs/) or "lohan" (all automatic). Without: everything in memory.'},
+    )
+
+
+@dataclass
+class DataArguments:
+    """Which text, and how it is cut."""
+
+    train_file: list[str] = field(
+        default_factory=list, metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."}
+    )
+    validation_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, for evaluation."})
+    text_column: str | None = field(default=None, metadata={"help": "Default: 'text', or the only text column."})
+    validation_split_percentage: float = field(
+        default=5.0, metadata={"help": "Without --validation_file: this last part of the blocks is held out."}
+    )
+    block_size: int | None = field(default=None, metadata={"help": "Tokens a row; default: 1024 or the model's most."})
+    packing: bool = field(default=True, metadata={"help": "Join documents and cut them into full rows."})
+    max_train_samples: int | None = field(default=None, metadata={"help": "Train on the first rows only."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first rows only."})
+    resume: str | None = field(
+        default=None,
+        metadata={"nargs": "?", "const": "last", "help": "Go on from a checkpoint: its folder, or the last one."},
+    )
+
+
+def choose_block_size(wanted: int | None, config: Any) -> int:
+    """Tokens a row. Raises ValueError for more than the model has positions."""
+    most: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
+    if wanted is None:
+        return min(1024, most)
+    if not 2 <= wanted <= most:
+        raise ValueError(f"--block_size {wanted} is not possible; this model takes 2 to {most} tokens")
+    return wanted
+
+
+def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | None:
+    """The folder to resume from; `wanted` is a folder or "last". Raises ValueError if there is none."""
+    last: str | None = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    if wanted is None:
+        if last is not None:
+            logger.warning("starting anew although %s exists; give --resume to go on from it", last)
+        return None
+    if wanted.lower() in ("last", "true"):
+        if last is None:
+            raise ValueError(f"nothing to resume: no checkpoint in {output_dir!r}; check --output_dir")
+        return last
+    if not (Path(wanted) / "trainer_state.json").is_file():
+        raise ValueError(f"nothing to resume: {wanted!r} is not a Trainer checkpoint")
+    return wanted

@@ -1,0 +1,23 @@
+#!/usr/bin/env python
+"""Fine-tune a Llama (or a model built like one) on local text, in memory or with its training state on SSD.
+
+    python scripts/finetune_llama.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
+        --train_file notes.jsonl --do_train --do_eval --bf16 --output_dir outputs/llama
+
+Under Accelerate put `accelerate launch --config_file configs/accelerate_single.yaml` in place of `python`. All flags
+of `transformers.TrainingArguments` are taken; `--help` lists the others. Without --offload this is a plain Trainer run.
+"""
+
+from __future__ import annotations
+
+from finetune_arguments import Family
+from finetuning import main
+
+LLAMA = Family(
+    name="Llama",
+    model_types=("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"),
+    defaults={"learning_rate": 2e-5, "lr_scheduler_type": "cosine", "output_dir": "outputs/llama"},
+)
+
+if __name__ == "__main__":
+    main(LLAMA)

@@ -1,0 +1,61 @@
+"""Tiny checkpoints and data files, made on the spot: no network."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+sys.path.insert(0, str(SCRIPTS))  # the scripts import one another as they do when run
+
+SENTENCES = [f"block {index} goes down to the disk and comes back up when it is its turn" for index in range(40)]
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of at most `VOCAB_SIZE` tokens, trained on the sentences."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<end>"], show_progress=False)
+    bpe.train_from_iterator(SENTENCES, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tokenizer: PreTrainedTokenizerFast, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of a tiny model of a family, with its tokenizer; OPT in float16, as its real ones are."""
+    made: dict[str, Path] = {}
+
+    def folder_of(family: str) -> Path:
+        if family not in made:
+            made[family] = tmp_path_factory.mktemp(family)
+            model = tiny_model(family)
+            (model.half() if family == "opt" else model).save_pretrained(made[family])
+            tokenizer.save_pretrained(made[family])
+        return made[family]
+
+    return folder_of
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "train.txt"
+    path.write_text("\n".join(SENTENCES))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_dataset_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is read from or left in the user's cache."""
+    import datasets.config
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))

@@ -1,0 +1,160 @@
+"""The fine-tuning scripts, end to end on tiny models: stock, offloaded, resumed, launched, and refused."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from finetune_arguments import Family, checkpoint_to_resume, choose_block_size
+from finetune_llama import LLAMA
+from finetune_opt import OPT
+from finetuning import main
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+FAMILIES = {"llama": LLAMA, "opt": OPT}
+Checkpoints = Callable[[str], Path]
+
+
+def flags(checkpoint: Path, data: Path, out: Path, *more: str) -> list[str]:
+    """A run of four steps, the first of them with a learning rate that is felt."""
+    run = f"--model_name_or_path {checkpoint} --train_file {data} --output_dir {out} --do_train --block_size 16"
+    rest = (
+        "--max_steps 4 --per_device_train_batch_size 2 --learning_rate 1e-2 --report_to none --save_steps 2 --use_cpu"
+    )
+    return [*run.split(), *rest.split(), "--disable_tqdm", "true", *more]
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def assert_same_weights(one: Path, other: Path) -> None:
+    torch.testing.assert_close(weights(one), weights(other), rtol=1e-6, atol=1e-7)
+
+
+@pytest.fixture(params=sorted(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+    stock, offloaded = tmp_path / "stock", tmp_path / "offloaded"
+    results = main(FAMILIES[family], flags(checkpoint(family), text_file, stock, "--do_eval"))
+    assert results["perplexity"] == pytest.approx(math.exp(results["eval_loss"]))
+    for name in ("train_results.json", "eval_results.json", "all_results.json", "trainer_state.json"):
+        assert json.loads((stock / name).read_text())
+
+    again = main(FAMILIES[family], flags(checkpoint(family), text_file, offloaded, "--do_eval", "--offload", "lohan"))
+    for name in ("train_loss", "eval_loss", "train_samples", "eval_samples"):
+        assert again[name] == pytest.approx(results[name], rel=1e-5), name
+    assert_same_weights(stock, offloaded)
+    summary = json.loads((offloaded / "lohan" / "summary.json").read_text())
+    assert summary["num_steps"] == 4 and summary["ssd_write_bytes"] > 0
+    model = AutoModelForCausalLM.from_pretrained(offloaded)
+    assert model.dtype == torch.float32 and torch.isfinite(model(torch.tensor([[1, 2, 3]])).logits).all()
+
+
+@pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
+def test_resume_goes_on_where_the_run_was(
+    offload: tuple[str, ...], checkpoint: Checkpoints, text_file: Path, tmp_path: Path
+) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    main(LLAMA, flags(checkpoint("llama"), text_file, whole, *offload))
+    # The same schedule of four steps, left after the second: its checkpoint is what an interrupted run leaves behind.
+    halves.mkdir()
+    (whole / "checkpoint-2").rename(halves / "checkpoint-2")
+    main(LLAMA, flags(checkpoint("llama"), text_file, halves, *offload, "--resume"))
+    assert_same_weights(whole, halves)
+
+
+@pytest.mark.parametrize("name", ["lohan.yaml", "lohan_small_budget.yaml", "lohan_two_ssds.yaml", "quickstart.yaml"])
+def test_every_config_runs(
+    name: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # relative paths in a config start where it is run
+    out = tmp_path / "out"
+    more = ("--offload", str(ROOT / "configs" / name), "--max_steps", "1")
+    main(LLAMA, flags(checkpoint("llama"), text_file, out, *more))
+    paths = json.loads((out / "lohan" / "summary.json").read_text())["config"]["ssd"]
+    assert len(paths) == (2 if name == "lohan_two_ssds.yaml" else 1)
+
+
+@pytest.mark.slow
+def test_accelerate_launch(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+    script = [str(ROOT / "scripts" / "finetune_llama.py"), *flags(checkpoint("llama"), text_file, tmp_path / "out")]
+    config = str(ROOT / "configs" / "accelerate_single.yaml")
+    offload = ["--offload", str(ROOT / "configs" / "lohan.yaml")]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, *script, *offload]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    summary = json.loads((tmp_path / "out" / "lohan" / "summary.json").read_text())
+    assert summary["config"]["cpu_threads"] == len(os.sched_getaffinity(0))
+    assert weights(tmp_path / "out")
+
+
+def test_unpacked_rows_train_and_evaluate(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps({"body": "word " * length}) + "\n" for length in range(1, 30)))
+    more = ("--packing", "false", "--do_eval", "--max_eval_samples", "1", "--max_train_samples", "8")
+    results = main(LLAMA, flags(checkpoint("llama"), data, tmp_path / "out", *more))
+    assert results["train_samples"] == 8 and results["eval_samples"] == 1
+    assert math.isfinite(results["eval_loss"])
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--block_size", "100000"], "--block_size 100000 is not possible; this model takes 2 to"),
+        (["--train_file", "missing.txt"], "data file 'missing.txt' does not exist"),
+        (["--text_column", "txet"], "no column 'txet' in the data; did you mean 'text'?"),
+        (["--offload", "configs/missing.yaml"], "missing.yaml"),
+        (["--offload", "nowhere"], "nowhere"),
+        (["--offload", "lohan", "--optim", "adafactor"], "optim='adafactor'"),
+        (["--resume", "last"], "nothing to resume: no checkpoint in"),
+        (["--resume", "elsewhere"], "'elsewhere' is not a Trainer checkpoint"),
+        (["--model_name_or_path", "no/such/folder"], "no/such/folder"),
+        (["--do_train", "false"], "nothing to do; give --do_train"),
+    ],
+)
+def test_bad_input_ends_with_one_line(
+    more: list[str], message: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(LLAMA, flags(checkpoint("llama"), text_file, tmp_path, *more))
+    assert str(end.value).startswith("error: ")
+    assert message in str(end.value)
+
+
+def test_float16_weights_cannot_be_asked_for(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main(OPT, flags(checkpoint("opt"), text_file, tmp_path, "--dtype", "float16"))
+
+
+def test_block_size_follows_the_model() -> None:
+    assert choose_block_size(None, LlamaConfig(max_position_embeddings=128)) == 128
+    assert choose_block_size(None, LlamaConfig(max_position_embeddings=8192)) == 1024
+    assert choose_block_size(64, LlamaConfig(max_position_embeddings=128)) == 64
+
+
+def test_resume_finds_the_last_checkpoint(tmp_path: Path) -> None:
+    for step in (2, 10):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+    assert checkpoint_to_resume(None, str(tmp_path)) is None
+    assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-10")
+
+
+def test_families_say_which_models_they_are_for() -> None:
+    for module, name in (("finetune_llama", "LLAMA"), ("finetune_opt", "OPT")):
+        family = getattr(importlib.import_module(module), name)
+        assert isinstance(family, Family) and module.endswith(family.model_types[0])
