@@ -18,7 +18,9 @@ def mapped_empty(num_bytes: int) -> Tensor:
     """A page-aligned uint8 tensor [num_bytes] over an anonymous mapping: no page is resident before it is touched."""
     if num_bytes <= 0:
         raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
+    # Private: shared mappings, mmap's default, are not counted as the anonymous memory that they are.
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def available_host_memory_bytes() -> int:

@@ -124,12 +124,7 @@ def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, i
 def plan_pools(request: PoolRequest) -> PoolPlan:
     """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError where they cannot serve."""
     slot_bytes, num_slots = _plan_slots(request)
-    two_blocks = 2 * slot_bytes[SizeClass.LAYER]
-    if request.cpu_memory_bytes < two_blocks:
-        raise BudgetError(
-            f"cpu_memory of {request.cpu_memory_bytes} bytes is smaller than two blocks of this model "
-            f"({two_blocks} bytes); set cpu_memory to at least {two_blocks}"
-        )
+    _check_cpu_memory(request, two_blocks_bytes=2 * slot_bytes[SizeClass.LAYER])
     chunk_numel = _choose_chunk_numel(request)
     num_buffers = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES)
     num_state = NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
@@ -180,6 +175,20 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
     return slot_bytes, num_slots
 
 
+def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
+    buffers_bytes = _minimum_bytes(request, MIN_CHUNK_NUMEL)
+    needed = max(two_blocks_bytes, buffers_bytes)
+    if request.cpu_memory_bytes < two_blocks_bytes:
+        why = f"is smaller than two blocks of this model ({two_blocks_bytes} bytes)"
+    elif request.cpu_memory_bytes < buffers_bytes:
+        why = "is too small for the staging, optimizer and gradient buffers"
+    else:
+        return
+    raise BudgetError(
+        f"cpu_memory of {request.cpu_memory_bytes} bytes {why}; set cpu_memory to at least {needed}"
+    )
+
+
 def _choose_chunk_numel(request: PoolRequest) -> int:
     """The largest chunk whose minimal pools fit the budget; larger than the largest record would only waste memory."""
     largest = max(sum(block.unit_numels) for block in request.blocks)
@@ -192,12 +201,6 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
         chunk_numel //= 2
     while chunk_numel > MIN_CHUNK_NUMEL and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel //= 2
-    needed = _minimum_bytes(request, chunk_numel)
-    if needed > request.cpu_memory_bytes:
-        raise BudgetError(
-            f"cpu_memory of {request.cpu_memory_bytes} bytes is too small for the staging, optimizer and gradient "
-            f"buffers; set cpu_memory to at least {needed}"
-        )
     return chunk_numel
 
 

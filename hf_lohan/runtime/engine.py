@@ -118,13 +118,13 @@ class OffloadEngine:
             self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward)
             self._saved_weights.__enter__()
 
-    def _on_model_output(self, _module: nn.Module, _args: Any, _output: Any) -> None:
+    def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         is_training = self._saved_weights is not None
         if self._saved_weights is not None:
             self._saved_weights.__exit__(None, None, None)
             self._saved_weights = None
-        if any(self._in_use.values()):
-            return  # a layer raised: the next forward recovers
+        if output is None:
+            return  # called because the forward raised: the next one recovers
         self._is_in_forward = False
         if not is_training:
             self._prefetcher.end_pass()

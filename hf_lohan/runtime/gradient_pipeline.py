@@ -141,9 +141,7 @@ class GradientPipeline:
                 try:
                     command()
                 except BaseException as error:
-                    self.failure = error
-                    self._arrival_pool.abort(error)
-                    self._applying.abort(error)
+                    self._fail(error)
 
     def _next_command(self) -> Callable[[], None] | threading.Event | None:
         if self._commands.empty() and self._pending is not None and self.failure is None:
@@ -266,11 +264,23 @@ class GradientPipeline:
             update,
             clip_coefficient=self._clip_coefficient,
             group_of=self._group_of,
-            written=lambda: self._applying.discard(chunk),
+            written=lambda error: self._on_written(chunk, error),
         )
         self._writes.extend(writes)
         while self._writes and self._writes[0].done():
             self._writes.popleft().wait()
+
+    def _on_written(self, chunk: Chunk, error: BaseException | None) -> None:
+        if error is None:
+            self._applying.discard(chunk)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """The step cannot be finished: whoever waits for a buffer or a block, or comes later, is told."""
+        self.failure = self.failure or error
+        self._arrival_pool.abort(error)
+        self._applying.abort(error)
 
     def _wait_for_writes(self) -> None:
         while self._writes:

@@ -115,6 +115,7 @@ class Prefetcher:
         with self._ring.changed:
             self._is_training_pass = is_training
             self._recorded = []
+            self._failure = None  # what could not be read ahead may be readable now
         self.foresee(is_training=is_training)
 
     def foresee(self, *, is_training: bool) -> None:

@@ -88,10 +88,10 @@ class StateUpdater:
         *,
         clip_coefficient: float,
         group_of: Callable[[ParamSlice], AdamWGroup],
-        written: Callable[[], None],
+        written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
-        """Wait for the reads, update, and issue the writes. When they are done, well or badly, the buffers are given
-        back and `written` is called, on an I/O thread."""
+        """Wait for the reads, update, and issue the writes. When they are done the buffers are given back and
+        `written` is called with the first error, or None, on an I/O thread."""
         for request in update.reads:
             request.wait()
         gradient = update.gradient
@@ -114,31 +114,37 @@ class StateUpdater:
             buffer.release()
         return self._write(gradient.chunk, update, written)
 
-    def _write(self, chunk: Chunk, update: ChunkUpdate, written: Callable[[], None]) -> list[IoRequest]:
+    def _write(self, chunk: Chunk, update: ChunkUpdate, written: Callable[[BaseException | None], None]) -> list[IoRequest]:
         writes = [
             self._store.write(chunk.block.name, kind, chunk.start, view) for kind, view in update.records.items()
         ]
-        finished = _AfterAll(len(writes), [*(buffer.release for buffer in update.buffers), written])
+        finished = _AfterAll(len(writes), update.buffers, written)
         for request in writes:
             request.add_done_callback(finished)
         return writes
 
 
 class _AfterAll:
-    """Calls `actions` when the last of `num_requests` requests is done, well or badly."""
+    """Gives buffers back and tells `written` when the last of `num_requests` requests is done, well or badly."""
 
-    def __init__(self, num_requests: int, actions: Sequence[Callable[[], None]]) -> None:
+    def __init__(
+        self, num_requests: int, buffers: Sequence[Buffer], written: Callable[[BaseException | None], None]
+    ) -> None:
         self._remaining = num_requests
-        self._actions = actions
+        self._buffers = buffers
+        self._written = written
+        self._error: BaseException | None = None
         self._lock = threading.Lock()
 
     def __call__(self, request: IoRequest) -> None:
         with self._lock:
+            self._error = self._error or request.error
             self._remaining -= 1
             is_last = self._remaining == 0
         if is_last:
-            for action in self._actions:
-                action()
+            for buffer in self._buffers:
+                buffer.release()
+            self._written(self._error)
 
 
 def merge_segments(gradient: ChunkGradient, group_of: Callable[[ParamSlice], AdamWGroup]) -> list[Segment]:

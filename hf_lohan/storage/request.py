@@ -28,6 +28,11 @@ class IoRequest:
         """Whether a piece of it has failed."""
         return self._error is not None
 
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of its pieces so far."""
+        return self._error
+
     def done(self) -> bool:
         """Whether no thread touches its memory any more, be it moved or failed."""
         return self._finished.is_set()
