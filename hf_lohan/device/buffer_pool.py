@@ -73,8 +73,3 @@ class BufferPool:
         with self._changed:
             self._cause = cause
             self._changed.notify_all()
-
-    def reopen(self) -> None:
-        """Lend again after an abort whose cause has been dealt with."""
-        with self._changed:
-            self._cause = None

@@ -20,6 +20,9 @@ def mapped_empty(num_bytes: int) -> Tensor:
         raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
     # Private: shared mappings, mmap's default, are not counted as the anonymous memory that they are.
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_DONTFORK"):
+        # A forked data loader would get copies of the pools, and private pages must not be shared under direct I/O.
+        mapping.madvise(mmap.MADV_DONTFORK)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

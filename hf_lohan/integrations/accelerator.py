@@ -16,6 +16,7 @@ from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.guards import check_model
 from hf_lohan.integrations.loading import reload_weights
 from hf_lohan.integrations.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
+from hf_lohan.integrations.saving import StoredWeights
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
 
@@ -72,16 +73,30 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         if engine is None:
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in given]
+        if missing:
+            raise ValueError(
+                f"clip_grad_norm_ of some parameters only ({missing[0]} and {len(missing) - 1} others are missing) is "
+                "not supported under offload; pass model.parameters()"
+            )
         return engine.clip_grad_norm(float(max_norm), float(norm_type))
 
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self.offload_engine is not None:
+            raise ValueError("clip_grad_value_ is not supported under offload; use clip_grad_norm_")
+        super().clip_grad_value_(parameters, clip_value)
+
     def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """All weights, in RAM, as the caller asks for them. `save_state` asks too (with `unwrap=False`), but what it
+        would write is streamed by a hook instead, so it gets nothing."""
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap=unwrap)
-        # The whole model in RAM: what the caller asked for. Saving does not come this way.
-        stored = {part.parameter: part.name for part in engine.parameter_slices}
-        weights = {name: engine.parameters.read_parameter(stored[p]) for name, p in model.named_parameters()}
-        return {**dict(model.named_buffers()), **weights}
+        if not unwrap:
+            return {}
+        weights = StoredWeights(engine, model)
+        return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
 
 
 class Accelerator(OffloadAwareAccelerator):
@@ -108,6 +123,9 @@ class Accelerator(OffloadAwareAccelerator):
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
         """As in accelerate. Offloads the model and turns its `torch.optim.AdamW` into one over the store."""
+        for item in objects:
+            if isinstance(item, torch.optim.Optimizer):
+                _check_optimizer(item)
         engine = None
         for item in objects:
             if isinstance(item, nn.Module):
@@ -135,19 +153,22 @@ class Accelerator(OffloadAwareAccelerator):
         engine = engine or self.offload_engine
         if engine is None:
             raise ValueError("prepare the model together with its optimizer, or before it")
-        if type(optimizer) is not torch.optim.AdamW:
-            raise ValueError(f"{type(optimizer).__name__} cannot be offloaded; use torch.optim.AdamW")
-        if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) or optimizer.state:
-            raise ValueError("only a fresh torch.optim.AdamW without amsgrad and maximize can be offloaded")
         # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
         taken = OffloadAdamW(optimizer.param_groups, engine=engine)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
         return taken
 
-    def save_model(self, model: Any, save_directory: str | Path, *args: Any, **kwargs: Any) -> None:
+    def save_model(
+        self,
+        model: Any,
+        save_directory: str | Path,
+        max_shard_size: int | str | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
         """Sharded safetensors, streamed from the store."""
+        kwargs = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
         if engine_of(model) is None:
-            super().save_model(model, save_directory, *args, **kwargs)
+            super().save_model(model, save_directory, safe_serialization=safe_serialization, **kwargs)
         else:
             model.save_pretrained(save_directory, **kwargs)
 
@@ -166,3 +187,12 @@ class Accelerator(OffloadAwareAccelerator):
                 models.remove(model)
                 reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
                 load_optimizer_states(engine, input_dir)
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, OffloadAdamW):
+        return
+    if type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(f"{type(optimizer).__name__} cannot be offloaded; use torch.optim.AdamW")
+    if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) or optimizer.state:
+        raise ValueError("only a fresh torch.optim.AdamW without amsgrad and maximize can be offloaded")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,16 @@ from hf_lohan.device import Device, available_host_memory_bytes, device_for, set
 from hf_lohan.integrations.saving import save_pretrained_from_store
 from hf_lohan.runtime import (
     OffloadEngine,
+    OffloadLayout,
     ParameterAccess,
+    Tiers,
     check_one_dtype,
     discover_blocks,
     drain_model,
     lay_out,
     open_tiers,
 )
+from hf_lohan.storage import StoreInUseError
 
 logger = logging.getLogger(__name__)
 
@@ -70,25 +74,72 @@ def offload_model(
     refuse_reentrant(model)
     working_dtype = working_dtype or next(model.parameters()).dtype
     layout = lay_out(model, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
-    tiers = open_tiers(layout, config, device)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
-    return attach(OffloadEngine(model, layout, tiers, config))
+    tiers = open_tiers_or_take_over(layout, config, device)
+    try:
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        return attach(OffloadEngine(model, layout, tiers, config))
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
+    """`open_tiers`. If an engine of this process holds the store for the same model (a second Trainer in a notebook),
+    it is closed: the new one replaces what it had, as it would in a new process."""
+    try:
+        return open_tiers(layout, config, device)
+    except StoreInUseError:
+        assert config.ssd != "auto"
+        folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
+        holders = [engine for engine in _attached if folders & engine.store_folders]
+        if not holders or any(engine.layout.identity != layout.identity for engine in holders):
+            raise
+        for engine in holders:
+            logger.warning("closing the engine of an earlier model in this process, whose store is used anew")
+            engine.close()
+            _attached.remove(engine)
+        return open_tiers(layout, config, device)
+
+
+_attached: list[OffloadEngine] = []
+"""Engines of this process. They own threads and files, so they do not go away by themselves."""
 
 
 def attach(engine: OffloadEngine) -> OffloadEngine:
     """Make an engine's model behave: saved from the store, recomputing as configured, computing in one dtype."""
     model: Any = engine.model
     setattr(model, _ENGINE_ATTRIBUTE, engine)
+    _attached[:] = [*(other for other in _attached if not other.is_closed), engine]
     config = getattr(model, "config", None)
     if config is not None:
         config.dtype = engine.layout.master.working_dtype
     if hasattr(model, "save_pretrained"):
         stock: Any = type(model).save_pretrained
         model.save_pretrained = functools.partial(save_pretrained_from_store, engine, stock)
+    model.zero_grad = functools.partial(_zero_grad, engine)
+    for name, advice in _REFUSED_METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, functools.partial(_refuse, name, advice))
     if engine.config.activations == "recompute":
         enable_recompute(model)
     _warn_of_slow_bfloat16(engine)
     return engine
+
+
+_REFUSED_METHODS = {
+    "resize_token_embeddings": "resize the embeddings before the model is offloaded",
+    "load_state_dict": "resume from a checkpoint, or load the weights before the model is offloaded",
+}
+
+
+def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"{name} cannot reach weights that are in the store; {advice}")
+
+
+def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
+    """`Module.zero_grad`, for gradients that are on the host."""
+    type(engine.model).zero_grad(engine.model, set_to_none)
+    engine.drop_gradients()
 
 
 def enable_recompute(model: nn.Module) -> None:

@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import nn
 
+from hf_lohan.optim import OffloadAdamW
+
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
@@ -62,4 +64,14 @@ def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any)
         raise ValueError(
             "an optimizer was passed in, but under offload the optimizer is part of the engine; leave it out and set "
             "learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon in the training arguments"
+        )
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for an optimizer that would step placeholders."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    if not isinstance(inner, OffloadAdamW):
+        raise ValueError(
+            f"{type(inner).__name__} cannot step an offloaded model; override get_decay_parameter_names, or return "
+            "hf_lohan.OffloadAdamW(groups, engine=self.offload_engine) from create_optimizer"
         )

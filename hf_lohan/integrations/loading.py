@@ -18,8 +18,8 @@ from torch.nn.modules.module import (
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device, device_for
-from hf_lohan.integrations.attachment import attach, resolve_config
-from hf_lohan.runtime import OffloadEngine, OffloadLayout, ParameterAccess, lay_out, open_tiers
+from hf_lohan.integrations.attachment import attach, open_tiers_or_take_over, resolve_config
+from hf_lohan.runtime import OffloadEngine, OffloadLayout, ParameterAccess, lay_out
 
 logger = logging.getLogger(__name__)
 
@@ -63,16 +63,19 @@ def from_pretrained(
     device = device_for(torch_device or default_torch_device())
     config = resolve_config(OffloadConfig.load(offload), device, default_ssd_path=default_ssd_path)
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
     load_dtype = _load_dtype(model_config, dtype)
     working_dtype = torch.bfloat16 if bf16 else load_dtype
 
     with torch.device("meta"):
-        skeleton = model_class.from_config(model_config, dtype=load_dtype)
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        skeleton = build(model_config, dtype=load_dtype)
     layout = lay_out(skeleton, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
-    tiers = open_tiers(layout, config, device)
+    tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
-        with streamed_to(_writer(access)):
+        with streamed_to(_writer(access, only_dtype=load_dtype)):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         _store_the_rest(model, access, working_dtype)
         final = lay_out(model, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
@@ -95,18 +98,35 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
         written.add(name)
         return write(name, tensor)
 
-    with streamed_to(sink):
-        loaded = type(model).from_pretrained(path, dtype="auto")
-    for name, parameter in loaded.named_parameters():
-        if parameter.device.type != "meta":
-            sink(name, parameter)
+    if hasattr(model, "peft_config"):
+        _stream_adapters(model, path, sink)
+        expected = {part.name for part in engine.parameter_slices if part.trainable}
+    else:
+        with streamed_to(sink):
+            loaded = type(model).from_pretrained(path, dtype="auto")
+        for name, parameter in loaded.named_parameters():
+            if parameter.device.type != "meta":
+                sink(name, parameter)
+        expected = set(engine.parameters.slices)
     engine.forget_weights()
-    missing = sorted(engine.parameters.slices.keys() - written)
+    missing = sorted(expected - written)
     if missing:
         raise ValueError(
             f"the checkpoint {str(path)!r} has no weights for {len(missing)} parameters of this model, such as "
             f"{missing[0]}; resume from a checkpoint of the same model"
         )
+
+
+def _stream_adapters(model: Any, path: str | Path, sink: Sink) -> None:
+    """PEFT saves the adapters alone, under shorter names: let PEFT itself translate ours, and match them."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    name_of = {id(tensor): name for name, tensor in own.items()}
+    saved = load_peft_weights(str(path))
+    for saved_name, tensor in get_peft_model_state_dict(model, state_dict=own).items():
+        if saved_name in saved and id(tensor) in name_of:
+            sink(name_of[id(tensor)], saved[saved_name])
 
 
 @contextlib.contextmanager
@@ -153,8 +173,13 @@ def streamed_to(sink: Sink) -> Iterator[None]:
             os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = previous
 
 
-def _writer(access: ParameterAccess) -> Sink:
+def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> Sink:
     def write(name: str, tensor: Tensor) -> bool:
+        if only_dtype is not None and tensor.dtype != only_dtype:
+            raise ValueError(
+                f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a store has one dtype, so "
+                f"load it with dtype={tensor.dtype}"
+            )
         if name not in access.slices:
             return False  # an alias of a tied weight: stored under its first name
         access.write_parameter(name, tensor)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import safe_open
 
 from hf_lohan.integrations.safetensors_stream import TensorSpec, write_safetensors
@@ -51,7 +50,6 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     another model, or has another working dtype."""
     folder = Path(checkpoint) / FOLDER_NAME
     index = _read_index(folder)
-    access = engine.parameters
     trainable = {part.name: part for part in engine.parameter_slices if part.trainable}
     if trainable.keys() != index["num_updates"].keys():
         difference = sorted(trainable.keys() ^ index["num_updates"].keys())
@@ -65,16 +63,46 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
             f"the checkpoint was trained with {index['working_dtype']} working weights, this run uses "
             f"{working_dtype}; set bf16 as it was"
         )
+    _check_files(engine, folder, index)
+    _load_kinds(engine, folder, index, engine.layout.master.state_kinds)
+    for name, num_updates in index["num_updates"].items():
+        trainable[name].num_updates = int(num_updates)
+    engine.forget_weights()
+
+
+def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
+    """Read back the exact masters behind bfloat16 weights, and nothing else. float32 weights need nothing."""
+    if engine.layout.master.has_residual and has_optimizer_states(checkpoint):
+        folder = Path(checkpoint) / FOLDER_NAME
+        index = _read_index(folder)
+        _check_files(engine, folder, index)
+        _load_kinds(engine, folder, index, ("master_residual",))
+
+
+def _check_files(engine: OffloadEngine, folder: Path, index: dict[str, Any]) -> None:
+    """Before anything is overwritten: every state is there and has its parameter's size."""
+    access = engine.parameters
     for file_name, names in index["files"].items():
         if Path(file_name).name != file_name:
             raise ValueError(f"{str(folder / INDEX_NAME)!r} names a file outside its folder: {file_name!r}")
         with safe_open(folder / file_name, framework="pt") as file:
             for name in names:
                 for kind in access.state_kinds(name):
+                    shape, numel = file.get_slice(f"{name}.{kind}").get_shape(), access.slices[name][1].numel
+                    if shape != [numel]:
+                        raise ValueError(
+                            f"{kind} of {name} has {shape} elements in {str(folder / file_name)!r}, this model needs "
+                            f"{numel}; resume with the same model"
+                        )
+
+
+def _load_kinds(engine: OffloadEngine, folder: Path, index: dict[str, Any], kinds: tuple[str, ...]) -> None:
+    access = engine.parameters
+    for file_name, names in index["files"].items():
+        with safe_open(folder / file_name, framework="pt") as file:
+            for name in names:
+                for kind in kinds:
                     access.write_state(name, kind, file.get_slice(f"{name}.{kind}"))
-    for name, num_updates in index["num_updates"].items():
-        trainable[name].num_updates = int(num_updates)
-    engine.forget_weights()
 
 
 def has_optimizer_states(checkpoint: str | Path) -> bool:
@@ -96,14 +124,3 @@ def _read_index(folder: Path) -> dict[str, Any]:
             "update hf_lohan"
         )
     return index
-
-
-def read_state(checkpoint: str | Path, name: str, kind: str) -> torch.Tensor:
-    """One parameter's state [numel] from a checkpoint, for inspection."""
-    folder = Path(checkpoint) / FOLDER_NAME
-    for file_name, names in _read_index(folder)["files"].items():
-        if name in names:
-            with safe_open(folder / file_name, framework="pt") as file:
-                tensor: torch.Tensor = file.get_tensor(f"{name}.{kind}")
-                return tensor
-    raise ValueError(f"{str(folder)!r} has no optimizer state for {name!r}")

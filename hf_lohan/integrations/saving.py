@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.runtime import OffloadEngine
+
+logger = logging.getLogger(__name__)
 
 _MAX_SHARD_BYTES = 5 * 1000**3
 
@@ -32,6 +35,9 @@ class StoredWeights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self._engine.parameters.read_parameter(self._stored_name[name])
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored_name  # without reading it
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._stored_name)
 
@@ -45,10 +51,12 @@ def save_pretrained_from_store(
     """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
 
     `max_shard_size` bounds the RAM this takes; by default a shard is as large as the largest block, but at least
-    what `cpu_memory` allows and at most 5 GB. A `state_dict` passed in by Trainer or accelerate is not used.
+    what `cpu_memory` allows and at most 5 GB. A `state_dict` passed in is not used (scripts
+    pass what `accelerator.get_state_dict` gave them, which are the same weights); that is logged.
     """
     model: Any = engine.model
-    kwargs.pop("state_dict", None)
+    if kwargs.pop("state_dict", None) is not None:
+        logger.warning("saving the weights that are in the store; the state_dict passed to save_pretrained is not used")
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
         return stock(model, save_directory, state_dict=_adapter_state_dict(engine), **kwargs)
     weights = StoredWeights(engine, model)

@@ -14,10 +14,10 @@ from transformers import TrainingArguments
 from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations.accelerator import OffloadAwareAccelerator
 from hf_lohan.integrations.attachment import engine_of, offload_model
-from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizers
+from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.integrations.loading import from_pretrained, reload_weights
 from hf_lohan.integrations.optimizer_checkpoint import (
-    has_optimizer_states,
+    load_master_residuals,
     load_optimizer_states,
     save_optimizer_states,
 )
@@ -122,8 +122,11 @@ class OffloadTrainerMixin(_TrainerBase):
             super()._move_model_to_device(model, device)
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
-        self._ensure_engine()
-        return super()._prepare_for_training(*args, **kwargs)
+        engine = self._ensure_engine()
+        prepared = super()._prepare_for_training(*args, **kwargs)
+        if engine is not None:
+            check_optimizer(self.optimizer)  # a subclass may have made it without asking us
+        return prepared
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
@@ -143,7 +146,10 @@ class OffloadTrainerMixin(_TrainerBase):
                     "engine": engine,
                 },
             )
-        return super().create_optimizer(*args, **kwargs)
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if engine is not None:
+            check_optimizer(self.optimizer)
+        return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         if self._run_summary is not None:
@@ -184,8 +190,7 @@ class OffloadTrainerMixin(_TrainerBase):
         best = self.state.best_model_checkpoint
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         reload_weights(engine, self.model, best)
-        if has_optimizer_states(best):
-            load_optimizer_states(engine, best)  # the exact masters behind bfloat16 weights
+        load_master_residuals(engine, best)
 
 
 def _holds_gradients(args: TrainingArguments) -> bool:

@@ -86,7 +86,7 @@ def discover_blocks(model: nn.Module) -> ModelBlocks:
     small: dict[nn.Parameter, None] = {}  # a set that keeps the order
     for name, module in outer.items():
         fresh = [p for p in module.parameters(recurse=False) if p not in owned and p not in small]
-        is_leaf = next(module.children(), None) is None
+        is_leaf = next(_nearest_with_forward(name, model).children(), None) is None
         if sum(p.numel() for p in fresh) <= largest_layer * _RESIDENT_FRACTION or not is_leaf:
             small.update(dict.fromkeys(fresh))
         else:
@@ -94,7 +94,7 @@ def discover_blocks(model: nn.Module) -> ModelBlocks:
     if small:
         add("resident", SizeClass.RESIDENT, list(small))
 
-    return ModelBlocks(_in_forward_order(blocks, model), _needs(layers, outer, owned), list(layers.values()))
+    return ModelBlocks(_in_forward_order(blocks, model), _needs(model, layers, outer, owned), list(layers.values()))
 
 
 def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -108,14 +108,27 @@ def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str
 
 
 def _needs(
-    layers: dict[str, nn.Module], outer: dict[str, nn.Module], owned: dict[nn.Parameter, Block]
+    model: nn.Module, layers: dict[str, nn.Module], outer: dict[str, nn.Module], owned: dict[nn.Parameter, Block]
 ) -> dict[nn.Module, tuple[Block, ...]]:
     needs: dict[nn.Module, tuple[Block, ...]] = {}
-    for module in layers.values():
+    for name, module in layers.items():
         needs[module] = tuple(dict.fromkeys(owned[p] for p in module.parameters()))
-    for module in outer.values():
-        needs[module] = tuple(dict.fromkeys(owned[p] for p in module.parameters(recurse=False)))
+        if sum(block.size_class is SizeClass.LAYER for block in needs[module]) > 1:
+            raise DiscoveryError(f"{name} shares weights with another layer, which cannot be offloaded yet")
+    for name, module in outer.items():
+        user = _nearest_with_forward(name, model)
+        fresh = tuple(owned[p] for p in module.parameters(recurse=False))
+        needs[user] = tuple(dict.fromkeys((*needs.get(user, ()), *fresh)))
     return needs
+
+
+def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
+    """Containers (a ParameterDict of PEFT, say) are never called: whoever holds them uses what they own."""
+    module = model.get_submodule(name)
+    while isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
+        name = name.rpartition(".")[0]
+        module = model.get_submodule(name)
+    return module
 
 
 def _in_forward_order(blocks: list[Block], model: nn.Module) -> list[Block]:
@@ -135,4 +148,5 @@ def check_one_dtype(blocks: list[Block]) -> None:
             counts[dtype] += 1
     if len(by_dtype) > 1:
         found = ", ".join(f"{counts[dtype]} of {dtype} (such as {name})" for dtype, name in by_dtype.items())
-        raise ValueError(f"the model's parameters have several dtypes: {found}; load it with one dtype=...")
+        raise ValueError(f"the model's parameters have several dtypes: {found}; load it with one dtype=... "
+            "(PEFT adapters: autocast_adapter_dtype=False)")

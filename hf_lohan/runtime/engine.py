@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientHome, GradientPipeline
 from hf_lohan.runtime.layout import OffloadLayout
-from hf_lohan.runtime.parameter_access import ParameterAccess
+from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
@@ -79,7 +80,7 @@ class OffloadEngine:
         self._is_in_backward = False
         self._in_use: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
         self._hooks: list[Any] = []
-        self._is_closed = False
+        self.is_closed = False
         self._attach()
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
         atexit.register(self.close)
@@ -109,8 +110,12 @@ class OffloadEngine:
             )
 
     def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
-        if self._is_in_forward or self._is_in_backward:
-            self._recover()
+        self._recover_if_broken()
+        if self._pipeline.has_begun_updates:
+            raise RuntimeError(
+                "the model was called between backward and step() of a step whose updates run in backward, so its "
+                "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+            )
         is_training = torch.is_grad_enabled()
         self._is_in_forward = True
         self._prefetcher.begin_pass(is_training=is_training)
@@ -149,8 +154,10 @@ class OffloadEngine:
         if self._is_in_backward:
             return
         for block in blocks:
-            self._in_use[block.size_class].remove(block)
-            self._ring.hide(block)
+            in_use = self._in_use[block.size_class]
+            in_use.remove(block)
+            if block not in in_use:  # else an outer module is still in the middle of using it
+                self._ring.hide(block)
             self._ring.unpin(block)
 
     def _after_layer(self, blocks: tuple[Block, ...], output: Any) -> None:
@@ -207,9 +214,15 @@ class OffloadEngine:
             blocks.clear()
         self._ring.unpin_all()
 
-    def _recover(self) -> None:
-        """An exception ended the last forward or backward: start clean. The step's gradients are gone."""
+    def _recover_if_broken(self) -> None:
+        """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
+        gone: half of a sum would be a wrong number."""
+        if not (self._is_in_forward or self._is_in_backward):
+            return
         was_in_backward = self._is_in_backward
+        if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
+            self._saved_weights.__exit__(None, None, None)
+            self._saved_weights = None
         self._release_all()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
@@ -238,8 +251,24 @@ class OffloadEngine:
             if not part.trainable:
                 raise ValueError(f"{part.name} was frozen when the model was offloaded and has no optimizer state")
             index_of[part] = index
+        for part in by_parameter.values():
+            if part.trainable and part.parameter.requires_grad and part not in index_of:
+                raise ValueError(
+                    f"{part.name} requires a gradient but is in no param group of the optimizer; add it, or set "
+                    "requires_grad=False"
+                )
+        if self.optimizer is not None:
+            self._reset_optimizer_states()
         self._group_index = index_of
         self.optimizer = optimizer
+
+    def _reset_optimizer_states(self) -> None:
+        """Another optimizer takes over: like any new one it starts with zero moments."""
+        for part in self._block_of:
+            if part.num_updates:
+                part.num_updates = 0
+                for kind in ("exp_avg", "exp_avg_sq"):
+                    self.parameters.write_state(part.name, kind, Zeros())
 
     def _group_of(self, part: ParamSlice) -> AdamWGroup:
         assert self.optimizer is not None
@@ -260,6 +289,7 @@ class OffloadEngine:
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
         before the block is read; `settle` waits for them all."""
+        self._recover_if_broken()
         self._ring.forget(self.transaction.commit(self._groups_of_this_step()))
         self._prefetcher.foresee(is_training=True)
 
@@ -275,11 +305,16 @@ class OffloadEngine:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
+        self._recover_if_broken()
         return self.transaction.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
-        self.transaction.drop()
+        self._recover_if_broken()
+        updated = self.transaction.drop()
+        self._ring.forget(updated)
+        if updated:
+            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(updated))
 
     @property
     def parameter_slices(self) -> list[ParamSlice]:
@@ -294,14 +329,24 @@ class OffloadEngine:
         """The store's parameters were replaced (a checkpoint was loaded)."""
         self._ring.forget(self.layout.blocks)
 
+    @property
+    def store_folders(self) -> set[str]:
+        """Real paths of the folders that the store lies in."""
+        return {os.path.realpath(path.path) for path in self.tiers.store.paths}
+
     def close(self) -> None:
         """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
-        if self._is_closed:
+        if self.is_closed:
             return
-        self._is_closed = True
+        self.is_closed = True
         atexit.unregister(self.close)
         for hook in self._hooks:
             hook.remove()
+        self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
         self._pipeline.close()
         self.tiers.close()
+
+
+def _refuse_closed(_module: nn.Module, _args: Any) -> None:
+    raise RuntimeError("the engine of this model is closed and its weights are in the store; load the model again")

@@ -110,14 +110,23 @@ class GradientPipeline:
         """Wait until no update of `block` from a finished step is outstanding. Called by whoever reads its records."""
         self._applying.wait_for(block)
 
+    @property
+    def has_begun_updates(self) -> bool:
+        """Whether backward has updated blocks in a step that is not finished."""
+        return bool(self._announced) and not self.holds_gradients
+
     def drop(self) -> set[Block]:
         """Forget held gradients. Returns blocks that were updated all the same (updates in backward)."""
+        if not self._announced:
+            return set()  # and do not wait for the last step's updates
         chunks, self._announced = self._announced, set()
         self._commands.put(self._drop_held)
         self.settle()
         return set() if self.holds_gradients else {chunk.block for chunk in chunks}
 
     def _barrier(self) -> None:
+        if not self._thread.is_alive():
+            raise RuntimeError("the engine is closed; load the model again")
         reached = threading.Event()
         self._commands.put(reached)
         reached.wait()

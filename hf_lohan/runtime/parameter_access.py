@@ -21,6 +21,13 @@ class Sliceable(Protocol):
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
+class Zeros:
+    """As many zeros as are asked for."""
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        return torch.zeros(part.stop - part.start)
+
+
 class ParameterAccess:
     """The door for loading and saving; training itself moves whole chunks.
 

@@ -134,7 +134,7 @@ class Prefetcher:
     def cancel_pass(self) -> None:
         """The pass broke off: nothing is learned from it, and nothing is loaded for it any more."""
         with self._ring.changed:
-            self._recorded, self._expected, self._urgent = [], [], []
+            self._recorded, self._expected = [], []
             self._failure = None
 
     def acquire(self, block: Block) -> Slot:
@@ -147,10 +147,12 @@ class Prefetcher:
             if slot is None:
                 self.num_unforeseen += 1
                 self._urgent.append(block)
-                self._ring.changed.notify_all()
-                self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
-                self._raise_failure()
-                self._urgent.remove(block)
+                try:
+                    self._ring.changed.notify_all()
+                    self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
+                    self._raise_failure()
+                finally:
+                    self._urgent.remove(block)
                 slot = self._ring.pin(block)
                 assert slot is not None
             self._ring.changed.notify_all()

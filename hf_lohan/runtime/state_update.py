@@ -95,7 +95,7 @@ class StateUpdater:
         for request in update.reads:
             request.wait()
         gradient = update.gradient
-        if clip_coefficient < 1.0:
+        if clip_coefficient != 1.0:  # also where it is NaN, as torch does
             gradient.values.mul_(clip_coefficient)
         numel = gradient.chunk.numel
         records = update.records
@@ -114,7 +114,9 @@ class StateUpdater:
             buffer.release()
         return self._write(gradient.chunk, update, written)
 
-    def _write(self, chunk: Chunk, update: ChunkUpdate, written: Callable[[BaseException | None], None]) -> list[IoRequest]:
+    def _write(
+        self, chunk: Chunk, update: ChunkUpdate, written: Callable[[BaseException | None], None]
+    ) -> list[IoRequest]:
         writes = [
             self._store.write(chunk.block.name, kind, chunk.start, view) for kind, view in update.records.items()
         ]

@@ -23,7 +23,6 @@ class StepTransaction:
         self._pipeline = pipeline
         self._norms = norms
         self._clip_coefficient = 1.0
-        self.num_steps = 0
 
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before.
@@ -50,7 +49,6 @@ class StepTransaction:
         self._pipeline.measure()  # no gradient of this step may be on its way when its norms are forgotten
         changed = self._pipeline.finish_step(self._clip_coefficient, group_of)
         self._reset()
-        self.num_steps += 1
         return changed
 
     def drop(self) -> set[Block]:

@@ -1,0 +1,144 @@
+"""Pools lend, wait, wake and never grow."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from hf_lohan.device import Buffer, BufferPool, CpuDevice, PoolAborted
+
+BUFFER_BYTES = 4096
+PATIENCE_S = 20  # no test takes this long unless it has failed
+
+
+def pool_of(num_buffers: int) -> BufferPool:
+    return BufferPool(CpuDevice(), name="tested", num_buffers=num_buffers, buffer_bytes=BUFFER_BYTES)
+
+
+class Waiter:
+    """A thread that acquires from a pool; `is_waiting` is set when the pool makes it wait."""
+
+    def __init__(self, pool: BufferPool, threads: ThreadPoolExecutor) -> None:
+        self.is_waiting = threading.Event()
+        condition = pool._changed
+        wait = condition.wait
+
+        def observed_wait(timeout: float | None = None) -> bool:
+            self.is_waiting.set()
+            return wait(timeout)
+
+        condition.wait = observed_wait  # type: ignore[method-assign]
+        self.outcome: Future[Buffer] = threads.submit(pool.acquire)
+
+    def until_it_waits(self) -> None:
+        assert self.is_waiting.wait(PATIENCE_S)
+
+
+@contextmanager
+def threads_of(pool: BufferPool, num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that borrow from `pool`; where the test fails they do not wait for ever."""
+    with ThreadPoolExecutor(num_threads) as threads:
+        try:
+            yield threads
+        except BaseException as error:
+            pool.abort(error)
+            raise
+
+
+def test_buffers_do_not_overlap_and_keep_what_is_in_them() -> None:
+    pool = pool_of(5)
+    buffers = [pool.acquire() for _ in range(5)]
+    for number, buffer in enumerate(buffers):
+        buffer.bytes.fill_(number + 1)
+    assert [buffer.bytes.unique().tolist() for buffer in buffers] == [[n + 1] for n in range(5)]
+    assert all(buffer.bytes.numel() == BUFFER_BYTES for buffer in buffers)
+    assert all(buffer.bytes.data_ptr() % BUFFER_BYTES == 0 for buffer in buffers)  # O_DIRECT needs it
+
+
+def test_a_view_is_the_buffer_as_another_dtype() -> None:
+    buffer = pool_of(1).acquire()
+    buffer.bytes.zero_()
+    buffer.view(torch.float32, 3, start_byte=8).fill_(1.0)
+    everything = buffer.view(torch.float32, BUFFER_BYTES // 4)
+    assert everything.nonzero().flatten().tolist() == [2, 3, 4]
+
+
+def test_an_empty_pool_makes_its_borrower_wait_for_a_release() -> None:
+    pool = pool_of(2)
+    first, second = pool.acquire(), pool.acquire()
+    with threads_of(pool, 1) as threads:
+        waiter = Waiter(pool, threads)
+        waiter.until_it_waits()
+        assert not waiter.outcome.done()
+        second.release()
+        assert waiter.outcome.result(PATIENCE_S) is second
+    assert pool.num_free == 0
+    first.release()
+    assert pool.num_free == 1
+
+
+def test_the_high_water_mark_is_the_most_that_was_lent_at_once() -> None:
+    pool = pool_of(4)
+    pool.acquire().release()
+    pool.acquire().release()
+    assert pool.high_water_bytes == BUFFER_BYTES
+    buffers = [pool.acquire() for _ in range(3)]
+    for buffer in buffers:
+        buffer.release()
+    assert pool.high_water_bytes == 3 * BUFFER_BYTES
+    assert pool.num_free == 4
+
+
+def test_many_threads_never_hold_more_than_there_is() -> None:
+    pool = pool_of(3)
+    on_loan: set[int] = set()
+    lock = threading.Lock()
+    most = 0
+
+    def borrow(_round: int) -> None:
+        nonlocal most
+        buffer = pool.acquire()
+        with lock:
+            assert id(buffer) not in on_loan, "one buffer, two borrowers"
+            on_loan.add(id(buffer))
+            most = max(most, len(on_loan))
+        buffer.bytes.random_(0, 256)
+        with lock:
+            on_loan.remove(id(buffer))
+        buffer.release()
+
+    with threads_of(pool, 8) as threads:
+        for done in [threads.submit(borrow, number) for number in range(400)]:
+            done.result(PATIENCE_S)
+    assert most <= 3
+    assert most * BUFFER_BYTES <= pool.high_water_bytes <= 3 * BUFFER_BYTES
+    assert pool.num_free == 3
+
+
+def test_abort_wakes_everybody_who_waits_and_says_why() -> None:
+    pool = pool_of(1)
+    held = pool.acquire()
+    cause = OSError("the drive is gone")
+    with threads_of(pool, 2) as threads:
+        waiters = [Waiter(pool, threads) for _ in range(2)]
+        for waiter in waiters:
+            waiter.until_it_waits()
+        pool.abort(cause)
+        for waiter in waiters:
+            error = waiter.outcome.exception(PATIENCE_S)
+            assert isinstance(error, PoolAborted)
+            assert error.__cause__ is cause
+            assert "tested" in str(error) and "the drive is gone" in str(error)
+    held.release()
+    with pytest.raises(PoolAborted):
+        pool.acquire()  # also where a buffer would be free
+
+
+def test_a_pool_of_nothing_takes_no_memory() -> None:
+    pool = pool_of(0)
+    assert (pool.num_free, pool.high_water_bytes) == (0, 0)

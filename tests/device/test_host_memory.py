@@ -1,0 +1,59 @@
+"""Host memory at its exact size, page-aligned, and how much of it there is."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.device import available_host_memory_bytes, host_memory, mapped_empty
+from hf_lohan.profiler import anonymous_memory_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 3 * 1024**2 + 5])
+def test_mappings_have_the_size_asked_for_and_start_at_a_page(num_bytes: int) -> None:
+    memory = mapped_empty(num_bytes)
+    assert (memory.numel(), memory.dtype) == (num_bytes, torch.uint8)
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    memory.fill_(7)
+    assert int(memory.long().sum()) == 7 * num_bytes
+
+
+def test_a_mapping_lives_as_long_as_a_view_of_it() -> None:
+    view = mapped_empty(1 << 20)[4096:].view(torch.float32)
+    others = [mapped_empty(1 << 20).fill_(255) for _ in range(4)]
+    view.fill_(1.5)
+    assert bool((view == 1.5).all())
+    assert all(bool((other == 255).all()) for other in others)
+
+
+def test_a_pool_is_anonymous_memory_once_it_is_touched() -> None:
+    before = anonymous_memory_bytes()
+    memory = mapped_empty(64 << 20)
+    untouched = anonymous_memory_bytes()
+    memory.fill_(1)
+    touched = anonymous_memory_bytes()
+    assert untouched - before < 16 << 20
+    assert touched - untouched > 48 << 20
+
+
+@pytest.mark.parametrize("num_bytes", [0, -1])
+def test_no_memory_at_all_is_refused(num_bytes: int) -> None:
+    with pytest.raises(ValueError, match=str(num_bytes)):
+        mapped_empty(num_bytes)
+
+
+def test_a_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr(host_memory, "_CGROUP_FILES", ((str(limit), str(used)),))
+    of_the_machine = available_host_memory_bytes()  # no such files
+    assert of_the_machine > 1 << 20
+    used.write_text("700\n")
+    limit.write_text("max\n")
+    assert available_host_memory_bytes() > 1 << 20
+    limit.write_text("1000\n")
+    assert available_host_memory_bytes() == 300
+    used.write_text("1200\n")
+    assert available_host_memory_bytes() == 0

@@ -1,0 +1,105 @@
+"""The summary says what the run did, in the keys that others read."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.config import OffloadConfig
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
+CONTRACT = {
+    "num_steps", "step_s", "tokens_per_s", "ssd_read_bytes", "ssd_write_bytes", "store_bytes", "peak_gpu_pool_bytes",
+    "peak_cpu_pool_bytes", "peak_anon_rss_bytes", "config", "num_parameters", "hardware",
+}  # fmt: skip
+SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("run")
+    rows = [
+        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
+        for seed in range(16)
+    ]
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=BATCH_SIZE,
+        gradient_accumulation_steps=ACCUMULATE,
+        logging_steps=2,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=SETTINGS)
+    trainer.train()
+    engine = trainer.offload_engine
+    assert engine is not None
+    files_bytes = sum(path.stat().st_size for path in (folder / "lohan" / "store").glob("*.bin"))
+    engine.close()
+    return {
+        "summary": json.loads((folder / "lohan" / "summary.json").read_text()),
+        "logs": [row for row in trainer.state.log_history if "loss" in row],
+        "files_bytes": files_bytes,
+    }
+
+
+def test_the_keys_of_the_contract_are_there(run: dict[str, Any]) -> None:
+    assert run["summary"].keys() >= CONTRACT
+
+
+def test_steps_and_tokens_are_counted_over_micro_batches(run: dict[str, Any]) -> None:
+    summary = run["summary"]
+    assert summary["num_steps"] == NUM_STEPS
+    assert summary["step_s"] > 0
+    tokens_per_step = ACCUMULATE * BATCH_SIZE * SEQUENCE_LENGTH
+    # A median of four steps and their mean: they differ, but not by more than the number of steps.
+    assert 1 / NUM_STEPS <= summary["tokens_per_s"] * summary["step_s"] / tokens_per_step <= NUM_STEPS
+
+
+def test_bytes_are_those_of_the_state(run: dict[str, Any]) -> None:
+    summary = run["summary"]
+    state_bytes = 12 * summary["num_parameters"]
+    assert summary["store_bytes"] >= state_bytes
+    assert summary["store_bytes"] + summary["scratch_bytes"] == run["files_bytes"]
+    # Every step reads and writes weights and moments once; the start writes the weights.
+    assert summary["ssd_write_bytes"] >= NUM_STEPS * state_bytes + state_bytes / 3
+    assert summary["ssd_read_bytes"] >= NUM_STEPS * state_bytes
+
+
+def test_peaks_are_within_the_budgets_and_the_budgets_are_told(run: dict[str, Any]) -> None:
+    summary = run["summary"]
+    config = OffloadConfig.load(summary["config"])  # what was resolved can be used again
+    assert config.is_resolved
+    assert (config.cpu_memory, config.gpu_memory) == (3 << 20, 1 << 20)
+    assert 0 < summary["peak_cpu_pool_bytes"] <= 3 << 20
+    assert 0 < summary["peak_gpu_pool_bytes"] <= 1 << 20
+    assert summary["peak_anon_rss_bytes"] > 3 << 20
+
+
+def test_the_logs_carry_the_figures_as_they_grow(run: dict[str, Any]) -> None:
+    logs = run["logs"]
+    assert len(logs) == NUM_STEPS // 2
+    figures = {key.removeprefix("lohan/") for key in logs[0] if key.startswith("lohan/")}
+    assert figures >= CONTRACT - {"config", "num_parameters", "hardware"}
+    written = [row["lohan/ssd_write_bytes"] for row in logs]
+    assert written[0] < written[1] <= run["summary"]["ssd_write_bytes"]
+
+
+def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:
+    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    args = TrainingArguments(
+        str(tmp_path), use_cpu=True, max_steps=1, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows)
+    trainer.train()
+    assert not any(key.startswith("lohan/") for row in trainer.state.log_history for key in row)
+    assert not (tmp_path / "lohan").exists()

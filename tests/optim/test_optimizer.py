@@ -1,0 +1,150 @@
+"""What Trainer, schedulers and accelerate see of the optimizer."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
+
+from hf_lohan.optim import AdamWGroup, OffloadAdamW
+
+
+class Target:
+    """Notes what the optimizer asks of its engine."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.optimizer: OffloadAdamW | None = None
+        self.learning_rates: list[float] = []
+
+    def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
+        self.optimizer = optimizer
+
+    def step(self) -> None:
+        assert self.optimizer is not None
+        self.calls.append("step")
+        self.learning_rates.append(self.optimizer.group(0).lr)
+
+    def drop_gradients(self) -> None:
+        self.calls.append("drop")
+
+
+@pytest.fixture
+def target() -> Target:
+    return Target()
+
+
+def parameters(count: int = 3) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.full((2,), float(number))) for number in range(count)]
+
+
+def two_groups(target: Target) -> tuple[OffloadAdamW, list[nn.Parameter]]:
+    params = parameters()
+    groups = [{"params": params[:2], "weight_decay": 0.1}, {"params": params[2:], "weight_decay": 0.0, "lr": 0.5}]
+    return OffloadAdamW(groups, lr=0.25, betas=(0.8, 0.9), eps=1e-5, engine=target), params
+
+
+def test_groups_read_their_hyperparameters_as_they_are_now(target: Target) -> None:
+    optimizer, params = two_groups(target)
+    assert target.optimizer is optimizer
+    assert optimizer.group(0) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
+    assert optimizer.group(1) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125)  # some schedulers put tensors there
+    assert optimizer.group(0).lr == 0.125 and isinstance(optimizer.group(0).lr, float)
+    assert optimizer.param_group_indices() == {params[0]: 0, params[1]: 0, params[2]: 1}
+
+
+def test_loading_a_state_keeps_the_identity_of_the_groups(target: Target) -> None:
+    optimizer, params = two_groups(target)
+    groups, first, lists = optimizer.param_groups, optimizer.param_groups[0], optimizer.param_groups[0]["params"]
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["param_groups"][0]["lr"] = 0.75
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups is groups
+    assert optimizer.param_groups[0] is first and first["params"] is lists
+    assert first["params"][0] is params[0]
+    assert optimizer.group(0).lr == 0.75
+
+
+def test_a_state_of_other_groups_is_refused(target: Target) -> None:
+    optimizer, _ = two_groups(target)
+    one_group = OffloadAdamW(parameters(), engine=Target()).state_dict()
+    with pytest.raises(ValueError, match="1 param groups, this optimizer 2"):
+        optimizer.load_state_dict(one_group)
+    assert len(optimizer.param_groups) == 2
+
+
+def test_the_state_is_empty_and_pickles(target: Target) -> None:
+    optimizer, _ = two_groups(target)
+    optimizer.step()
+    saved = pickle.loads(pickle.dumps(optimizer.state_dict()))
+    assert saved["state"] == {}
+    assert [group["weight_decay"] for group in saved["param_groups"]] == [0.1, 0.0]
+
+
+def test_zero_grad_forgets_gradients_here_and_in_the_engine(target: Target) -> None:
+    optimizer, params = two_groups(target)
+    for parameter in params:
+        parameter.grad = torch.ones(2)
+    optimizer.zero_grad()
+    assert all(parameter.grad is None for parameter in params)
+    assert target.calls == ["drop"]
+
+
+def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> None:
+    optimizer, params = two_groups(target)
+
+    def closure() -> torch.Tensor:
+        target.calls.append(f"closure {torch.is_grad_enabled()}")
+        return params[1].sum()
+
+    with torch.no_grad():
+        loss = optimizer.step(closure)
+    assert float(loss) == 2.0
+    assert target.calls == ["closure True", "step"]
+    assert optimizer.step() is None
+
+
+@pytest.mark.parametrize("kind", ["lambda", "cosine"])
+def test_a_scheduler_drives_it_as_it_drives_torch(kind: str, target: Target) -> None:
+    def schedule(optimizer: Any) -> Any:
+        if kind == "lambda":
+            return LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return CosineAnnealingLR(optimizer, T_max=5)
+
+    ours, _ = two_groups(target)
+    stock_parameters = parameters()
+    groups: list[dict[str, Any]] = [{"params": stock_parameters[:2]}, {"params": stock_parameters[2:], "lr": 0.5}]
+    stock = torch.optim.AdamW(groups, lr=0.25)
+    schedulers = schedule(ours), schedule(stock)
+    expected = []
+    for _ in range(6):
+        expected.append(stock.param_groups[0]["lr"])
+        ours.step()
+        stock.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    assert target.learning_rates == expected
+    assert len(set(expected)) > 3
+
+
+def test_a_scheduler_still_drives_it_after_loading(target: Target) -> None:
+    optimizer, _ = two_groups(target)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    optimizer.step()
+    scheduler.step()
+    saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(scheduler.state_dict())
+    resumed_target = Target()
+    resumed, _ = two_groups(resumed_target)
+    resumed_scheduler = LambdaLR(resumed, lambda step: 0.5**step)
+    resumed.load_state_dict(saved[0])
+    resumed_scheduler.load_state_dict(saved[1])
+    resumed.step()
+    resumed_scheduler.step()
+    resumed.step()
+    assert resumed_target.learning_rates == [0.125, 0.0625]

@@ -1,0 +1,119 @@
+"""The split master is exact for every float32 there is, and its bfloat16 half is the nearest one."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_lohan.optim import decode_master_, encode_master_, master_format, widen_in_place
+
+LOW_HALVES = torch.arange(1 << 16, dtype=torch.int64)
+SOME_LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
+EXPONENTS = (0, 1, 2, 96, 126, 127, 128, 200, 253, 254)  # denormals, the smallest, around one, the largest
+MANTISSA_TOPS = (0, 1, 0x3F, 0x40, 0x7E, 0x7F)
+INFINITY_BITS = 0x7F80_0000
+often = settings(max_examples=200, deadline=None)
+
+
+def from_bits(bits: Tensor) -> Tensor:
+    """float32 of unsigned bit patterns [numel] held in int64."""
+    return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+
+
+def split(master: Tensor) -> tuple[Tensor, Tensor]:
+    working = torch.empty(master.numel(), dtype=torch.bfloat16)
+    residual = torch.empty(master.numel(), dtype=torch.int16)
+    scratch = torch.full((master.numel(),), -1, dtype=torch.int32)
+    encode_master_(master, working, residual, scratch)
+    return working, residual
+
+
+def assert_round_trip(master: Tensor) -> None:
+    bits = master.view(torch.int32).clone()
+    working, residual = split(master)
+    assert torch.equal(master.view(torch.int32), bits), "encoding changed the master"
+    joined = torch.full_like(master, 7.0)
+    decode_master_(joined, working, residual)
+    assert torch.equal(joined.view(torch.int32), bits)
+
+
+def assert_nearest(master: Tensor) -> None:
+    """Half a bfloat16 ulp of the master's binade at most; both signs alike."""
+    working, _ = split(master)
+    exponent = torch.frexp(master.double()).exponent.clamp(min=-125)  # below lie the denormals, all of one spacing
+    half_ulp = torch.exp2((exponent - 9).double())
+    finite = working.isfinite()
+    assert bool(((working.double() - master.double()).abs() <= half_ulp)[finite].all())
+    # Only what lies at least half an ulp above the largest bfloat16 becomes infinite, as in any rounding to nearest.
+    assert torch.equal(~finite, master.bfloat16().isinf())
+
+
+@pytest.mark.parametrize("low_half", SOME_LOW_HALVES.tolist())
+def test_every_upper_half_round_trips(low_half: int) -> None:
+    assert_round_trip(from_bits((LOW_HALVES << 16) + low_half))  # all signs, exponents, infinities and NaNs
+
+
+@pytest.mark.parametrize("exponent", EXPONENTS)
+def test_every_lower_half_round_trips_and_rounds_to_nearest(exponent: int) -> None:
+    for sign in (0, 1):
+        for top in MANTISSA_TOPS:
+            master = from_bits((sign << 31) + (exponent << 23) + (top << 16) + LOW_HALVES)
+            assert_round_trip(master)
+            assert_nearest(master)
+
+
+@often
+@given(st.lists(st.integers(0, (1 << 32) - 1), min_size=1, max_size=64))
+def test_any_bit_pattern_round_trips(patterns: list[int]) -> None:
+    assert_round_trip(from_bits(torch.tensor(patterns)))
+
+
+@often
+@given(st.lists(st.floats(width=32, allow_nan=False, allow_infinity=False), min_size=1, max_size=64))
+def test_any_number_rounds_to_nearest(values: list[float]) -> None:
+    assert_nearest(torch.tensor(values, dtype=torch.float32))
+
+
+def test_values_that_bfloat16_has_are_kept_without_residual() -> None:
+    exact = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    working, residual = split(exact.float())
+    assert torch.equal(working.view(torch.int16), exact.view(torch.int16))
+    assert not residual.any()
+
+
+def test_infinities_stay_infinite() -> None:
+    working, residual = split(torch.tensor([float("inf"), float("-inf")]))
+    assert working.tolist() == [float("inf"), float("-inf")]
+    assert residual.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("numel", [1, 2, 31, 1023, 1024, 1025, 2048, 4097, 100_003])
+def test_widening_in_place_keeps_every_value(numel: int, dtype: torch.dtype) -> None:
+    narrow = torch.randn(numel, generator=torch.Generator().manual_seed(numel)).to(dtype)
+    buffer = torch.full((4 * numel + 12,), 0xAB, dtype=torch.uint8)  # pool buffers are longer than most chunks
+    buffer[2 * numel : 4 * numel].view(dtype).copy_(narrow)
+    wide = widen_in_place(buffer, dtype, numel)
+    assert wide.dtype == torch.float32
+    assert wide.data_ptr() == buffer.data_ptr()
+    assert torch.equal(wide, narrow.float())
+    assert bool((buffer[4 * numel :] == 0xAB).all())
+
+
+def test_formats_say_what_is_stored_for_a_master() -> None:
+    full, split_master = master_format(torch.float32), master_format(torch.bfloat16)
+    assert full.state_kinds == ("exp_avg", "exp_avg_sq")
+    assert split_master.state_kinds == ("master_residual", "exp_avg", "exp_avg_sq")
+    stored_bytes = {
+        master.working_dtype: sum(master.state_dtype(kind).itemsize for kind in ("param", *master.state_kinds))
+        for master in (full, split_master)
+    }
+    assert stored_bytes == {torch.float32: 12, torch.bfloat16: 12}
+
+
+def test_float16_has_no_exact_master() -> None:
+    with pytest.raises(ValueError, match=r"torch\.float16.*bf16=True"):
+        master_format(torch.float16)

@@ -1,0 +1,66 @@
+"""Chunks cover everything once, are bounded, and leave whole what fits."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.planner import cut_units
+
+numels = st.integers(1, 400)
+often = settings(max_examples=200, deadline=None)
+units_and_chunk = st.tuples(st.lists(numels, max_size=30), st.integers(1, 500))
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_cover_all_units_once_and_in_order(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    chunks = cut_units(units, chunk_numel)
+    edges = [0, *(stop for _, stop in chunks)]
+    assert chunks == list(itertools.pairwise(edges))
+    assert edges[-1] == sum(units)
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_are_bounded_and_never_empty(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    assert all(0 < stop - start <= chunk_numel for start, stop in cut_units(units, chunk_numel))
+
+
+@often
+@given(units_and_chunk)
+def test_a_unit_that_fits_is_not_cut(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    cuts = {start for start, _ in cut_units(units, chunk_numel)}
+    starts = itertools.accumulate(units, initial=0)
+    for start, numel in zip(starts, units, strict=False):
+        if numel <= chunk_numel:
+            assert not cuts & set(range(start + 1, start + numel)), f"unit at {start} of {numel} was cut"
+
+
+@often
+@given(units_and_chunk)
+def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    fewest = -(-sum(units) // chunk_numel)
+    # Two neighbouring chunks would have been one if they fitted, unless one of them is a full cut of a large unit.
+    assert len(cut_units(units, chunk_numel)) <= 2 * fewest
+
+
+@pytest.mark.parametrize(
+    ("units", "chunk_numel", "expected"),
+    [
+        ([], 10, []),
+        ([4, 4, 4], 10, [(0, 8), (8, 12)]),
+        ([10, 10], 10, [(0, 10), (10, 20)]),
+        ([25, 3], 10, [(0, 10), (10, 20), (20, 28)]),  # the rest of a large unit shares its chunk
+        ([3, 25], 10, [(0, 3), (3, 13), (13, 23), (23, 28)]),  # a large unit starts a chunk of its own
+    ],
+)
+def test_examples(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
+    assert cut_units(units, chunk_numel) == expected

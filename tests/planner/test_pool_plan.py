@@ -1,0 +1,212 @@
+"""Plans stay within their budgets, serve what they must, and refuse with a number that works."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.planner import BlockShape, BudgetError, PoolRequest, SizeClass, plan_pools
+
+KIB, MIB = 1024, 1024**2
+MIN_CHUNK_BYTES = 64 * KIB
+UNIT_NUMEL = 2048
+NUM_PIPELINE_CHUNKS = 3
+
+
+def shape(name: str, size_class: SizeClass, unit_numels: tuple[int, ...], frozen_numel: int = 0) -> BlockShape:
+    numel = sum(unit_numels) + frozen_numel
+    return BlockShape(
+        name=name,
+        size_class=size_class,
+        param_bytes=4 * numel,
+        unit_numels=unit_numels,
+        num_trainable_params=2 * len(unit_numels),
+    )
+
+
+often = settings(max_examples=200, deadline=None)
+unit_sectors = st.one_of(st.integers(1, 8), st.integers(1, 300))
+units = st.lists(unit_sectors.map(lambda n: n * UNIT_NUMEL), min_size=1, max_size=8).map(tuple)
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> PoolRequest:
+    """Random models with budgets from exactly enough to plenty."""
+    layers = draw(st.lists(units, min_size=1, max_size=6))
+    outer = draw(st.lists(units, max_size=2))
+    frozen = draw(st.sampled_from([0, UNIT_NUMEL, 50 * UNIT_NUMEL]))
+    blocks = [shape(f"layer.{i}", SizeClass.LAYER, numels, frozen) for i, numels in enumerate(layers)]
+    blocks += [shape(f"outer.{i}", SizeClass.OUTER, numels) for i, numels in enumerate(outer)]
+    if draw(st.booleans()):
+        blocks.append(shape("resident", SizeClass.RESIDENT, (UNIT_NUMEL,)))
+    if draw(st.booleans()):
+        blocks.append(shape("frozen", SizeClass.LAYER, (), 7 * UNIT_NUMEL))
+    num_state_buffers_per_chunk = draw(st.sampled_from([3, 5]))
+    gpu_bytes, cpu_bytes = enough(blocks, num_state_buffers_per_chunk)
+    return PoolRequest(
+        blocks=blocks,
+        gpu_memory_bytes=int(gpu_bytes * draw(st.floats(1, 4))),
+        cpu_memory_bytes=int(cpu_bytes * draw(st.floats(1, 20))),
+        prefetch_blocks=draw(st.integers(1, 6)),
+        num_state_buffers_per_chunk=num_state_buffers_per_chunk,
+        hold_gradients=draw(st.booleans()),
+    )
+
+
+def enough(blocks: list[BlockShape], num_state_buffers_per_chunk: int) -> tuple[int, int]:
+    """GPU and CPU bytes with which every plan must be possible: two layers, the largest outer block and what is
+    resident; and two blocks, or the smallest chunks for every stage and every parameter of a block at once."""
+    largest = {kind: max((b.param_bytes for b in blocks if b.size_class is kind), default=0) for kind in SizeClass}
+    gpu_bytes = 2 * largest[SizeClass.LAYER] + largest[SizeClass.OUTER] + largest[SizeClass.RESIDENT]
+    num_chunks = max(block.num_trainable_params for block in blocks) + 1
+    num_buffers = 2 + NUM_PIPELINE_CHUNKS * num_state_buffers_per_chunk + num_chunks + 2 + 2
+    return gpu_bytes, max(2 * largest[SizeClass.LAYER], num_buffers * MIN_CHUNK_BYTES)
+
+
+def of_class(request: PoolRequest, size_class: SizeClass) -> list[BlockShape]:
+    return [block for block in request.blocks if block.size_class is size_class]
+
+
+@often
+@given(requests())
+def test_a_plan_keeps_both_budgets(request: PoolRequest) -> None:
+    plan = plan_pools(request)
+    assert plan.cpu_pool_bytes <= request.cpu_memory_bytes
+    assert plan.gpu_pool_bytes <= request.gpu_memory_bytes
+    num_buffers = (
+        plan.num_staging_buffers + plan.num_state_buffers + plan.num_gradient_buffers + plan.num_recall_buffers
+    )
+    assert plan.cpu_pool_bytes == num_buffers * 4 * plan.chunk_numel
+
+
+@often
+@given(requests())
+def test_a_plan_serves_what_it_must(request: PoolRequest) -> None:
+    plan = plan_pools(request)
+    assert plan.chunk_numel % UNIT_NUMEL == 0  # chunks start and end at whole sectors
+    assert plan.num_staging_buffers >= 2
+    assert plan.num_state_buffers == NUM_PIPELINE_CHUNKS * request.num_state_buffers_per_chunk
+    assert plan.num_gradient_buffers >= 3
+    for size_class in SizeClass:
+        blocks = of_class(request, size_class)
+        assert all(block.param_bytes <= plan.slot_bytes[size_class] for block in blocks)
+        assert plan.num_slots[size_class] <= len(blocks)
+    assert plan.num_slots[SizeClass.LAYER] >= min(2, len(of_class(request, SizeClass.LAYER)))
+    assert plan.num_slots[SizeClass.OUTER] >= min(1, len(of_class(request, SizeClass.OUTER)))
+    assert plan.num_slots[SizeClass.RESIDENT] == len(of_class(request, SizeClass.RESIDENT))
+
+
+@often
+@given(requests())
+def test_gradients_are_held_or_spilled_and_held_ones_have_their_buffers(request: PoolRequest) -> None:
+    plan = plan_pools(request)
+    chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
+    trainable = [name for name, num_chunks in chunks.items() if num_chunks]
+    if not request.hold_gradients:
+        assert plan.held_blocks == plan.spilled_blocks == ()
+        assert plan.num_recall_buffers == 0
+        return
+    assert [*plan.held_blocks, *plan.spilled_blocks] == trainable  # the first blocks' gradients arrive last
+    num_held = sum(chunks[name] for name in plan.held_blocks)
+    assert plan.num_gradient_buffers >= num_held + 3  # beside them, others still arrive and pass
+    assert (plan.num_recall_buffers > 0) == bool(plan.spilled_blocks)
+
+
+@often
+@given(requests(), st.sampled_from(["gpu_memory", "cpu_memory"]))
+def test_the_minimum_that_a_refusal_names_is_enough(request: PoolRequest, budget: str) -> None:
+    other = "cpu_memory_bytes" if budget == "gpu_memory" else "gpu_memory_bytes"
+    poor: dict[str, Any] = {other: 1 << 40, f"{budget}_bytes": 1}
+    request = replace(request, **poor)
+    with pytest.raises(BudgetError) as refused:
+        plan_pools(request)
+    message = str(refused.value)
+    assert message.startswith(f"{budget} of 1 bytes is ")
+    found = re.search(rf"set {budget} to at least (\d+)$", message)
+    assert found, message
+    enough_by_name: dict[str, Any] = {f"{budget}_bytes": int(found[1])}
+    plan_pools(replace(request, **enough_by_name))
+
+
+@pytest.mark.parametrize("hold_gradients", [False, True])
+def test_the_minimum_named_for_a_model_of_small_blocks_is_enough(hold_gradients: bool) -> None:
+    """Two blocks are less than the buffers need here; the first number named must be the one that works."""
+    blocks = [shape(f"layer.{i}", SizeClass.LAYER, (UNIT_NUMEL,)) for i in range(3)]
+    request = replace(request_for(1, hold_gradients=hold_gradients), blocks=blocks, cpu_memory_bytes=1)
+    with pytest.raises(BudgetError) as refused:
+        plan_pools(request)
+    needed = int(str(refused.value).rsplit(" ", 1)[1])
+    assert plan_pools(replace(request, cpu_memory_bytes=needed)).cpu_pool_bytes <= needed
+
+
+@often
+@given(requests())
+def test_one_byte_less_than_the_needed_gpu_memory_is_refused(request: PoolRequest) -> None:
+    request = replace(request, cpu_memory_bytes=1 << 40)
+    with pytest.raises(BudgetError) as refused:
+        plan_pools(replace(request, gpu_memory_bytes=1))
+    needed = int(str(refused.value).rsplit(" ", 1)[1])
+    with pytest.raises(BudgetError):
+        plan_pools(replace(request, gpu_memory_bytes=needed - 1))
+
+
+@often
+@given(requests(), st.integers(0, 64 * MIB), st.integers(0, 64 * MIB))
+def test_more_memory_is_never_worse(request: PoolRequest, more_gpu: int, more_cpu: int) -> None:
+    plan = plan_pools(request)
+    richer = plan_pools(
+        replace(
+            request,
+            gpu_memory_bytes=request.gpu_memory_bytes + more_gpu,
+            cpu_memory_bytes=request.cpu_memory_bytes + more_cpu,
+        )
+    )
+    assert all(richer.num_slots[size_class] >= plan.num_slots[size_class] for size_class in SizeClass)
+    assert richer.chunk_numel >= plan.chunk_numel
+    if richer.chunk_numel == plan.chunk_numel:
+        assert len(richer.held_blocks) >= len(plan.held_blocks)
+        assert richer.num_staging_buffers >= plan.num_staging_buffers
+
+
+def request_for(num_layers: int, **settings: int | bool) -> PoolRequest:
+    defaults = {
+        "gpu_memory_bytes": 64 * MIB,
+        "cpu_memory_bytes": 1 << 40,
+        "prefetch_blocks": 2,
+        "num_state_buffers_per_chunk": 3,
+        "hold_gradients": True,
+    }
+    blocks = [shape(f"layer.{i}", SizeClass.LAYER, (32 * UNIT_NUMEL,) * 3) for i in range(num_layers)]
+    return PoolRequest(blocks=blocks, **{**defaults, **settings})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("prefetch_blocks", "num_slots"), [(1, 2), (2, 3), (5, 6), (50, 8)])
+def test_there_are_slots_for_what_is_read_ahead(prefetch_blocks: int, num_slots: int) -> None:
+    plan = plan_pools(request_for(8, prefetch_blocks=prefetch_blocks))
+    assert plan.num_slots[SizeClass.LAYER] == num_slots
+
+
+def test_with_room_all_gradients_are_held_and_without_some_are_spilled() -> None:
+    roomy = plan_pools(request_for(8))
+    assert (len(roomy.held_blocks), roomy.spilled_blocks) == (8, ())
+    tight = plan_pools(request_for(8, cpu_memory_bytes=8 * MIB))
+    assert tight.held_blocks == tuple(f"layer.{i}" for i in range(len(tight.held_blocks)))
+    assert 0 < len(tight.spilled_blocks) <= 8
+
+
+def test_chunks_are_no_larger_than_the_largest_record_needs() -> None:
+    numel = 3 * 32 * UNIT_NUMEL
+    assert numel <= plan_pools(request_for(8)).chunk_numel < 2 * numel
+
+
+def test_a_budget_below_two_blocks_is_refused_with_both_numbers() -> None:
+    two_blocks = 2 * 4 * 96 * UNIT_NUMEL
+    with pytest.raises(BudgetError, match=rf"gpu_memory of {two_blocks - 1} bytes .*\b{two_blocks}$"):
+        plan_pools(request_for(8, gpu_memory_bytes=two_blocks - 1))
+    with pytest.raises(BudgetError, match=rf"cpu_memory of {two_blocks - 1} bytes .*\b{two_blocks}\b"):
+        plan_pools(request_for(8, cpu_memory_bytes=two_blocks - 1))

@@ -1,0 +1,25 @@
+"""Every family trains as it does in memory: wherever it reads a weight, the weight is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, model_of
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_two_steps_equal_stock(architecture: str, make_twins: Callable[..., Any]) -> None:
+    def model() -> Any:
+        torch.manual_seed(0)
+        return model_of(architecture)
+
+    twins = make_twins(
+        model_factory=model, hold_gradients=False, cpu_memory="8MiB", gpu_memory="512KiB", recompute=True
+    )
+    for step in range(2):
+        twins.backward(step, rng_seed=step)  # some have dropout by default
+        twins.step()
+    twins.assert_equal()
