@@ -16,12 +16,14 @@ from torch.autograd import Variable
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
-from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block, ParamSlice
+from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientHome, GradientPipeline
+from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.layout import OffloadLayout
+from hf_lohan.runtime.param_groups import ParamGroups
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
@@ -71,14 +73,14 @@ class OffloadEngine:
             self.device, tiers.store, tiers.staging, dtype, self._pipeline.wait_until_current
         )
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
+        self._in_use = BlocksInUse(self._ring, self._prefetcher)
         self._arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
-        self._group_index: dict[ParamSlice, int] = {}
+        self._groups: ParamGroups | None = None
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._is_in_forward = False
         self._is_in_backward = False
-        self._in_use: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
         self._hooks: list[Any] = []
         self.is_closed = False
         self._attach()
@@ -137,8 +139,7 @@ class OffloadEngine:
     def _before(self, blocks: tuple[Block, ...]) -> None:
         if self._is_in_backward:
             # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
-            for block in blocks:
-                self._fetch_in_backward(block)
+            self._before_backward(blocks)
             return
         if torch.is_grad_enabled() and not self._is_in_forward:
             raise RuntimeError(
@@ -146,19 +147,12 @@ class OffloadEngine:
                 "what autograd saves of streamed weights can be tracked"
             )
         for block in blocks:
-            self._prefetcher.acquire(block)
-            self._ring.show(block)
-            self._in_use[block.size_class].append(block)
+            self._in_use.enter(block)
 
     def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
-        if self._is_in_backward:
-            return
-        for block in blocks:
-            in_use = self._in_use[block.size_class]
-            in_use.remove(block)
-            if block not in in_use:  # else an outer module is still in the middle of using it
-                self._ring.hide(block)
-            self._ring.unpin(block)
+        if not self._is_in_backward:
+            for block in blocks:
+                self._in_use.leave(block)
 
     def _after_layer(self, blocks: tuple[Block, ...], output: Any) -> None:
         if self._is_in_backward:
@@ -174,25 +168,15 @@ class OffloadEngine:
         for block in blocks:
             self._fetch_in_backward(block)
 
+    def _fetch_in_backward(self, block: Block) -> Slot:
+        self._enter_backward()
+        return self._in_use.fetch_in_backward(block)
+
     def _enter_backward(self) -> None:
         if not self._is_in_backward:
             self._is_in_backward = True
             # Private, but what FSDP and DDP use: runs when the whole backward is done.
             Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _fetch_in_backward(self, block: Block) -> Slot:
-        """Bring `block` here for its backward; the block of its class used before it is done with."""
-        self._enter_backward()
-        in_use = self._in_use[block.size_class]
-        if block not in in_use:
-            for done in in_use:
-                self._ring.hide(done)
-                self._ring.unpin(done)
-            in_use.clear()
-            self._prefetcher.acquire(block)
-            self._ring.show(block)
-            in_use.append(block)
-        return self._ring.slot_of(block)
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._enter_backward()
@@ -203,16 +187,9 @@ class OffloadEngine:
 
     def _end_backward(self) -> None:
         self._arrivals.flush()
-        self._release_all()
+        self._in_use.release_all()
         self._is_in_backward = False
         self._prefetcher.end_pass()
-
-    def _release_all(self) -> None:
-        for blocks in self._in_use.values():
-            for block in blocks:
-                self._ring.hide(block)
-            blocks.clear()
-        self._ring.unpin_all()
 
     def _recover_if_broken(self) -> None:
         """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
@@ -223,7 +200,7 @@ class OffloadEngine:
         if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
             self._saved_weights.__exit__(None, None, None)
             self._saved_weights = None
-        self._release_all()
+        self._in_use.release_all()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
         self._is_in_forward = self._is_in_backward = False
@@ -238,29 +215,11 @@ class OffloadEngine:
     # Steps.
 
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
-        """Take hyperparameters from `optimizer`. Raises ValueError for parameters that the store has no states of."""
-        by_parameter = {part.parameter: part for part in self._block_of}
-        index_of: dict[ParamSlice, int] = {}
-        for parameter, index in optimizer.param_group_indices().items():
-            part = by_parameter.get(parameter)  # type: ignore[call-overload]
-            if part is None:
-                raise ValueError(
-                    f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
-                    "embeddings to the model before it is offloaded"
-                )
-            if not part.trainable:
-                raise ValueError(f"{part.name} was frozen when the model was offloaded and has no optimizer state")
-            index_of[part] = index
-        for part in by_parameter.values():
-            if part.trainable and part.parameter.requires_grad and part not in index_of:
-                raise ValueError(
-                    f"{part.name} requires a gradient but is in no param group of the optimizer; add it, or set "
-                    "requires_grad=False"
-                )
+        """Take hyperparameters from `optimizer`. Raises ValueError if its groups do not fit the store."""
+        groups = ParamGroups(optimizer, self._block_of)
         if self.optimizer is not None:
             self._reset_optimizer_states()
-        self._group_index = index_of
-        self.optimizer = optimizer
+        self.optimizer, self._groups = optimizer, groups
 
     def _reset_optimizer_states(self) -> None:
         """Another optimizer takes over: like any new one it starts with zero moments."""
@@ -271,26 +230,18 @@ class OffloadEngine:
                     self.parameters.write_state(part.name, kind, Zeros())
 
     def _group_of(self, part: ParamSlice) -> AdamWGroup:
-        assert self.optimizer is not None
-        return self.optimizer.group(self._index_of(part))
+        return self._bound_groups().group_of(part)
 
-    def _index_of(self, part: ParamSlice) -> int:
-        index = self._group_index.get(part)
-        if index is None:
-            raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
-        return index
-
-    def _groups_of_this_step(self) -> Callable[[ParamSlice], AdamWGroup]:
-        """The hyperparameters as they are now: a scheduler may change them before the last update has run."""
-        assert self.optimizer is not None
-        groups = [self.optimizer.group(index) for index in range(len(self.optimizer.param_groups))]
-        return lambda part: groups[self._index_of(part)]
+    def _bound_groups(self) -> ParamGroups:
+        if self._groups is None:
+            raise RuntimeError("the model has no optimizer yet; make an OffloadAdamW over its parameters")
+        return self._groups
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
         before the block is read; `settle` waits for them all."""
         self._recover_if_broken()
-        self._ring.forget(self.transaction.commit(self._groups_of_this_step()))
+        self._ring.forget(self.transaction.commit(self._bound_groups().as_they_are_now()))
         self._prefetcher.foresee(is_training=True)
 
     def settle(self) -> None:

@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 from hf_lohan.device import BufferPool
@@ -14,22 +13,12 @@ from hf_lohan.optim import AdamWGroup
 from hf_lohan.runtime.block import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.blocks_in_update import BlocksInUpdate
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
+from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, RecordStore, StateUpdater
+from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
 from hf_lohan.storage import IoRequest
 
 Schedule = Literal["optimized", "naive", "serial"]
-
-
-@dataclass(frozen=True, slots=True)
-class GradientHome:
-    """Where gradients wait that cannot be applied at once: RAM for some blocks, `spill` on the SSD for the others."""
-
-    recall: BufferPool
-    """Buffers for spilled gradients that come back. The pipeline must never wait for a buffer of the pool in which
-    gradients arrive: it is who empties that one."""
-    spilled_blocks: frozenset[str]
-    spill: RecordStore | None
 
 
 class GradientPipeline:
@@ -175,7 +164,7 @@ class GradientPipeline:
         if gradient is None:
             self._refuse_second(arrived)
             return ChunkGradient(arrived.chunk, arrived.buffer, slices)
-        for request in self._bring_back(gradient):
+        for request in self._home.bring_back(gradient):
             request.wait()
         for piece in arrived.pieces:
             part = slice(piece.start_in_chunk, piece.stop_in_chunk)
@@ -208,7 +197,7 @@ class GradientPipeline:
         """Measure what no final backward has announced (loops that do not say which backward is the last)."""
         for key in sorted(self._unmeasured):
             gradient = self._held.pop(key)
-            for request in self._bring_back(gradient):
+            for request in self._home.bring_back(gradient):
                 request.wait()
             self._measure(gradient)
             self._hold(gradient, is_measured=True)
@@ -217,24 +206,7 @@ class GradientPipeline:
         key = self._key(gradient.chunk.block, gradient.chunk.index)
         self._held[key] = gradient
         (self._unmeasured.discard if is_measured or not gradient.summed else self._unmeasured.add)(key)
-        if gradient.chunk.block.name in self._home.spilled_blocks:
-            assert self._home.spill is not None and gradient.buffer is not None
-            buffer = gradient.buffer
-            gradient.spill_write = self._home.spill.write(
-                gradient.chunk.block.name, "gradient", gradient.chunk.start, gradient.values
-            )
-            gradient.spill_write.add_done_callback(lambda request: buffer.release())
-            gradient.buffer = None
-
-    def _bring_back(self, gradient: ChunkGradient) -> list[IoRequest]:
-        """Reads that must be done before a spilled gradient's values are there."""
-        if gradient.buffer is not None:
-            return []
-        assert self._home.spill is not None and gradient.spill_write is not None
-        gradient.spill_write.wait()
-        gradient.buffer = self._home.recall.acquire()
-        chunk = gradient.chunk
-        return [self._home.spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+        self._home.park(gradient)
 
     def _apply_held(self, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]) -> None:
         """In forward order: the first blocks are needed first by the next forward."""
@@ -254,7 +226,7 @@ class GradientPipeline:
 
     def _update(self, gradient: ChunkGradient) -> None:
         self._applied.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
-        update = self._updater.begin(gradient, self._bring_back(gradient))
+        update = self._updater.begin(gradient, self._home.bring_back(gradient))
         if self._schedule == "optimized":
             self._finish_pending()
             self._pending = update
@@ -301,10 +273,7 @@ class GradientPipeline:
 
     def _drop_held(self) -> None:
         for gradient in self._held.values():
-            if gradient.buffer is not None:
-                gradient.buffer.release()
-            elif gradient.spill_write is not None:
-                gradient.spill_write.wait()
+            self._home.forget(gradient)
         self._held.clear()
         self._unmeasured.clear()
         self._finish_pending()

@@ -166,7 +166,10 @@ def test_more_memory_is_never_worse(request: PoolRequest, more_gpu: int, more_cp
             cpu_memory_bytes=request.cpu_memory_bytes + more_cpu,
         )
     )
-    assert all(richer.num_slots[size_class] >= plan.num_slots[size_class] for size_class in SizeClass)
+    more_layers = richer.num_slots[SizeClass.LAYER] - plan.num_slots[SizeClass.LAYER]
+    assert more_layers >= 0
+    if more_layers == 0:  # else room for one more layer may have been taken from a second outer slot
+        assert richer.num_slots[SizeClass.OUTER] >= plan.num_slots[SizeClass.OUTER]
     assert richer.chunk_numel >= plan.chunk_numel
     if richer.chunk_numel == plan.chunk_numel:
         assert len(richer.held_blocks) >= len(plan.held_blocks)

@@ -17,8 +17,9 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.runtime import Block, Chunk, ParamSlice
 from hf_lohan.runtime.block import RECORD_ALIGN_NUMEL, lay_out_block
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientHome, GradientPipeline, Schedule
+from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Schedule
 from hf_lohan.runtime.state_update import ChunkGradient, StateUpdater, merge_segments
 from hf_lohan.storage import IoRequest
 

@@ -1,0 +1,49 @@
+"""Which blocks compute works on right now: pinned in their slots, their parameters shown."""
+
+from __future__ import annotations
+
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime.block import Block
+from hf_lohan.runtime.prefetcher import Prefetcher
+from hf_lohan.runtime.slot_ring import Slot, SlotRing
+
+
+class BlocksInUse:
+    """Forward says when it is done with a block. Backward does not: there a block is done with when the next one of
+    its size class is asked for, since autograd runs one node after another."""
+
+    def __init__(self, ring: SlotRing, prefetcher: Prefetcher) -> None:
+        self._ring = ring
+        self._prefetcher = prefetcher
+        self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
+
+    def enter(self, block: Block) -> None:
+        """A module that needs the block is about to run."""
+        self._prefetcher.acquire(block)
+        self._ring.show(block)
+        self._blocks[block.size_class].append(block)
+
+    def leave(self, block: Block) -> None:
+        """That module has run."""
+        in_use = self._blocks[block.size_class]
+        in_use.remove(block)
+        if block not in in_use:  # else an outer module is still in the middle of using it
+            self._ring.hide(block)
+        self._ring.unpin(block)
+
+    def fetch_in_backward(self, block: Block) -> Slot:
+        """Bring the block here for its backward."""
+        in_use = self._blocks[block.size_class]
+        if block not in in_use:
+            for done in list(in_use):
+                self.leave(done)
+            self.enter(block)
+        return self._ring.slot_of(block)
+
+    def release_all(self) -> None:
+        """The pass is over, or broke off."""
+        for blocks in self._blocks.values():
+            for block in blocks:
+                self._ring.hide(block)
+            blocks.clear()
+        self._ring.unpin_all()
