@@ -3,7 +3,8 @@
     python scripts/bench_step.py                       # Llama 151M, batch 2 x 256, float32, all records on the SSD
     python scripts/bench_step.py --device cuda --hidden 4096 --layers 8 --bf16
 
-Both sides run the same steps in turn (A B A B ...), with the same activation recomputation and the same AdamW; medians
+Both sides run the same steps in turns of three (A A A B B B A A A ...; an offloaded turn ends when its last update is
+in the store), with the same activation recomputation and the same AdamW; medians
 are quoted. Beside them stands the floor: bytes moved over the bandwidth that the I/O engine reaches alone on the same
 files, and FLOPs over the throughput of this model's own matrix shapes, both measured in the same run.
 """
@@ -33,6 +34,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
 
 LEARNING_RATE = 1e-4
+STEPS_PER_TURN = 3
 
 
 @dataclass(frozen=True)
@@ -103,6 +105,14 @@ def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_gr
     return step
 
 
+def turn(step: Callable[[], None], engine: OffloadEngine) -> None:
+    """Some steps in a row, and all that they left to be done: updates that run under the next forward must not run
+    under the other side's."""
+    for _ in range(STEPS_PER_TURN):
+        step()
+    engine.settle()
+
+
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:
     """Seconds that a step's reads and writes take when nothing else runs, in chunks of the run's own size."""
     store, numel = engine.tiers.store, engine.layout.plan.chunk_numel
@@ -149,7 +159,7 @@ def compute_floor(model: Any, batch: dict[str, torch.Tensor], shape: Shape, devi
 
 
 def measure(
-    shape: Shape, config: OffloadConfig, folder: Path, *, device: str, max_grad_norm: float, num_steps: int
+    shape: Shape, config: OffloadConfig, folder: Path, *, device: str, max_grad_norm: float, num_turns: int
 ) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
@@ -165,13 +175,14 @@ def measure(
             "offloaded": offloaded_step(engine, batch, max_grad_norm),
         }
         for step in sides.values():
-            step()
+            turn(step, engine)
         io = engine.tiers.io
         before = io.read_bytes, io.write_bytes
         times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(num_steps):
+        for _ in range(num_turns):
             for name, step in sides.items():
-                times[name].append(timed(device, step))
+                times[name].append(timed(device, lambda step=step: turn(step, engine)) / STEPS_PER_TURN)
+        num_steps = num_turns * STEPS_PER_TURN
         read_bytes = (io.read_bytes - before[0]) / num_steps
         write_bytes = (io.write_bytes - before[1]) / num_steps
         floor |= io_floor(engine, read_bytes, write_bytes)
@@ -228,7 +239,7 @@ def main(
     gpu_memory: str = "512MiB",
     schedule: str = "optimized",
     max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
-    num_steps: int = 7,
+    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 3,
     store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
     output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
 ) -> None:
@@ -240,7 +251,7 @@ def main(
     )
     try:
         results = [
-            measure(shape, config, folder, device=device, max_grad_norm=norm, num_steps=num_steps)
+            measure(shape, config, folder, device=device, max_grad_norm=norm, num_turns=num_turns)
             for norm in (max_grad_norm or [0.0, 1.0])
         ]
     finally:
