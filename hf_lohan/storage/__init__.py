@@ -6,7 +6,7 @@ together: preallocated files, a manifest, a lock, and tensors read and written b
 knows of models, steps or devices; whoever reads or writes brings the memory.
 """
 
-from hf_lohan.storage.buffers import SECTOR_BYTES, aligned_empty
+from hf_lohan.storage.buffers import SECTOR_BYTES
 from hf_lohan.storage.errors import CapacityError, ForeignStoreError, Shortfall, StorageError, StoreInUseError
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
 from hf_lohan.storage.io_engine import IoEngine, Transfer
@@ -47,5 +47,4 @@ __all__ = [
     "StoreLayout",
     "StorePath",
     "Transfer",
-    "aligned_empty",
 ]

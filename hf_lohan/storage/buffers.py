@@ -2,20 +2,10 @@
 
 from __future__ import annotations
 
-import mmap
-
 import torch
 
 SECTOR_BYTES = 4096
 """Alignment of every address, offset and length that meets a data file: no device in use asks for more."""
-
-
-def aligned_empty(num_bytes: int) -> torch.Tensor:
-    """A zeroed uint8 tensor ``[num_bytes]`` on pages of its own, given back to the system with the tensor."""
-    if num_bytes <= 0:
-        raise ValueError(f"a buffer of {num_bytes} bytes is not possible: ask for at least 1")
-    # frombuffer keeps the mapping alive for as long as a tensor looks at it.
-    return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:

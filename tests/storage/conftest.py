@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from hf_lohan.storage import FileBackend, IoEngine, ModelIdentity, RecordSpec, StorePath, aligned_empty
+from hf_lohan.device import mapped_empty
+from hf_lohan.storage import FileBackend, IoEngine, ModelIdentity, RecordSpec, StorePath
 
 EngineFactory = Callable[..., IoEngine]
 
@@ -67,7 +68,7 @@ def random_values() -> Callable[[RecordSpec, int], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
 
     def make(record: RecordSpec, numel: int) -> torch.Tensor:
-        memory = aligned_empty(numel * record.itemsize)
+        memory = mapped_empty(numel * record.itemsize)
         memory.random_(0, 256, generator=generator)
         return memory.view(getattr(torch, record.dtype))
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lohan.storage import DataFile, PosixBackend, StorageError, aligned_empty
+from hf_lohan.device import mapped_empty
+from hf_lohan.storage import DataFile, PosixBackend, StorageError
 from hf_lohan.storage.buffers import sector_view
 from hf_lohan.testing.storage_doubles import FaultyBackend, NoDirectBackend, ShortBackend
 
@@ -18,7 +19,7 @@ NUM_BYTES = 65536
 
 def round_trip(file: DataFile) -> None:
     file.allocate(NUM_BYTES)
-    source, out = aligned_empty(NUM_BYTES).random_(0, 256), aligned_empty(NUM_BYTES)
+    source, out = mapped_empty(NUM_BYTES).random_(0, 256), mapped_empty(NUM_BYTES)
     file.write(0, [sector_view(source)])
     file.read(0, [sector_view(half) for half in out.chunk(2)])
     file.sync()
@@ -73,7 +74,7 @@ def test_einval_without_o_direct_is_an_error(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), FaultyBackend("read", 1, errno.EINVAL, sticky=True), create=True)
     file.allocate(NUM_BYTES)
     with pytest.raises(StorageError, match="Invalid argument"):
-        file.read(0, [sector_view(aligned_empty(4096))])
+        file.read(0, [sector_view(mapped_empty(4096))])
     file.close()
 
 
@@ -81,7 +82,7 @@ def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), PosixBackend(), create=True)
     file.allocate(8192)
     with pytest.raises(StorageError, match=r"16384 bytes wanted, 8192 read\).* at byte 8192") as caught:
-        file.read(0, [sector_view(aligned_empty(16384))])
+        file.read(0, [sector_view(mapped_empty(16384))])
     assert (caught.value.path, caught.value.offset) == (file.path, 8192)
     file.close()
 
@@ -89,7 +90,7 @@ def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
 def test_a_write_that_moves_nothing_does_not_spin(tmp_path: Path) -> None:
     file = DataFile(str(tmp_path / "f"), ShortBackend(0), create=True)
     with pytest.raises(StorageError, match="ended early"):
-        file.write(0, [sector_view(aligned_empty(4096))])
+        file.write(0, [sector_view(mapped_empty(4096))])
     file.close()
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_lohan.storage import DataFile, IoEngine, IoRequest, StorageError, Transfer, aligned_empty
+from hf_lohan.device import mapped_empty
+from hf_lohan.storage import DataFile, IoEngine, IoRequest, StorageError, Transfer
 from hf_lohan.storage.buffers import sector_view
 from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend, GatedBackend, SlowBackend
 
@@ -30,7 +31,7 @@ def test_moves_pieces_and_counts_bytes(make_engine: EngineFactory, tmp_path: Pat
     backend = CountingBackend()
     engine = make_engine(backend)
     file = new_file(engine, tmp_path)
-    source, out = aligned_empty(40960).random_(0, 256), aligned_empty(40960)
+    source, out = mapped_empty(40960).random_(0, 256), mapped_empty(40960)
     engine.write([transfer(file, 8192, source)]).wait()
     request = engine.read([transfer(file, 8192, out)])
     request.wait()
@@ -45,10 +46,10 @@ def test_several_buffers_make_one_call(make_engine: EngineFactory, tmp_path: Pat
     backend = CountingBackend()
     engine = make_engine(backend)
     file = new_file(engine, tmp_path)
-    parts = [aligned_empty(4096).fill_(i) for i in range(3)]
+    parts = [mapped_empty(4096).fill_(i) for i in range(3)]
     engine.write([Transfer(file, 0, tuple(map(sector_view, parts)))]).wait()
     assert backend.write_sizes_bytes == [3 * 4096]
-    out = aligned_empty(3 * 4096)
+    out = mapped_empty(3 * 4096)
     engine.read([transfer(file, 0, out)]).wait()
     assert torch.equal(out, torch.cat(parts))
     file.close()
@@ -57,10 +58,10 @@ def test_several_buffers_make_one_call(make_engine: EngineFactory, tmp_path: Pat
 def test_more_buffers_than_the_kernel_takes_in_one_call(make_engine: EngineFactory, tmp_path: Path) -> None:
     engine = make_engine(piece_bytes=16 << 20, max_inflight_bytes=64 << 20)
     file = new_file(engine, tmp_path, 1100 * 4096)
-    source = aligned_empty(1100 * 4096).random_(0, 256)
+    source = mapped_empty(1100 * 4096).random_(0, 256)
     views = tuple(sector_view(sector) for sector in source.view(-1, 4096))
     engine.write([Transfer(file, 0, views)]).wait()
-    out = aligned_empty(1100 * 4096)
+    out = mapped_empty(1100 * 4096)
     engine.read([transfer(file, 0, out)]).wait()
     assert torch.equal(out, source)
     file.close()
@@ -75,7 +76,7 @@ def test_submission_waits_for_room(make_engine: EngineFactory, tmp_path: Path) -
 
     def submit_four() -> None:
         for i in range(4):
-            started.append(engine.write([transfer(file, i * 16384, aligned_empty(16384))]))
+            started.append(engine.write([transfer(file, i * 16384, mapped_empty(16384))]))
             submitted.release()
 
     thread = threading.Thread(target=submit_four)
@@ -109,7 +110,7 @@ def test_the_bound_holds_under_many_submitters(make_engine: EngineFactory, tmp_p
     file = new_file(engine, tmp_path)
 
     def submit_many(first: int) -> None:
-        buffer = aligned_empty(8192)
+        buffer = mapped_empty(8192)
         for _ in range(10):
             engine.write([transfer(file, first * 8192, buffer)]).wait()
 
@@ -127,9 +128,9 @@ def test_a_request_above_the_bound_goes_alone(make_engine: EngineFactory, tmp_pa
     backend = GatedBackend()
     engine = make_engine(backend, max_inflight_bytes=4096)
     file = new_file(engine, tmp_path)
-    big = engine.write([transfer(file, 0, aligned_empty(65536))])
+    big = engine.write([transfer(file, 0, mapped_empty(65536))])
     assert engine.inflight_bytes == 65536
-    thread = threading.Thread(target=lambda: engine.write([transfer(file, 0, aligned_empty(4096))]).wait())
+    thread = threading.Thread(target=lambda: engine.write([transfer(file, 0, mapped_empty(4096))]).wait())
     thread.start()
     for _ in range(2):
         backend.arrived.acquire()
@@ -147,7 +148,7 @@ def test_callbacks_come_once_and_their_errors_harm_nobody(
     backend = GatedBackend()
     engine = make_engine(backend)
     file = new_file(engine, tmp_path)
-    request = engine.write([transfer(file, 0, aligned_empty(40960))])
+    request = engine.write([transfer(file, 0, mapped_empty(40960))])
     early: list[IoRequest] = []
     called = threading.Event()
     request.add_done_callback(lambda _: 1 // 0)
@@ -169,7 +170,7 @@ def test_an_error_names_path_and_offset_and_spares_other_requests(
 ) -> None:
     engine = make_engine(FaultyBackend("write", 2, errno.EIO), num_threads=1)
     file = new_file(engine, tmp_path)
-    request = engine.write([transfer(file, 0, aligned_empty(65536))])
+    request = engine.write([transfer(file, 0, mapped_empty(65536))])
     for _ in range(2):
         with pytest.raises(
             StorageError, match=r"cannot write .*data\.bin at byte 16384 \(Input/output error\)"
@@ -179,7 +180,7 @@ def test_an_error_names_path_and_offset_and_spares_other_requests(
     assert "\n" not in str(e.value)
     assert request.done() and request.failed and engine.inflight_bytes == 0
     assert engine.write_bytes == 16384  # the pieces after the failed one were not tried
-    engine.write([transfer(file, 0, aligned_empty(4096))]).wait()
+    engine.write([transfer(file, 0, mapped_empty(4096))]).wait()
     file.close()
 
 
@@ -191,7 +192,7 @@ def test_an_unexpected_error_reaches_the_waiter(make_engine: EngineFactory, tmp_
     engine = make_engine(Broken())
     file = new_file(engine, tmp_path)
     with pytest.raises(ZeroDivisionError, match="a bug"):
-        engine.read([transfer(file, 0, aligned_empty(4096))]).wait()
+        engine.read([transfer(file, 0, mapped_empty(4096))]).wait()
     file.close()
 
 
@@ -212,7 +213,7 @@ def test_close_finishes_what_is_in_flight(tmp_path: Path) -> None:
     backend = GatedBackend()
     engine = IoEngine(1, 4096, 1 << 20, backend)
     file = new_file(engine, tmp_path)
-    request = engine.write([transfer(file, 0, aligned_empty(16384))])
+    request = engine.write([transfer(file, 0, mapped_empty(16384))])
     backend.arrived.acquire()
     backend.gate.set()
     engine.close()
@@ -230,7 +231,7 @@ def test_bad_bounds_are_refused() -> None:
 
 
 def test_misaligned_memory_is_caught() -> None:
-    memory = aligned_empty(8192)
+    memory = mapped_empty(8192)
     assert memory.data_ptr() % 4096 == 0 and os.sysconf("SC_PAGE_SIZE") % 4096 == 0
     with pytest.raises(AssertionError, match="sector-aligned"):
         sector_view(memory[512 : 512 + 4096])
@@ -239,4 +240,4 @@ def test_misaligned_memory_is_caught() -> None:
     with pytest.raises(AssertionError, match="contiguous"):
         sector_view(memory.view(2, 4096).t())
     with pytest.raises(ValueError, match="0 bytes"):
-        aligned_empty(0)
+        mapped_empty(0)

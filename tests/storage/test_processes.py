@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_lohan.device import mapped_empty
 from hf_lohan.storage import (
     CapacityError,
     IoEngine,
@@ -22,17 +23,17 @@ from hf_lohan.storage import (
     Store,
     StoreInUseError,
     StorePath,
-    aligned_empty,
 )
 
 ROOT = Path(__file__).parents[2]
 HOLDER = """
 import sys, torch
-from hf_lohan.storage import IoEngine, ModelIdentity, RecordSpec, Store, StorePath, aligned_empty
+from hf_lohan.device import mapped_empty
+from hf_lohan.storage import IoEngine, ModelIdentity, RecordSpec, Store, StorePath
 paths = [StorePath(path, 1 << 20) for path in sys.argv[1:]]
 record = RecordSpec("layers.0", "param", "float32", 8192)
 store = Store.create(paths, [record], model=ModelIdentity("Llama", 1, "abc"), engine=IoEngine(1, 4096, 65536))
-store.write("layers.0", "param", 0, aligned_empty(32768).view(torch.float32).fill_(7)).wait()
+store.write("layers.0", "param", 0, mapped_empty(32768).view(torch.float32).fill_(7)).wait()
 store.scratch([RecordSpec("layers.0", "gradient", "float32", 2048)])
 print("holding", flush=True)
 sys.stdin.read()
@@ -63,7 +64,7 @@ def test_a_killed_process_leaves_a_store_that_opens(
     assert (Path(paths[0].path) / "gradients.bin").exists()
     holder.send_signal(signal.SIGKILL)
     holder.wait()
-    out = aligned_empty(32768).view(torch.float32)
+    out = mapped_empty(32768).view(torch.float32)
     with Store.open(paths, model=ModelIdentity("Llama", 1, "abc"), engine=engine) as store:
         store.read("layers.0", "param", 0, out).wait()
         assert (out == 7).all()
@@ -125,10 +126,10 @@ def test_a_full_disk_does_not_stop_a_store_that_has_its_room(
         ):
             while True:
                 ballast.write(bytes(4096))
-        values = aligned_empty(1 << 19).random_(0, 256).view(torch.float32)
+        values = mapped_empty(1 << 19).random_(0, 256).view(torch.float32)
         store.write("layers.0", "param", 0, values).wait()
         store.sync()
-        out = aligned_empty(1 << 19).view(torch.float32)
+        out = mapped_empty(1 << 19).view(torch.float32)
         store.read("layers.0", "param", 0, out).wait()
         assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
         with pytest.raises(CapacityError, match="needs"):

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from hf_lohan.device import mapped_empty
 from hf_lohan.storage import (
     IoEngine,
     RecordFiles,
@@ -18,7 +19,6 @@ from hf_lohan.storage import (
     StorageError,
     StoreLayout,
     StorePath,
-    aligned_empty,
 )
 from hf_lohan.testing.storage_doubles import FaultyBackend, GatedBackend, ShortBackend
 
@@ -97,7 +97,7 @@ def test_any_range_goes_through_a_bounce_buffer(
     record = data.draw(st.sampled_from(records))
     start = data.draw(st.integers(0, record.numel))
     numel = data.draw(st.integers(0, record.numel - start))
-    bounce = aligned_empty(data.draw(st.sampled_from([8192, 10000, 16384, 65536])))
+    bounce = mapped_empty(data.draw(st.sampled_from([8192, 10000, 16384, 65536])))
     with new_files(tmp_path_factory.mktemp("disks"), records, engine) as files:
         values = random_values(record, record.numel)
         files.write(record.block, record.kind, 0, values).wait()
@@ -116,7 +116,7 @@ def test_any_range_goes_through_a_bounce_buffer(
 def test_edges_are_read_only_where_they_are_partial(
     tmp_path: Path, engine: IoEngine, records: Records, random_values: Values
 ) -> None:
-    record, bounce = records[2], aligned_empty(32768)
+    record, bounce = records[2], mapped_empty(32768)
     with new_files(tmp_path, records, engine) as files:
         files.write_unaligned(record.block, record.kind, 1024, random_values(record, 2048), bounce)
         assert engine.read_bytes == 0
@@ -126,7 +126,7 @@ def test_edges_are_read_only_where_they_are_partial(
 
 def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine, records: Records) -> None:
     with new_files(tmp_path, records, engine) as files:
-        sector = aligned_empty(4096)
+        sector = mapped_empty(4096)
         with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
             files.read("layers.0", "param", 0, sector.view(torch.float16))
         with pytest.raises(AssertionError, match="not the start of a sector"):
@@ -143,7 +143,7 @@ def test_sync_covers_writes_in_flight_and_raises_their_errors(
 ) -> None:
     backend = GatedBackend()
     with new_files(tmp_path, records, make_engine(backend)) as files:
-        request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+        request = files.write("layers.0", "exp_avg", 0, mapped_empty(32768).view(torch.float32))
         backend.arrived.acquire()
         synced = threading.Thread(target=files.sync)
         synced.start()
@@ -156,20 +156,20 @@ def test_sync_covers_writes_in_flight_and_raises_their_errors(
 def test_close_waits_for_requests(tmp_path: Path, make_engine: EngineFactory, records: Records) -> None:
     backend = GatedBackend()
     files = new_files(tmp_path, records, make_engine(backend))
-    request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+    request = files.write("layers.0", "exp_avg", 0, mapped_empty(32768).view(torch.float32))
     backend.arrived.acquire()
     threading.Thread(target=backend.gate.set).start()
     files.close()
     files.close()
     request.wait()
     with pytest.raises(AssertionError, match="closed"):
-        files.read("layers.0", "exp_avg", 0, aligned_empty(4096).view(torch.float32))
+        files.read("layers.0", "exp_avg", 0, mapped_empty(4096).view(torch.float32))
 
 
 def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, records: Records) -> None:
     engine = make_engine(FaultyBackend("write", 1, errno.ENOSPC))
     with new_files(tmp_path, records, engine) as files:
-        request = files.write("layers.0", "exp_avg", 0, aligned_empty(32768).view(torch.float32))
+        request = files.write("layers.0", "exp_avg", 0, mapped_empty(32768).view(torch.float32))
         with pytest.raises(
             StorageError, match=r"cannot write .*r\.bin at byte \d+ \(No space left on device\)"
         ):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_lohan.device import mapped_empty
 from hf_lohan.storage import (
     CapacityError,
     ForeignStoreError,
@@ -21,7 +22,6 @@ from hf_lohan.storage import (
     Store,
     StoreInUseError,
     StorePath,
-    aligned_empty,
 )
 from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend
 
@@ -44,7 +44,7 @@ def read_all(store: Store) -> torch.Tensor:
     """Every byte of every record."""
     parts = []
     for record in store.records:
-        out = aligned_empty(record.num_bytes)
+        out = mapped_empty(record.num_bytes)
         store.read(record.block, record.kind, 0, out.view(getattr(torch, record.dtype))).wait()
         parts.append(out)
     return torch.cat(parts)
@@ -84,7 +84,7 @@ def test_reopens_with_its_values_and_paths_in_any_order(
         assert torch.equal(read_all(store), written)
         assert store.paths == tuple(paths) and store.records == records and store.model == model
     with Store.open(paths, model=None, engine=engine) as store:
-        bounce, out = aligned_empty(8192), torch.empty(100, dtype=torch.bfloat16)
+        bounce, out = mapped_empty(8192), torch.empty(100, dtype=torch.bfloat16)
         store.read_unaligned("layers.0", "param", 7, out, bounce)
         assert torch.equal(out.view(torch.uint8), written[14:214])
         store.write_unaligned("layers.0", "param", 7, torch.zeros_like(out), bounce)
