@@ -32,7 +32,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "config": {"yaml"},
     "planner": {"numpy"},
     "device": {"torch", "psutil"},
-    "storage": {"torch", "numpy", "kvikio"},
+    "storage": {"torch", "numpy", "safetensors", "xxhash", "kvikio"},
     "optim": {"torch"},
 }
 """The only packages outside the standard library that the two lowest floors may use."""

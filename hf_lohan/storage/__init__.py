@@ -2,14 +2,27 @@
 
 An `IoEngine` moves bytes between aligned host memory and files with a few threads and O_DIRECT, within a byte
 budget. A `StoreLayout` says where each record's bytes lie, striped over the SSD paths. A `Store` puts the two
-together: preallocated files, a manifest, a lock, and tensors read and written by (block, kind). Nothing here
-knows of models, steps or devices; whoever reads or writes brings the memory.
+together: preallocated files, a manifest, a lock, and tensors read and written by (block, kind), in versions: what is
+written is a draft until it is committed, and every read is checked against the checksum of what was written. Nothing
+here knows of models, steps or devices; whoever reads or writes brings the memory.
 """
 
 from hf_lohan.storage.buffers import SECTOR_BYTES
-from hf_lohan.storage.errors import CapacityError, ForeignStoreError, Shortfall, StorageError, StoreInUseError
+from hf_lohan.storage.commit import Commit
+from hf_lohan.storage.durable_file import replace_durably, write_failure
+from hf_lohan.storage.errors import (
+    CapacityError,
+    CorruptionError,
+    ForeignStoreError,
+    Shortfall,
+    StorageError,
+    StoreInUseError,
+    TornStoreError,
+)
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
+from hf_lohan.storage.granules import GRANULE_NUMEL
 from hf_lohan.storage.io_engine import IoEngine, Transfer
+from hf_lohan.storage.last_commit import committed_log, last_commit
 from hf_lohan.storage.layout import (
     DEFAULT_STRIPE_BYTES,
     KINDS,
@@ -23,13 +36,17 @@ from hf_lohan.storage.manifest import ModelIdentity
 from hf_lohan.storage.record_files import RecordFiles
 from hf_lohan.storage.request import IoRequest
 from hf_lohan.storage.store import Store
+from hf_lohan.storage.verification import VerifiedRecord, verify
 
 __all__ = [
     "DEFAULT_STRIPE_BYTES",
+    "GRANULE_NUMEL",
     "KINDS",
     "RECORD_ALIGN_NUMEL",
     "SECTOR_BYTES",
     "CapacityError",
+    "Commit",
+    "CorruptionError",
     "DataFile",
     "Extent",
     "FileBackend",
@@ -46,5 +63,12 @@ __all__ = [
     "StoreInUseError",
     "StoreLayout",
     "StorePath",
+    "TornStoreError",
     "Transfer",
+    "VerifiedRecord",
+    "committed_log",
+    "last_commit",
+    "replace_durably",
+    "verify",
+    "write_failure",
 ]

@@ -5,9 +5,11 @@ from __future__ import annotations
 import errno
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
-from hf_lohan.storage.errors import CapacityError, Shortfall, StorageError
+from hf_lohan.storage.buffers import SECTOR_BYTES
+from hf_lohan.storage.errors import NO_ROOM, CapacityError, Shortfall, StorageError
 from hf_lohan.storage.layout import StorePath
 
 _ADVICE = "choose a directory that this user can write, or fix its permissions"
@@ -37,10 +39,13 @@ def make_directory(path: str) -> None:
     """Make sure the directory exists; a new one is for this user only. Raises `StorageError`."""
     try:
         if not os.path.isdir(path):
+            made, nearest = os.path.abspath(path), _nearest_existing(path)
             os.makedirs(path, mode=0o700)
-            sync_directory(os.path.dirname(os.path.abspath(path)))
+            while made != nearest:
+                made = os.path.dirname(made)
+                sync_directory(made)
     except OSError as error:
-        raise _unwritable(path, error.errno) from error
+        raise _cannot_make(path, error) from error
 
 
 def sync_directory(path: str) -> None:
@@ -56,6 +61,13 @@ def free_bytes(path: str) -> int:
     """What an ordinary user may still write to the file system of ``path``, which need not exist yet."""
     status = os.statvfs(_nearest_existing(path))
     return status.f_bavail * status.f_frsize
+
+
+def free_bytes_beside(file: str) -> int:
+    """`free_bytes` for the message of an error: 0 if the file system does not even say that."""
+    with suppress(OSError):
+        return free_bytes(os.path.dirname(file))
+    return 0
 
 
 def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
@@ -121,10 +133,16 @@ def _try_to_make(path: str, nearest: str) -> None:
     try:
         os.makedirs(made, mode=0o700)
     except OSError as error:
-        raise _unwritable(path, error.errno) from error
+        raise _cannot_make(path, error) from error
     while made != nearest:
         os.rmdir(made)
         made = os.path.dirname(made)
+
+
+def _cannot_make(path: str, error: OSError) -> Exception:
+    if error.errno in NO_ROOM:
+        return CapacityError([Shortfall(path, SECTOR_BYTES, free_bytes(path), "free space (or quota)")])
+    return _unwritable(path, error.errno)
 
 
 def _unwritable(path: str, code: int | None) -> StorageError:

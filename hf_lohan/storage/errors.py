@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+"""What the system calls a full disk, or a quota that is used up."""
 
 
 def format_bytes(num_bytes: int) -> str:
@@ -31,6 +35,14 @@ class StorageError(OSError):
 
     def __str__(self) -> str:
         return self.message
+
+
+class CorruptionError(StorageError):
+    """Bytes came back other than they were written. Names block, record, path and offset."""
+
+
+class TornStoreError(ValueError):
+    """The store holds no whole step: it was being written in place when its run ended."""
 
 
 class StoreInUseError(RuntimeError):

@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from hf_lohan.storage.buffers import SECTOR_BYTES
-from hf_lohan.storage.errors import StorageError
+from hf_lohan.storage.directories import free_bytes_beside
+from hf_lohan.storage.errors import NO_ROOM, StorageError, format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,8 @@ class DataFile:
         self.is_direct = True
         self._backend = backend
         self._fallback_lock = threading.Lock()
+        self._unsynced_bytes = 0
+        self._unsynced_lock = threading.Lock()
         # A fresh file must be new (zeros, our mode), and no link may lead an old one elsewhere.
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
         try:
@@ -97,6 +100,11 @@ class DataFile:
         except OSError as error:
             raise self._failure("cannot open", error) from error
 
+    @property
+    def unsynced_bytes(self) -> int:
+        """Bytes written since the last `sync`."""
+        return self._unsynced_bytes
+
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views``, one after the other, with the bytes from ``offset`` on."""
         self._move("read", self._backend.read, offset, views)
@@ -104,6 +112,7 @@ class DataFile:
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
         """Put the bytes of ``views``, one after the other, at ``offset``."""
         self._move("write", self._backend.write, offset, views)
+        self._count_unsynced(sum(view.nbytes for view in views))
 
     def allocate(self, num_bytes: int) -> None:
         """Give a new file its full size, in zeros; raises with ``errno`` ENOSPC if the disk is too full."""
@@ -113,7 +122,7 @@ class DataFile:
             self._backend.allocate(self._fd, num_bytes)
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
-                raise self._failure("cannot reserve space for", error) from error
+                raise self._failure("cannot reserve space for", error, needed_bytes=num_bytes) from error
             logger.warning(
                 "writing %d zero bytes to %s: its file system cannot preallocate", num_bytes, self.path
             )
@@ -121,10 +130,12 @@ class DataFile:
 
     def sync(self) -> None:
         """Return when all finished writes are on the medium."""
+        covered_bytes = self._unsynced_bytes
         try:
             self._backend.sync(self._fd)
         except OSError as error:
-            raise self._failure("cannot sync", error) from error
+            raise self._failure("cannot sync", error, needed_bytes=covered_bytes) from error
+        self._count_unsynced(-covered_bytes)
 
     def close(self) -> None:
         self._backend.close(self._fd)
@@ -146,7 +157,8 @@ class DataFile:
                 if error.errno == errno.EINVAL and was_direct:
                     self._fall_back(f"its file system refuses an O_DIRECT {verb}")
                     continue
-                raise self._failure(f"cannot {verb}", error, offset + done_bytes) from error
+                rest_bytes = wanted_bytes - done_bytes
+                raise self._failure(f"cannot {verb}", error, offset + done_bytes, needed_bytes=rest_bytes) from error
             if moved_bytes == 0:
                 counts = f"{wanted_bytes} bytes wanted, {done_bytes} {verb}"
                 raise StorageError(
@@ -184,8 +196,17 @@ class DataFile:
         for offset in range(0, num_bytes, _ZEROS_BYTES):
             self.write(offset, [zeros[: num_bytes - offset]])
 
-    def _failure(self, problem: str, error: OSError, offset: int | None = None) -> StorageError:
+    def _count_unsynced(self, num_bytes: int) -> None:
+        with self._unsynced_lock:
+            self._unsynced_bytes += num_bytes
+
+    def _failure(
+        self, problem: str, error: OSError, offset: int | None = None, *, needed_bytes: int = 0
+    ) -> StorageError:
         advice = "check the disk, its free space and the permissions of this path"
+        if error.errno in NO_ROOM:
+            free = format_bytes(free_bytes_beside(self.path))
+            advice = f"it needs {format_bytes(needed_bytes)} and {free} are free; free some space"
         return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
 
 

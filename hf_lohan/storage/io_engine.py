@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal
 
 from hf_lohan.storage.buffers import SECTOR_BYTES
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
 from hf_lohan.storage.request import IoRequest
+
+Complete = Callable[[], object]
 
 _MAX_VIEWS = 512
 """Buffers in one call: half of Linux's IOV_MAX."""
@@ -78,37 +81,45 @@ class IoEngine:
         """Open a data file for this engine; ``create`` makes it and raises if it exists."""
         return DataFile(path, self._backend, create=create)
 
-    def read(self, transfers: Sequence[Transfer]) -> IoRequest:
-        """Start to read; the memory must stay untouched until the request is done."""
-        return self._submit("read", transfers)
+    def read(self, transfers: Sequence[Transfer], complete: Complete | None = None) -> IoRequest:
+        """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`."""
+        return self._submit("read", transfers, complete)
 
-    def write(self, transfers: Sequence[Transfer]) -> IoRequest:
-        """Start to write; the memory must stay unchanged until the request is done."""
-        return self._submit("write", transfers)
+    def write(self, transfers: Sequence[Transfer], complete: Complete | None = None) -> IoRequest:
+        """Start to write; the memory must stay unchanged until the request is done. ``complete``: see `IoRequest`."""
+        return self._submit("write", transfers, complete)
 
     def close(self) -> None:
         """Finish what is in flight and end the threads."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            self._changed.wait_for(lambda: self._inflight_bytes == 0)
         self._threads.shutdown()
 
-    def _submit(self, verb: Literal["read", "write"], transfers: Sequence[Transfer]) -> IoRequest:
+    def _submit(
+        self, verb: Literal["read", "write"], transfers: Sequence[Transfer], complete: Complete | None
+    ) -> IoRequest:
         # A thread that waits here for room would be missing where the room is made.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
-        request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release)
+        request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release, complete)
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self._has_room(request.num_bytes))
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
-        for piece in pieces:
-            try:
+        num_submitted = 0
+        try:
+            for piece in pieces:
                 self._threads.submit(self._run, request, verb, piece)
-            except RuntimeError as error:  # the interpreter is going away and takes no more work
+                num_submitted += 1
+        except BaseException as error:
+            for _ in pieces[num_submitted:]:
                 request.finish_piece(error)
+            if not isinstance(error, RuntimeError):  # an interrupt; else the interpreter goes away and takes no work
+                with suppress(BaseException):  # nobody else can: what is under way uses the caller's memory
+                    request.wait()
+                raise
         return request
 
     def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -34,6 +34,9 @@ class RecordSpec:
     kind: str
     dtype: str
     numel: int
+    versioned_numel: int = -1
+    """So many elements, from the first on, have a second home in a store with two; default: all. The others are
+    frozen weights, which no step writes."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -46,6 +49,13 @@ class RecordSpec:
             )
         if self.numel < 1 or self.numel % RECORD_ALIGN_NUMEL:
             raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {RECORD_ALIGN_NUMEL}s")
+        if self.versioned_numel < 0:
+            object.__setattr__(self, "versioned_numel", self.numel)
+        if self.versioned_numel > self.numel or self.versioned_numel % RECORD_ALIGN_NUMEL:
+            raise ValueError(
+                f"record {self.block!r} has versioned_numel {self.versioned_numel} of {self.numel}: pad it to "
+                f"{RECORD_ALIGN_NUMEL}s"
+            )
 
     @property
     def itemsize(self) -> int:
@@ -130,6 +140,12 @@ class StoreLayout:
             else:
                 merged.append(run._replace(record_byte_offset=run.record_byte_offset - record_start))
         return merged
+
+    def second_home(self) -> StoreLayout:
+        """The layout of the second home of those elements that have one."""
+        versioned = [record for record in self.records if record.versioned_numel]
+        records = tuple(replace(record, numel=record.versioned_numel) for record in versioned)
+        return StoreLayout(records, self.paths, self.stripe_bytes)
 
     def check_capacity(self) -> None:
         """Raise `CapacityError` with the numbers if a path's share exceeds its capacity."""

@@ -5,16 +5,17 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from hf_lohan.storage.directories import sync_directory
+import xxhash
+
+from hf_lohan.storage.durable_file import read_whole, remove_durably, replace_durably
 from hf_lohan.storage.errors import ForeignStoreError, StorageError
 from hf_lohan.storage.layout import StoreLayout, StorePath
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -34,26 +35,40 @@ class Manifest:
     created: str
     model: ModelIdentity
     layout: StoreLayout
+    num_homes: int = 1
     path_index: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "format_version": FORMAT_VERSION,
-            "store_id": self.store_id,
-            "created": self.created,
-            "model": asdict(self.model),
-            "path_index": self.path_index,
-            "layout": self.layout.to_json(),
-        }
+        return sealed(
+            {
+                "format_version": FORMAT_VERSION,
+                "store_id": self.store_id,
+                "created": self.created,
+                "model": asdict(self.model),
+                "num_homes": self.num_homes,
+                "path_index": self.path_index,
+                "layout": self.layout.to_json(),
+            }
+        )
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Manifest:
         """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
+        if fields["xxh3"] != sealed(fields)["xxh3"]:
+            raise ValueError("its checksum is wrong")
         layout = StoreLayout.from_json(fields["layout"])
         if fields["path_index"] not in range(len(layout.paths)):
             raise ValueError(f"path_index {fields['path_index']!r} is out of range")
+        if fields["num_homes"] not in (1, 2):
+            raise ValueError(f"num_homes {fields['num_homes']!r} is neither 1 nor 2")
         model = ModelIdentity(**fields["model"])
-        return cls(str(fields["store_id"]), str(fields["created"]), model, layout, int(fields["path_index"]))
+        store_id, created = str(fields["store_id"]), str(fields["created"])
+        return cls(store_id, created, model, layout, int(fields["num_homes"]), int(fields["path_index"]))
+
+    @property
+    def home_layouts(self) -> tuple[StoreLayout, ...]:
+        """The layout of each home's files."""
+        return home_layouts(self.layout, self.num_homes)
 
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
         """Raise `ForeignStoreError` unless the store is ``model``'s."""
@@ -65,6 +80,17 @@ class Manifest:
             )
 
 
+def sealed(fields: dict[str, Any]) -> dict[str, Any]:
+    """A manifest's fields with the checksum of all of them but itself."""
+    content = {name: value for name, value in fields.items() if name != "xxh3"}
+    return content | {"xxh3": xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())}
+
+
+def home_layouts(layout: StoreLayout, num_homes: int) -> tuple[StoreLayout, ...]:
+    """The layouts of the files of one home or two."""
+    return (layout,) if num_homes == 1 else (layout, layout.second_home())
+
+
 def read_manifest(directory: str) -> Manifest | None:
     """The manifest in a directory, None if there is none.
 
@@ -72,10 +98,9 @@ def read_manifest(directory: str) -> Manifest | None:
     """
     file = os.path.join(directory, MANIFEST_NAME)
     try:
-        with open(file, encoding="utf-8") as stream:
-            fields = json.load(stream)
+        fields = json.loads(read_whole(file))
         version = int(fields["format_version"])
-        if version <= FORMAT_VERSION:
+        if version == FORMAT_VERSION:
             return Manifest.from_json(fields)
     except FileNotFoundError:
         return None
@@ -87,24 +112,24 @@ def read_manifest(directory: str) -> Manifest | None:
             f"{file} is damaged or not a store's manifest ({error}): "
             f"choose another directory or delete this one"
         ) from error
+    advice = "upgrade hf_lohan" if version > FORMAT_VERSION else "delete the store (checkpoints still resume)"
     raise ForeignStoreError(
-        f"{file} has format version {version}, this hf_lohan knows up to {FORMAT_VERSION}: "
-        f"upgrade hf_lohan or choose another directory"
+        f"{file} has format version {version}, this hf_lohan knows {FORMAT_VERSION}: {advice} or choose another "
+        "directory"
     )
 
 
 def write_manifests(manifest: Manifest, directories: Sequence[str]) -> None:
     """Put the manifest into every directory: whole or not at all, and there to stay."""
     for path_index, directory in enumerate(directories):
-        _write_durably(replace(manifest, path_index=path_index), os.path.join(directory, MANIFEST_NAME))
+        content = json.dumps(replace(manifest, path_index=path_index).to_json(), indent=1)
+        replace_durably(os.path.join(directory, MANIFEST_NAME), content.encode())
 
 
 def remove_manifests(directories: Sequence[str]) -> None:
-    """From here on none of the directories holds a store."""
-    for directory in directories:
-        with suppress(FileNotFoundError):
-            os.unlink(os.path.join(directory, MANIFEST_NAME))
-            sync_directory(directory)
+    """From here on none of the directories holds a store. The first one's goes last. Raises `StorageError`."""
+    for directory in reversed(directories):
+        remove_durably(os.path.join(directory, MANIFEST_NAME))
 
 
 def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...]]:
@@ -132,20 +157,3 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
             f"give each of them once"
         )
     return first, tuple(by_index[index] for index in sorted(by_index))
-
-
-def _write_durably(manifest: Manifest, file: str) -> None:
-    fresh = f"{file}.new"
-    try:
-        with suppress(FileNotFoundError):
-            os.unlink(fresh)
-        fd = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        with open(fd, "w", encoding="utf-8") as stream:
-            json.dump(manifest.to_json(), stream, indent=1)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(fresh, file)
-        sync_directory(os.path.dirname(file))
-    except OSError as error:
-        advice = "free space or choose another directory"
-        raise StorageError("cannot write", path=file, errno=error.errno, advice=advice) from error

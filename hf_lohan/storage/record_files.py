@@ -1,42 +1,40 @@
-"""Records as tensors see them: read and written by (block, kind), wherever the layout puts their bytes."""
+"""Records as tensors see them: read and written by (block, kind), whichever home and path holds their bytes."""
 
 from __future__ import annotations
 
-import errno
-import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from threading import Lock
 from types import TracebackType
 
+import numpy as np
 from torch import Tensor
 
-from hf_lohan.storage.buffers import SECTOR_BYTES, byte_tensor, sector_view
-from hf_lohan.storage.directories import free_bytes, sync_directory
-from hf_lohan.storage.errors import CapacityError, Shortfall, StorageError
-from hf_lohan.storage.files import DataFile
-from hf_lohan.storage.io_engine import IoEngine, Transfer
-from hf_lohan.storage.layout import RecordSpec, StoreLayout
+from hf_lohan.storage.buffers import byte_tensor, sector_view
+from hf_lohan.storage.errors import CorruptionError, StorageError
+from hf_lohan.storage.granules import GRANULE_NUMEL, Checksums, checksums, granules_of
+from hf_lohan.storage.home_files import HomeFiles
+from hf_lohan.storage.io_engine import IoEngine
+from hf_lohan.storage.layout import Extent, RecordSpec, StoreLayout
 from hf_lohan.storage.request import IoRequest
-from hf_lohan.storage.unaligned import MoveSectors, read_range, write_range
-
-Submit = Callable[[Sequence[Transfer]], IoRequest]
+from hf_lohan.storage.unaligned import Units, read_range, write_range
+from hf_lohan.storage.versions import Home, Homes, Versions
 
 
 class RecordFiles:
-    """One preallocated file per path, and the records that lie across them.
+    """Records in one or two homes, with a checksum for each granule: taken when it is written, checked when it is read.
 
-    Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole sectors in
-    memory and file, at aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer.
+    Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or the
+    record's end) at sector-aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer. Two
+    requests that touch the same granule, one of them a write, must not be under way together.
     """
 
-    def __init__(
-        self, layout: StoreLayout, files: Sequence[DataFile], engine: IoEngine, *, is_scratch: bool = False
-    ) -> None:
-        self.layout = layout
-        self.closed = False
-        self._is_scratch = is_scratch
-        self._files = tuple(files)
+    def __init__(self, homes: Sequence[HomeFiles], versions: Versions, engine: IoEngine) -> None:
+        self.versions = versions
+        self.layout = homes[0].layout
+        self.before_write: Callable[[bool], None] | None = None
+        """Called before each write is started, with whether it overwrites what is committed with something else."""
+        self._homes = tuple(homes)
         self._engine = engine
         self._requests: set[IoRequest] = set()
         self._requests_lock = Lock()
@@ -50,119 +48,156 @@ class RecordFiles:
         engine: IoEngine,
         *,
         is_scratch: bool = False,
+        granule_numel: int = GRANULE_NUMEL,
     ) -> RecordFiles:
-        """New files full of zeros in place of any old ones; ``is_scratch`` deletes them on `close`.
-
-        Raises `CapacityError` or `StorageError`, and then leaves none of them behind.
-        """
-        paths = [os.path.join(directory, name) for directory in directories]
-        # All go before the first is made: they may share a file system and need each other's room.
-        _unlink(paths)
-        files: list[DataFile] = []
-        try:
-            for directory, path, num_bytes in zip(directories, paths, layout.file_bytes, strict=True):
-                available_bytes = free_bytes(directory)
-                files.append(engine.open_file(path, create=True))
-                _allocate(files[-1], num_bytes, available_bytes)
-                files[-1].sync()
-                sync_directory(directory)
-        except BaseException:
-            cls(layout, files, engine).remove()
-            raise
-        return cls(layout, files, engine, is_scratch=is_scratch)
-
-    @classmethod
-    def open(
-        cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine
-    ) -> RecordFiles:
-        """The files that are there; raises `StorageError` if one is missing or not of its exact size."""
-        files: list[DataFile] = []
-        try:
-            for directory, num_bytes in zip(directories, layout.file_bytes, strict=True):
-                files.append(engine.open_file(os.path.join(directory, name)))
-                found_bytes = os.stat(files[-1].path).st_size
-                if found_bytes != num_bytes:
-                    raise StorageError(
-                        f"found {found_bytes} bytes instead of {num_bytes} in",
-                        path=files[-1].path,
-                        advice="the store is damaged; delete it and create it again",
-                    )
-        except BaseException:
-            for file in files:
-                file.close()
-            raise
-        return cls(layout, files, engine)
+        """New files, of one home, in place of any old ones. See `HomeFiles.create`."""
+        home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
+        return cls([home], Versions(layout.records, num_homes=1, granule_numel=granule_numel), engine)
 
     @property
     def records(self) -> tuple[RecordSpec, ...]:
         return self.layout.records
 
     @property
+    def closed(self) -> bool:
+        return self._homes[0].closed
+
+    @property
     def size_bytes(self) -> int:
         """Exact size of all its files together."""
-        return self.layout.total_bytes
+        return sum(home.size_bytes for home in self._homes)
+
+    @property
+    def home_layouts(self) -> tuple[StoreLayout, ...]:
+        """Where its bytes lie on each path, by home."""
+        return tuple(home.layout for home in self._homes)
 
     def has(self, block: str, kind: str) -> bool:
         return self.layout.has(block, kind)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
-        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on."""
-        start = self._start_byte(block, kind, start_numel, out)
-        return self._move(self._engine.read, block, kind, start, out)
+        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on.
+
+        The request fails with `CorruptionError` if they are not what was written.
+        """
+        first, stop = self._granules(block, kind, start_numel, out)
+        view = sector_view(out)
+        homes, expected = self.versions.live(block, kind, first, stop)
+        granule_bytes = self.versions.granule_numel * out.element_size()
+        transfers = []
+        for run in homes:
+            start_byte = (run.first - first) * granule_bytes
+            part = view[start_byte : (run.stop - first) * granule_bytes]
+            if run.home is Home.NOWHERE:
+                byte_tensor(out)[start_byte : start_byte + part.nbytes].zero_()
+            else:
+                transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
+
+        def verify() -> None:
+            for run in homes:
+                if run.home is not Home.NOWHERE:
+                    part = view[(run.first - first) * granule_bytes : (run.stop - first) * granule_bytes]
+                    is_wrong = checksums(part, granule_bytes) != expected[run.first - first : run.stop - first]
+                    if is_wrong.any():
+                        raise self._corruption(block, kind, run.home, run.first + int(np.argmax(is_wrong)))
+
+        return self._track(self._engine.read(transfers, verify))
 
     def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
-        """Start to put ``source`` [numel] at the record's elements from ``start_numel`` on."""
-        start = self._start_byte(block, kind, start_numel, source)
-        return self._move(self._engine.write, block, kind, start, source)
+        """Start to put ``source`` [numel] at the record's elements from ``start_numel`` on.
+
+        If the request fails, these elements must be written again, or dropped, before a commit.
+        """
+        first, stop = self._granules(block, kind, start_numel, source)
+        view = sector_view(source)
+        granule_bytes = self.versions.granule_numel * source.element_size()
+        self._announce_write(block, kind, first, stop, view, granule_bytes)
+        targets = self.versions.begin_write(block, kind, first, stop) if first < stop else []
+        transfers = []
+        for run in targets:
+            part = view[(run.first - first) * granule_bytes : (run.stop - first) * granule_bytes]
+            transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
+
+        def note() -> None:
+            self.versions.end_write(block, kind, first, targets, checksums(view, granule_bytes))
+
+        return self._track(self._engine.write(transfers, note))
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done.
 
-        ``bounce`` is an aligned uint8 buffer of at least two sectors that nobody else uses meanwhile.
+        ``bounce`` is an aligned uint8 buffer of at least one granule that nobody else uses meanwhile.
         """
         start = self._start_byte(block, kind, start_numel, out)
-        read, _ = self._sector_movers(block, kind)
-        read_range(start, byte_tensor(out), bounce, read)
+        read_range(start, byte_tensor(out), bounce, self._units(block, kind), self._mover(self.read, block, kind, out))
 
-    def write_unaligned(
-        self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor
-    ) -> None:
+    def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
         """Write ``source`` [numel] from any address to any element, through ``bounce``; return when done.
 
-        Sectors that are only partly covered are read, changed and written, so nothing else may write to them.
+        Granules that are only partly covered are read, changed and written, so nothing else may write to them.
         """
         start = self._start_byte(block, kind, start_numel, source)
-        read, write = self._sector_movers(block, kind)
-        write_range(start, byte_tensor(source), bounce, read, write)
+        read, write = (self._mover(move, block, kind, source) for move in (self.read, self.write))
+        write_range(start, byte_tensor(source), bounce, self._units(block, kind), read, write)
+
+    def committed_extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
+        """Files and places of a whole record as last committed; None if some of it is changed or was never written."""
+        record = self.layout.record(block, kind)
+        num_granules = granules_of(record.numel, self.versions.granule_numel)
+        if not self.versions.is_committed(block, kind, 0, num_granules):
+            return None
+        found: list[tuple[str, Extent]] = []
+        granule_bytes = self.versions.granule_numel * record.itemsize
+        for run in self.versions.live(block, kind, 0, num_granules)[0]:
+            start, stop = run.first * granule_bytes, min(run.stop * granule_bytes, record.num_bytes)
+            found += self._homes[run.home].extents(block, kind, start, stop - start)
+        return found
+
+    def draft(self) -> tuple[Homes, Checksums]:
+        """Make all that was written durable; returns its versions, for `Versions.commit`.
+
+        Raises as `sync`, and `StorageError` where a write failed and was not repeated.
+        """
+        self.sync()
+        if found := self.versions.first_in_flux():
+            block, kind, granule = found
+            path, offset = self._place(block, kind, Home.FIRST, granule)
+            raise StorageError(
+                f"{kind} of {block} was not written whole, from element {granule * self.versions.granule_numel} on, to",
+                path=path,
+                offset=offset,
+                advice="write it again before you commit, or resume from a checkpoint",
+            )
+        return self.versions.draft()
 
     def sync(self) -> None:
         """Return when every write started before is on the medium.
 
-        Raises the error of one under way that fails; one that failed before told whoever waits for it.
+        Raises `CapacityError` or `StorageError`, also that of a request under way that fails; one that failed before
+        told whoever waits for it.
         """
         for request in self._unfinished():
             request.wait()
-        for file in self._files:
-            file.sync()
+        for home in self._homes:
+            home.sync()
+
+    def settle(self) -> None:
+        """Return when no request is under way any more. Errors are for whoever waits for it."""
+        for request in self._unfinished():
+            with suppress(Exception):
+                request.wait()
 
     def close(self) -> None:
         """Close the files once no request touches them, and delete scratch files; then do nothing."""
-        if self.closed:
-            return
-        self.closed = True
-        for request in self._unfinished():
-            # Its error is for whoever waits for it. The descriptor must outlive it in any case.
-            with suppress(Exception):
-                request.wait()
-        for file in self._files:
-            file.close()
-        if self._is_scratch:
-            self.remove()
+        self.settle()
+        for home in self._homes:
+            home.close()
 
     def remove(self) -> None:
         """Close and delete the files."""
         self.close()
-        _unlink(file.path for file in self._files)
+        for home in self._homes:
+            home.remove()
 
     def __enter__(self) -> RecordFiles:
         return self
@@ -172,40 +207,72 @@ class RecordFiles:
     ) -> None:
         self.close()
 
+    def _granules(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> tuple[int, int]:
+        self._start_byte(block, kind, start_numel, tensor)
+        granule_numel = self.versions.granule_numel
+        stop_numel = start_numel + tensor.numel()
+        if start_numel == stop_numel:
+            return 0, 0
+        assert start_numel % granule_numel == 0, f"element {start_numel} of {kind} of {block} begins no granule"
+        is_end = stop_numel == self.layout.record(block, kind).numel
+        assert is_end or stop_numel % granule_numel == 0, f"element {stop_numel} of {kind} of {block} ends no granule"
+        return start_numel // granule_numel, granules_of(stop_numel, granule_numel)
+
     def _start_byte(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> int:
+        assert not self.closed, "the files are closed"
         record = self.layout.record(block, kind)
         dtype = str(tensor.dtype).removeprefix("torch.")
         assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, the tensor {dtype}"
         assert 0 <= start_numel <= start_numel + tensor.numel() <= record.numel, "the range leaves its record"
         return start_numel * record.itemsize
 
-    def _move(self, submit: Submit, block: str, kind: str, start: int, tensor: Tensor) -> IoRequest:
-        """One request for the sectors of a record from byte ``start`` on, one transfer per path."""
-        assert not self.closed, "the record files are closed"
-        assert start % SECTOR_BYTES == 0, f"byte {start} of {kind} of {block} is not the start of a sector"
-        view = sector_view(tensor)
-        # A range of a record is one run in each path's file, however many rows it spans.
-        first_offset: dict[int, int] = {}
-        views: dict[int, list[memoryview]] = {}
-        extents = self.layout.byte_extents(block, kind, start, view.nbytes)
-        for path, file_offset, byte_offset, num_bytes in extents:
-            first_offset.setdefault(path, file_offset)
-            views.setdefault(path, []).append(view[byte_offset - start : byte_offset - start + num_bytes])
-        request = submit(
-            [Transfer(self._files[path], first_offset[path], tuple(views[path])) for path in views]
+    def _units(self, block: str, kind: str) -> Units:
+        record = self.layout.record(block, kind)
+        return Units(self.versions.granule_numel * record.itemsize, record.num_bytes)
+
+    def _mover(
+        self, move: Callable[[str, str, int, Tensor], IoRequest], block: str, kind: str, like: Tensor
+    ) -> Callable[[int, Tensor], None]:
+        """``move`` for bytes, that waits."""
+
+        def moved(start_byte: int, staged: Tensor) -> None:
+            move(block, kind, start_byte // like.element_size(), staged.view(like.dtype)).wait()
+
+        return moved
+
+    def _announce_write(
+        self, block: str, kind: str, first: int, stop: int, view: memoryview, granule_bytes: int
+    ) -> None:
+        """Tell `before_write`. What overwrites committed bytes with the same ones, as loading frozen weights again
+        does, harms no commit."""
+        tears = self.versions.overwrites(block, kind, first, stop) and self.versions.tears(
+            block, kind, first, checksums(view, granule_bytes)
         )
+        if self.before_write is not None:
+            self.before_write(tears)
+        if tears:
+            self.versions.mark_torn()
+
+    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
+        """Path and offset of the first byte of a granule."""
+        itemsize = self.layout.record(block, kind).itemsize
+        return self._homes[home].place(block, kind, granule * self.versions.granule_numel * itemsize)
+
+    def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
+        path, offset = self._place(block, kind, home, granule)
+        return CorruptionError(
+            f"{kind} of {block} is damaged: the checksum of its elements from "
+            f"{granule * self.versions.granule_numel} on is not that of what was written to",
+            path=path,
+            offset=offset,
+            advice="check the drive and the memory; resume from a checkpoint",
+        )
+
+    def _track(self, request: IoRequest) -> IoRequest:
         with self._requests_lock:
             self._requests.add(request)
         request.add_done_callback(self._forget)
         return request
-
-    def _sector_movers(self, block: str, kind: str) -> tuple[MoveSectors, MoveSectors]:
-        """Synchronous read and write of a record's sectors."""
-
-        def mover(submit: Submit) -> MoveSectors:
-            return lambda start, sectors: self._move(submit, block, kind, start, sectors).wait()
-
-        return mover(self._engine.read), mover(self._engine.write)
 
     def _unfinished(self) -> list[IoRequest]:
         with self._requests_lock:
@@ -214,20 +281,3 @@ class RecordFiles:
     def _forget(self, request: IoRequest) -> None:
         with self._requests_lock:
             self._requests.discard(request)
-
-
-def _allocate(file: DataFile, num_bytes: int, available_bytes: int) -> None:
-    """Free space was checked before, but others write to the disk too: a full one is a `CapacityError`."""
-    try:
-        file.allocate(num_bytes)
-    except StorageError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        shortfall = Shortfall(file.path, num_bytes, available_bytes, "free space (or quota)")
-        raise CapacityError([shortfall]) from error
-
-
-def _unlink(paths: Iterable[str]) -> None:
-    for path in paths:
-        with suppress(FileNotFoundError):
-            os.unlink(path)

@@ -12,10 +12,19 @@ logger = logging.getLogger(__name__)
 class IoRequest:
     """One read or write of ``num_bytes``, moved in pieces by the threads of an `IoEngine`."""
 
-    def __init__(self, num_bytes: int, num_pieces: int, release: Callable[[int], None]) -> None:
+    def __init__(
+        self,
+        num_bytes: int,
+        num_pieces: int,
+        release: Callable[[int], None],
+        complete: Callable[[], object] | None = None,
+    ) -> None:
+        """``complete`` runs when all pieces have been moved, before the request is done; what it raises fails it. A
+        request of no pieces does not run it."""
         self.num_bytes = num_bytes
         self._num_pending = num_pieces
         self._release = release
+        self._complete = complete
         self._error: BaseException | None = None
         self._callbacks: list[Callable[[IoRequest], object]] = []
         self._lock = threading.Lock()
@@ -61,6 +70,11 @@ class IoRequest:
             self._num_pending -= 1
             if self._num_pending:
                 return
+        if self._complete is not None and self._error is None:
+            try:
+                self._complete()
+            except BaseException as caught:  # it belongs to whoever waits
+                self._error = caught
         # Room first: whoever wakes up from `wait` may want it.
         self._release(self.num_bytes)
         with self._lock:

@@ -2,59 +2,47 @@
 
 from __future__ import annotations
 
-import logging
 import re
-import uuid
-from collections.abc import Sequence
-from contextlib import ExitStack
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from types import TracebackType
+from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_lohan.storage.directories import check_free_space, resolve_capacities, validate_directories
-from hf_lohan.storage.errors import ForeignStoreError
+from hf_lohan.storage.commit import Commit
+from hf_lohan.storage.commit_sequence import CommitSequence
+from hf_lohan.storage.errors import TornStoreError
 from hf_lohan.storage.io_engine import IoEngine
-from hf_lohan.storage.layout import DEFAULT_STRIPE_BYTES, RecordSpec, StoreLayout, StorePath, check_capacities
-from hf_lohan.storage.lock import LOCK_NAME, DirectoryLock
-from hf_lohan.storage.manifest import (
-    MANIFEST_NAME,
-    Manifest,
-    ModelIdentity,
-    assemble,
-    read_manifest,
-    remove_manifests,
-    write_manifests,
+from hf_lohan.storage.layout import DEFAULT_STRIPE_BYTES, Extent, RecordSpec, StoreLayout, StorePath
+from hf_lohan.storage.manifest import ModelIdentity
+from hf_lohan.storage.opening import (
+    Durability,
+    OpenParts,
+    create_parts,
+    durability_of,
+    open_or_create_parts,
+    open_parts,
 )
 from hf_lohan.storage.record_files import RecordFiles
 from hf_lohan.storage.request import IoRequest
-
-logger = logging.getLogger(__name__)
-
-RECORDS_NAME = "records.bin"
-SCRATCH_NAME = "gradients"
+from hf_lohan.storage.store_files import HOME_NAMES, SCRATCH_NAME, check_room, scratch_file_name
 
 
 class Store:
-    """Preallocated records under a lock, until `close`; make one with `create` or `open`.
+    """Preallocated records under a lock, until `close`; make one with `create`, `open` or `open_or_create`.
 
-    A run that was killed leaves a store that opens again: the kernel takes the lock back.
+    With two homes, what is written is a draft until `commit`: a run that is killed leaves its last commit. With one
+    home records are changed in place: once a committed one is, and until the next commit, the store is torn.
     """
 
-    def __init__(
-        self,
-        manifest: Manifest,
-        paths: Sequence[StorePath],
-        files: RecordFiles,
-        engine: IoEngine,
-        held: ExitStack,
-    ) -> None:
-        self._manifest = manifest
-        self._paths = tuple(paths)
-        self._files = files
-        self._engine = engine
-        self._held = held  # closes files, then locks
+    def __init__(self, parts: OpenParts) -> None:
+        self._manifest = parts.manifest
+        self._paths = parts.paths
+        self._files = parts.files
+        self._engine = parts.engine
+        self._held = parts.held
+        self._commits = CommitSequence(parts.manifest.store_id, parts.paths[0].path, parts.committed)
+        self._files.before_write = self._commits.before_write
         self._scratches: dict[str, RecordFiles] = {}
 
     @classmethod
@@ -66,60 +54,55 @@ class Store:
         model: ModelIdentity,
         engine: IoEngine,
         stripe_bytes: int = DEFAULT_STRIPE_BYTES,
+        num_homes: int = 1,
     ) -> Store:
         """A new store of zeros over ``paths``; one of the same model that is there is replaced.
 
         Raises before anything is written: ValueError and `StorageError` for unusable paths, `CapacityError`,
         `ForeignStoreError`, `StoreInUseError`. If it fails later, no records are left behind.
         """
-        validate_directories(paths)
-        ours = (RECORDS_NAME, _file_name(SCRATCH_NAME))
-        resolved = resolve_capacities(paths, ours)
-        layout = StoreLayout(tuple(records), resolved, stripe_bytes)
-        layout.check_capacity()
-        check_free_space(resolved, layout.file_bytes, ours)
-        directories = [path.path for path in resolved]
-        _refuse_foreign(directories, model)
-        with ExitStack() as held:
-            _lock(directories, held)
-            _refuse_foreign(directories, model)  # again: now nobody else can change it
-            if any((Path(directory) / MANIFEST_NAME).exists() for directory in directories):
-                logger.warning("replacing the store of the same model in %s", ", ".join(directories))
-            remove_manifests(directories)
-            _remove_stale_scratch(directories)
-            files = RecordFiles.create(layout, directories, RECORDS_NAME, engine)
-            created = datetime.now(UTC).isoformat(timespec="seconds")
-            manifest = Manifest(uuid.uuid4().hex, created, model, layout)
-            try:
-                write_manifests(manifest, directories)
-            except BaseException:
-                files.remove()
-                remove_manifests(directories)
-                raise
-            held.callback(files.close)
-            return cls(manifest, resolved, files, engine, held.pop_all())
+        return cls(
+            create_parts(paths, records, model=model, engine=engine, stripe_bytes=stripe_bytes, num_homes=num_homes)
+        )
 
     @classmethod
-    def open(cls, paths: Sequence[StorePath], *, model: ModelIdentity | None, engine: IoEngine) -> Store:
+    def open(
+        cls,
+        paths: Sequence[StorePath],
+        *,
+        model: ModelIdentity | None,
+        engine: IoEngine,
+        allow_torn: bool = False,
+    ) -> Store:
         """The store in ``paths``, given in any order; ``model=None`` takes any model's.
 
         Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError`
-        if it is larger than a given capacity, `ForeignStoreError`, `StoreInUseError`.
+        if it is larger than a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
+        ``allow_torn`` (for whoever writes everything anew).
         """
-        validate_directories(paths)
-        assemble(paths)  # before the lock, which would leave a file where no store is
-        with ExitStack() as held:
-            _lock([path.path for path in paths], held)
-            manifest, ordered = assemble(paths)
-            directories = [path.path for path in ordered]
-            if model is not None:
-                manifest.refuse_other(model, directories[0])
-            check_capacities(ordered, manifest.layout.file_bytes)
-            _remove_stale_scratch(directories)
-            files = RecordFiles.open(manifest.layout, directories, RECORDS_NAME, engine)
-            held.callback(files.close)
-            resolved = resolve_capacities(ordered, [RECORDS_NAME])
-            return cls(manifest, resolved, files, engine, held.pop_all())
+        return cls(open_parts(paths, model=model, engine=engine, allow_torn=allow_torn))
+
+    @classmethod
+    def open_or_create(
+        cls,
+        paths: Sequence[StorePath],
+        records: Sequence[RecordSpec],
+        *,
+        model: ModelIdentity,
+        engine: IoEngine,
+        durability: Durability = "auto",
+        scratch: Sequence[RecordSpec] = (),
+    ) -> Store:
+        """The model's store in ``paths``, with what is committed in it; where there is none, a new one.
+
+        ``durability`` "step" asks for two homes, "checkpoint" for one; "auto" is "step" if both fit beside ``scratch``.
+        Raises as `create` and `open`, and `ForeignStoreError` if the store there has other homes than asked for.
+        """
+        return cls(
+            open_or_create_parts(
+                paths, records, model=model, engine=engine, durability=durability, scratch=scratch
+            )
+        )
 
     @property
     def records(self) -> tuple[RecordSpec, ...]:
@@ -140,15 +123,39 @@ class Store:
         """Exact size of all its data files, open scratch files included."""
         return sum(files.size_bytes for files in (self._files, *self._open_scratches().values()))
 
+    @property
+    def num_homes(self) -> int:
+        return self._manifest.num_homes
+
+    @property
+    def durability(self) -> Literal["step", "checkpoint"]:
+        """"step" with two homes, "checkpoint" with one."""
+        return durability_of(self.num_homes)
+
+    @property
+    def committed(self) -> Commit | None:
+        """What the last commit wrote down; None before the first."""
+        return self._commits.last
+
+    @property
+    def log(self) -> bytes:
+        """The lines that were appended to the log up to the last commit. Raises `StorageError` if they are lost."""
+        return self._commits.log
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anything was written since the last commit."""
+        return self._files.versions.has_drafts
+
     def has(self, block: str, kind: str) -> bool:
         return self._files.has(block, kind)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
-        """See `RecordFiles.read`."""
+        """See `RecordFiles.read`. Drafts are read where there are some."""
         return self._files.read(block, kind, start_numel, out)
 
     def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
-        """See `RecordFiles.write`."""
+        """See `RecordFiles.write`. A draft, until `commit`."""
         return self._files.write(block, kind, start_numel, source)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
@@ -161,6 +168,45 @@ class Store:
         """See `RecordFiles.write_unaligned`."""
         self._files.write_unaligned(block, kind, start_numel, source, bounce)
 
+    def committed_extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
+        """See `RecordFiles.committed_extents`."""
+        return self._files.committed_extents(block, kind)
+
+    def begin_anew(self) -> None:
+        """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
+        committed record that has one home is overwritten."""
+        self._files.settle()
+        self._files.versions.begin_anew()
+
+    def commit(
+        self,
+        facts: Mapping[str, Any] | None = None,
+        journal: Mapping[str, bytes] | None = None,
+        log_lines: bytes = b"",
+        *,
+        keep_log: bool = True,
+    ) -> None:
+        """Make all that was written count: it is durable, and current, when this returns.
+
+        ``facts`` (JSON's types) and ``journal`` (small files by name) are found again in `committed`; ``log_lines``
+        follow the log (``keep_log=False`` begins it anew). The caller sees to it that no write is under way. Raises
+        `CapacityError` or `StorageError`; what was committed before is then still so, and `commit` may be tried again.
+        """
+        home, checksum = self._files.draft()
+        self._commits.follow(home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log)
+        self._files.versions.commit(home, checksum)
+
+    def drop(self) -> None:
+        """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
+        was written over what is committed."""
+        self._files.settle()
+        if self._files.versions.is_torn:
+            raise TornStoreError(
+                f"the last commit of the store in {self._paths[0].path} is gone: records that are kept in one version "
+                "have been overwritten since; resume from a checkpoint, or use durability='step'"
+            )
+        self._files.versions.drop()
+
     def sync(self) -> None:
         """See `RecordFiles.sync`."""
         self._files.sync()
@@ -172,15 +218,12 @@ class Store:
         the store's own.
         """
         scratches = self._open_scratches()
-        file_name = _file_name(name)
-        if file_name == RECORDS_NAME or name in scratches or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
+        if name in scratches or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word: choose another")
+        file_name = scratch_file_name(name)
         layout = StoreLayout(tuple(records), self._paths, self._manifest.layout.stripe_bytes)
-        parts = [self._files.layout, *(files.layout for files in scratches.values()), layout]
-        needed_bytes = [sum(shares) for shares in zip(*(part.file_bytes for part in parts), strict=True)]
-        check_capacities(self._paths, needed_bytes)
-        ours = [RECORDS_NAME, file_name, *map(_file_name, scratches)]
-        check_free_space(self._paths, needed_bytes, ours)
+        parts = [*self._files.home_layouts, *(files.layout for files in scratches.values()), layout]
+        check_room(self._paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
         directories = [path.path for path in self._paths]
         files = RecordFiles.create(layout, directories, file_name, self._engine, is_scratch=True)
         self._scratches = scratches | {name: files}
@@ -202,33 +245,3 @@ class Store:
 
     def _open_scratches(self) -> dict[str, RecordFiles]:
         return {name: files for name, files in self._scratches.items() if not files.closed}
-
-
-def _file_name(name: str) -> str:
-    return f"{name}.bin"
-
-
-def _lock(directories: Sequence[str], held: ExitStack) -> None:
-    for directory in directories:
-        held.callback(DirectoryLock(directory).close)
-
-
-def _remove_stale_scratch(directories: Sequence[str]) -> None:
-    """What a killed run could not delete. Only called where the lock and the model are ours."""
-    for directory in directories:
-        (Path(directory) / _file_name(SCRATCH_NAME)).unlink(missing_ok=True)
-
-
-def _refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:
-    """Raise `ForeignStoreError` where something else lives that a new store would destroy."""
-    for directory in directories:
-        if manifest := read_manifest(directory):
-            manifest.refuse_other(model, directory)
-            continue
-        ours = (Path(directory) / LOCK_NAME).exists()  # a store whose creation was cut short
-        names = (RECORDS_NAME, _file_name(SCRATCH_NAME))
-        stray = [name for name in names if (Path(directory) / name).exists()]
-        if stray and not ours:
-            raise ForeignStoreError(
-                f"{directory} holds {stray[0]} but no store: choose another directory or move that file away"
-            )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import mmap
 import os
 import threading
 import time
@@ -122,6 +123,75 @@ class ShortBackend(CountingBackend):
 
     def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
         return super().write(fd, offset, _first(views, self.max_bytes)) if self.max_bytes else 0
+
+
+class OneShortBackend(CountingBackend):
+    """The ``short_on``-th ``call`` ("read" or "write"), counted from 1, moves only ``num_bytes``."""
+
+    def __init__(self, call: str, short_on: int, num_bytes: int) -> None:
+        super().__init__()
+        self.call = call
+        self.short_on = short_on
+        self.num_bytes = num_bytes
+        self.was_short = False
+        self._numbers: Counter[str] = Counter()
+
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        return super().read(fd, offset, self._cut("read", views))
+
+    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        return super().write(fd, offset, self._cut("write", views))
+
+    def _cut(self, call: str, views: Sequence[memoryview]) -> Sequence[memoryview]:
+        with self._lock:
+            self._numbers[call] += 1
+            if call != self.call or self._numbers[call] != self.short_on:
+                return views
+        self.was_short = sum(view.nbytes for view in views) > self.num_bytes
+        return _first(views, self.num_bytes)
+
+
+class FlippingBackend(CountingBackend):
+    """Flips one ``bit`` of what the ``flip_on``-th ``call`` ("read" or "write") moves, counted from 1.
+
+    Of a write it changes only what reaches the file, not the caller's memory.
+    """
+
+    def __init__(self, call: str, flip_on: int, bit: int) -> None:
+        super().__init__()
+        self.call = call
+        self.flip_on = flip_on
+        self.bit = bit
+        self._numbers: Counter[str] = Counter()
+
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        moved_bytes = super().read(fd, offset, views)
+        if self._is_meant("read"):
+            self._flip(views)
+        return moved_bytes
+
+    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        if self._is_meant("write"):
+            with mmap.mmap(-1, sum(view.nbytes for view in views)) as copied:  # mapped, so aligned
+                copied.write(b"".join(views))
+                with memoryview(copied) as view:
+                    self._flip([view])
+                    return super().write(fd, offset, [view])
+        return super().write(fd, offset, views)
+
+    def _is_meant(self, call: str) -> bool:
+        with self._lock:
+            self._numbers[call] += 1
+            return call == self.call and self._numbers[call] == self.flip_on
+
+    def _flip(self, views: Sequence[memoryview]) -> None:
+        byte, bit = divmod(self.bit, 8)
+        for view in views:
+            if byte < view.nbytes:
+                view[byte] ^= 1 << bit
+                return
+            byte -= view.nbytes
+        raise AssertionError(f"bit {self.bit} is not in this {self.call}")
 
 
 class NoDirectBackend(CountingBackend):

@@ -221,6 +221,30 @@ def test_close_finishes_what_is_in_flight(tmp_path: Path) -> None:
     file.close()
 
 
+def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend = GatedBackend()
+    engine = make_engine(backend)
+    file = new_file(engine, tmp_path)
+    submit, num_submitted = engine._threads.submit, 0
+
+    def interrupted(*args):  # type: ignore[no-untyped-def]
+        nonlocal num_submitted
+        num_submitted += 1
+        if num_submitted < 3:
+            return submit(*args)
+        backend.arrived.acquire()
+        threading.Thread(target=backend.gate.set).start()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine._threads, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.write([transfer(file, 0, mapped_empty(65536))])
+    assert engine.inflight_bytes == 0 and engine.write_bytes <= 32768
+    file.close()
+
+
 def test_bad_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
         IoEngine(0, 4096, 4096)

@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from hf_lohan.storage import ForeignStoreError, IoEngine, ModelIdentity, RecordSpec, Store, StorePath
+from hf_lohan.storage import CapacityError, ForeignStoreError, IoEngine, ModelIdentity, RecordSpec, Store, StorePath
+from hf_lohan.storage.manifest import sealed
 
 Records = tuple[RecordSpec, ...]
 
@@ -21,14 +22,15 @@ def manifests(paths: list[StorePath], records: Records, model: ModelIdentity, en
 
 
 def edit(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+    file.write_text(json.dumps(sealed(json.loads(file.read_text()) | changes)))
 
 
 def test_paths_differ_in_their_index_only(manifests: list[Path], records: Records) -> None:
     first, second = (json.loads(file.read_text()) for file in manifests)
     assert (first.pop("path_index"), second.pop("path_index")) == (0, 1)
+    assert first.pop("xxh3") != second.pop("xxh3")
     assert first == second
-    assert first["format_version"] == 1
+    assert (first["format_version"], first["num_homes"]) == (2, 1)
     assert first["model"] == {
         "model_class": "LlamaForCausalLM",
         "num_parameters": 12345,
@@ -37,23 +39,33 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
     assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
 
 
-def test_a_newer_format_is_refused(
-    manifests: list[Path], paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine
+@pytest.mark.parametrize(
+    ("version", "advice"), [(3, "upgrade"), (1, r"delete the store \(checkpoints still resume\)")]
+)
+def test_another_format_is_refused(
+    manifests: list[Path],
+    paths: list[StorePath],
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    version: int,
+    advice: str,
 ) -> None:
-    edit(manifests[1], format_version=2)
+    edit(manifests[1], format_version=version)
     before = manifests[1].read_text()
     attempts: tuple[Callable[[], Store], ...] = (
         lambda: Store.open(paths, model=model, engine=engine),
         lambda: Store.create(paths, records, model=model, engine=engine),
+        lambda: Store.open_or_create(paths, records, model=model, engine=engine),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match="format version 2, this hf_lohan knows up to 1: upgrade"):
+        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 2: {advice}"):
             attempt()
     assert manifests[1].read_text() == before
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"format_version": 1}', "\x00\xff", '{"format_version": "x"}']
+    "text", ["", "[]", "{}", "null", '{"format_version": 2}', "\x00\xff", '{"format_version": "x"}']
 )
 def test_a_damaged_manifest_is_refused(
     manifests: list[Path],
@@ -68,6 +80,15 @@ def test_a_damaged_manifest_is_refused(
         Store.open(paths, model=model, engine=engine)
     with pytest.raises(ForeignStoreError, match="damaged"):
         Store.create(paths, records, model=model, engine=engine)
+
+
+@pytest.mark.parametrize("change", [{"num_homes": 2}, {"store_id": "other"}, {"path_index": 1}])
+def test_a_manifest_that_was_changed_is_refused(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine, change: dict[str, Any]
+) -> None:
+    manifests[0].write_text(json.dumps(json.loads(manifests[0].read_text()) | change))
+    with pytest.raises(ForeignStoreError, match="its checksum is wrong"):
+        Store.open(paths, model=model, engine=engine)
 
 
 def test_an_index_out_of_range_or_given_twice_is_refused(
@@ -105,9 +126,9 @@ def test_a_rewrite_that_fails_keeps_nothing_half_written(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(OSError, match=r"cannot write .*/a/manifest\.json \(No space left on device\)"):
+    with pytest.raises(CapacityError, match=r"/a/manifest\.json needs [\d,]+ bytes .* but its free space .* is [\d,]+"):
         Store.create(paths, records, model=model, engine=engine)
     left = {file.name for path in paths for file in Path(path.path).iterdir()}
-    assert left <= {"lock", "manifest.json.new"}
+    assert left == {"lock"}
     monkeypatch.undo()
     Store.create(paths, records, model=model, engine=engine).close()

@@ -34,6 +34,7 @@ paths = [StorePath(path, 1 << 20) for path in sys.argv[1:]]
 record = RecordSpec("layers.0", "param", "float32", 8192)
 store = Store.create(paths, [record], model=ModelIdentity("Llama", 1, "abc"), engine=IoEngine(1, 4096, 65536))
 store.write("layers.0", "param", 0, mapped_empty(32768).view(torch.float32).fill_(7)).wait()
+store.commit()
 store.scratch([RecordSpec("layers.0", "gradient", "float32", 2048)])
 print("holding", flush=True)
 sys.stdin.read()
@@ -109,7 +110,7 @@ def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_clean(
     two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
     path = StorePath(str(small_disk / "store"))
     with pytest.raises(
-        CapacityError, match=r"records\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"
+        CapacityError, match=r"records-0\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"
     ):
         Store.create([path], two_mib, model=model, engine=engine)
     assert [entry.name for entry in (small_disk / "store").iterdir()] == ["lock"]

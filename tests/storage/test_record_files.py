@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.storage import (
+    CorruptionError,
     IoEngine,
     RecordFiles,
     RecordSpec,
@@ -20,7 +21,13 @@ from hf_lohan.storage import (
     StoreLayout,
     StorePath,
 )
-from hf_lohan.testing.storage_doubles import FaultyBackend, GatedBackend, ShortBackend
+from hf_lohan.testing.storage_doubles import (
+    FaultyBackend,
+    FlippingBackend,
+    GatedBackend,
+    OneShortBackend,
+    ShortBackend,
+)
 
 EngineFactory = Callable[..., IoEngine]
 Values = Callable[[RecordSpec, int], torch.Tensor]
@@ -32,10 +39,10 @@ def new_files(
 ) -> RecordFiles:
     directories = [root / str(i) for i in range(len(capacities))]
     for directory in directories:
-        directory.mkdir()
+        directory.mkdir(parents=True)
     paths = tuple(StorePath(str(d), c) for d, c in zip(directories, capacities, strict=True))
     return RecordFiles.create(
-        StoreLayout(records, paths, 5 * 4096), list(map(str, directories)), "r.bin", engine
+        StoreLayout(records, paths, 5 * 4096), list(map(str, directories)), "r.bin", engine, granule_numel=2048
     )
 
 
@@ -72,12 +79,12 @@ def test_a_write_inside_a_record_touches_nothing_else(
 ) -> None:
     record = records[2]
     with new_files(tmp_path, records, engine) as files:
-        whole, part = random_values(record, 8192), random_values(record, 3072)
+        whole, part = random_values(record, 8192), random_values(record, 4096)
         files.write(record.block, record.kind, 0, whole).wait()
         files.write(record.block, record.kind, 2048, part).wait()
         out = random_values(record, 8192)
         files.read(record.block, record.kind, 0, out).wait()
-        expected = torch.cat([whole[:2048], part, whole[5120:]])
+        expected = torch.cat([whole[:2048], part, whole[6144:]])
         assert torch.equal(bits(out), bits(expected))
         for other in set(records) - {record}:
             out = random_values(other, other.numel)
@@ -118,10 +125,16 @@ def test_edges_are_read_only_where_they_are_partial(
 ) -> None:
     record, bounce = records[2], mapped_empty(32768)
     with new_files(tmp_path, records, engine) as files:
-        files.write_unaligned(record.block, record.kind, 1024, random_values(record, 2048), bounce)
+        files.write_unaligned(record.block, record.kind, 4095, random_values(record, 2), bounce)
+        assert engine.read_bytes == 0  # of what was never written, it is known to be zeros
+        files.write_unaligned(record.block, record.kind, 2048, random_values(record, 4096), bounce)
         assert engine.read_bytes == 0
-        files.write_unaligned(record.block, record.kind, 1000, random_values(record, 2048), bounce)
-        assert engine.read_bytes == 8192
+        files.write_unaligned(record.block, record.kind, 3000, random_values(record, 2048), bounce)
+        assert engine.read_bytes == 2 * 8192
+        files.write_unaligned(record.block, record.kind, 3000, random_values(record, 10), bounce)
+        assert engine.read_bytes == 3 * 8192
+        with pytest.raises(AssertionError, match="at least one unit of 8192 bytes"):
+            files.write_unaligned(record.block, record.kind, 3000, random_values(record, 10), bounce[:8191])
 
 
 def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine, records: Records) -> None:
@@ -129,8 +142,12 @@ def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine
         sector = mapped_empty(4096)
         with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
             files.read("layers.0", "param", 0, sector.view(torch.float16))
-        with pytest.raises(AssertionError, match="not the start of a sector"):
+        with pytest.raises(AssertionError, match=r"element 1 of param of layers\.0 begins no granule"):
             files.read("layers.0", "param", 1, sector.view(torch.bfloat16))
+        with pytest.raises(AssertionError, match=r"element 1024 of exp_avg of layers\.0 ends no granule"):
+            files.write("layers.0", "exp_avg", 0, sector.view(torch.float32))
+        with pytest.raises(AssertionError, match="not sector-aligned"):
+            files.read("layers.0", "param", 0, mapped_empty(8192)[512 : 512 + 4096].view(torch.bfloat16))
         with pytest.raises(AssertionError, match="leaves its record"):
             files.read("layers.0", "param", 8192, sector.view(torch.bfloat16))
         with pytest.raises(KeyError, match=r"no param record of block 'layers\.7'"):
@@ -163,7 +180,7 @@ def test_close_waits_for_requests(tmp_path: Path, make_engine: EngineFactory, re
     files.close()
     request.wait()
     with pytest.raises(AssertionError, match="closed"):
-        files.read("layers.0", "exp_avg", 0, mapped_empty(4096).view(torch.float32))
+        files.read("layers.0", "exp_avg", 0, mapped_empty(8192).view(torch.float32))
 
 
 def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, records: Records) -> None:
@@ -171,7 +188,9 @@ def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, rec
     with new_files(tmp_path, records, engine) as files:
         request = files.write("layers.0", "exp_avg", 0, mapped_empty(32768).view(torch.float32))
         with pytest.raises(
-            StorageError, match=r"cannot write .*r\.bin at byte \d+ \(No space left on device\)"
+            StorageError,
+            match=r"cannot write .*r\.bin at byte \d+ \(No space left on device\): "
+            r"it needs [\d,]+ bytes .* and [\d,]+ bytes .* are free",
         ):
             request.wait()
 
@@ -182,3 +201,65 @@ def test_remove_leaves_nothing(tmp_path: Path, engine: IoEngine, records: Record
     assert sum(os.stat(path).st_size for path in on_disk) == files.size_bytes
     files.remove()
     assert not list(tmp_path.rglob("r.bin"))
+
+
+def test_nothing_is_a_range_too(tmp_path: Path, engine: IoEngine, records: Records) -> None:
+    with new_files(tmp_path, records, engine) as files:
+        nothing = torch.empty(0, dtype=torch.float32)
+        for start in (0, 1, 2048, 8192):
+            files.read("layers.0", "exp_avg", start, nothing).wait()
+            files.write("layers.0", "exp_avg", start, nothing).wait()
+            files.write_unaligned("layers.0", "exp_avg", start, nothing, mapped_empty(8192))
+        assert not files.versions.has_drafts and engine.write_bytes == engine.read_bytes == 0
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_bytes_changed_on_their_way_are_noticed(
+    tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values, verb: str
+) -> None:
+    record = records[2]
+    backend = FlippingBackend(verb, 2, bit=8 * 5000 + 3)
+    with new_files(tmp_path, records, make_engine(backend, num_threads=1), (1,)) as files:
+        values = random_values(record, record.numel)
+        before = values.clone()
+        files.write(record.block, record.kind, 0, values).wait()
+        assert torch.equal(bits(values), bits(before))
+        # Calls are of 16 KiB: the second begins at granule 2 of this record, whose bytes follow two of 16 KiB.
+        with pytest.raises(
+            CorruptionError,
+            match=r"exp_avg of layers\.0 is damaged: .* elements from 4096 on .*r\.bin at byte 49152: check the drive",
+        ) as caught:
+            files.read(record.block, record.kind, 0, random_values(record, record.numel)).wait()
+        assert caught.value.path.endswith("r.bin") and caught.value.offset == 49152
+        sound = random_values(record, 4096)
+        files.read(record.block, record.kind, 0, sound).wait()
+        assert torch.equal(bits(sound), bits(before[:4096]))
+
+
+def test_short_calls_in_the_middle_are_harmless(
+    tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values
+) -> None:
+    record = records[2]
+    for verb in ("read", "write"):
+        backend = OneShortBackend(verb, 2, num_bytes=4096)
+        with new_files(tmp_path / verb, records, make_engine(backend)) as files:
+            values, out = random_values(record, record.numel), random_values(record, record.numel)
+            files.write(record.block, record.kind, 0, values).wait()
+            files.read(record.block, record.kind, 0, out).wait()
+            assert torch.equal(bits(out), bits(values)) and backend.was_short
+
+
+def test_a_write_that_failed_must_be_repeated_before_its_versions_are_taken(
+    tmp_path: Path, make_engine: EngineFactory, records: Records, random_values: Values
+) -> None:
+    record = records[2]
+    with new_files(tmp_path, records, make_engine(FaultyBackend("write", 2, errno.EIO))) as files:
+        values = random_values(record, record.numel)
+        request = files.write(record.block, record.kind, 0, values)
+        with pytest.raises(StorageError, match="Input/output"):
+            request.wait()
+        with pytest.raises(StorageError, match=r"exp_avg of layers\.0 was not written whole, from element 0 on"):
+            files.draft()
+        files.write(record.block, record.kind, 0, values).wait()
+        home, checksum = files.draft()
+        assert (home == 0).sum() == (checksum != 0).sum() == 4

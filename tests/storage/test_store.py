@@ -67,7 +67,7 @@ def test_files_and_directories_are_private(
         store.scratch(SCRATCH)
         for path in paths:
             assert stat.S_IMODE(os.stat(path.path).st_mode) == 0o700
-            assert names(path) == {"records.bin", "gradients.bin", "manifest.json", "lock"}
+            assert names(path) == {"records-0.bin", "gradients.bin", "manifest.json", "lock"}
             for file in Path(path.path).iterdir():
                 assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
@@ -78,13 +78,13 @@ def test_reopens_with_its_values_and_paths_in_any_order(
     with Store.create(paths, records, model=model, engine=engine, stripe_bytes=8192) as store:
         for record in records:
             store.write(record.block, record.kind, 0, random_values(record, record.numel)).wait()
-        store.sync()
+        store.commit()
         written = read_all(store)
     with Store.open(paths[::-1], model=model, engine=engine) as store:
         assert torch.equal(read_all(store), written)
         assert store.paths == tuple(paths) and store.records == records and store.model == model
     with Store.open(paths, model=None, engine=engine) as store:
-        bounce, out = mapped_empty(8192), torch.empty(100, dtype=torch.bfloat16)
+        bounce, out = mapped_empty(65536), torch.empty(100, dtype=torch.bfloat16)
         store.read_unaligned("layers.0", "param", 7, out, bounce)
         assert torch.equal(out.view(torch.uint8), written[14:214])
         store.write_unaligned("layers.0", "param", 7, torch.zeros_like(out), bounce)
@@ -113,8 +113,10 @@ def test_a_store_of_the_same_model_is_replaced_by_zeros(
 ) -> None:
     with Store.create(paths, records, model=model, engine=engine) as store:
         store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+        store.commit(log_lines=b"line")
     with Store.create(paths, records[:2], model=model, engine=engine) as store:
         assert not read_all(store).any()
+        assert store.committed is None and store.log == b"" and "log.jsonl" not in names(paths[0])
         assert data_file_bytes(paths) == store.size_bytes == 32768
     assert "replacing the store of the same model" in caplog.text
 
@@ -124,6 +126,7 @@ def test_the_store_of_another_model_is_refused_and_survives(
 ) -> None:
     with Store.create(paths, records, model=model, engine=engine) as store:
         store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+        store.commit()
         written = read_all(store)
     other = replace(model, fingerprint="other")
     says_what_is_there = (
@@ -140,10 +143,10 @@ def test_the_store_of_another_model_is_refused_and_survives(
 def test_files_of_somebody_else_are_not_overwritten(
     tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
-    (tmp_path / "records.bin").write_text("precious")
-    with pytest.raises(ForeignStoreError, match=r"holds records\.bin but no store"):
+    (tmp_path / "records-0.bin").write_text("precious")
+    with pytest.raises(ForeignStoreError, match=r"holds records-0\.bin but no store"):
         Store.create([StorePath(str(tmp_path))], records, model=model, engine=engine)
-    assert (tmp_path / "records.bin").read_text() == "precious"
+    assert (tmp_path / "records-0.bin").read_text() == "precious"
 
 
 def test_too_small_a_capacity_writes_nothing(
@@ -196,7 +199,7 @@ def test_a_creation_that_fails_leaves_no_records_and_no_lock(
     with pytest.raises((CapacityError, StorageError)) as caught:
         Store.create(paths, records, model=model, engine=make_engine(backend))
     if call == "allocate":
-        assert isinstance(caught.value, CapacityError) and "records.bin needs" in str(caught.value)
+        assert isinstance(caught.value, CapacityError) and "records-0.bin needs" in str(caught.value)
     assert backend.calls["open"] - (call == "open") == backend.calls["close"]
     assert all(names(path) == {"lock"} for path in paths if os.path.isdir(path.path))
     Store.create(paths, records, model=model, engine=make_engine()).close()
@@ -262,11 +265,11 @@ def test_open_says_what_is_missing_or_damaged(
         Store.open([paths[0], other], model=model, engine=engine)
     with pytest.raises(CapacityError, match=r"/a needs .* capacity is 10 bytes"):
         Store.open([replace(paths[0], capacity_bytes=10), paths[1]], model=model, engine=engine)
-    os.truncate(Path(paths[1].path) / "records.bin", 4096)
-    with pytest.raises(StorageError, match=r"found 4096 bytes instead of \d+ in .*/b/records\.bin"):
+    os.truncate(Path(paths[1].path) / "records-0.bin", 4096)
+    with pytest.raises(StorageError, match=r"found 4096 bytes instead of \d+ in .*/b/records-0\.bin"):
         Store.open(paths, model=model, engine=engine)
-    os.unlink(Path(paths[1].path) / "records.bin")
-    with pytest.raises(StorageError, match=r"cannot open .*/b/records\.bin \(No such file"):
+    os.unlink(Path(paths[1].path) / "records-0.bin")
+    with pytest.raises(StorageError, match=r"cannot open .*/b/records-0\.bin \(No such file"):
         Store.open(paths, model=model, engine=engine)
 
 
@@ -293,7 +296,7 @@ def test_scratch_records_come_and_go(
     store.close()
 
 
-@pytest.mark.parametrize("name", ["records", "../evil", "", "Upper", "a.b"])
+@pytest.mark.parametrize("name", ["records-0", "records-1", "../evil", "", "Upper", "a.b"])
 def test_scratch_names_are_plain_words(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, name: str
 ) -> None:
