@@ -12,11 +12,13 @@ from hf_lohan.config.description import describe
 from hf_lohan.config.errors import ConfigError, refuse_unknown_keys
 from hf_lohan.config.sources import ALL_AUTO, file_named, read_file, unnest
 from hf_lohan.config.ssd_path import SsdPath, ssd_paths
-from hf_lohan.config.value_checks import AUTO, check_choice, check_count, check_piece_size, check_size
+from hf_lohan.config.value_checks import AUTO, check_choice, check_count, check_number, check_piece_size, check_size
 
 Activations: TypeAlias = Literal["recompute", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 OptimizerStateDtype: TypeAlias = Literal["float32"]
+Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
+Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -54,6 +56,17 @@ class OffloadConfig:
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
     after, both during backward; "serial" updates only when backward has ended."""
+
+    durability: Durability = AUTO
+    """"step" keeps two versions of all state, so that every step is a checkpoint; "checkpoint" keeps one, and
+    a run that dies goes on from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
+
+    clip: Clip = AUTO
+    """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
+    updates in backward, and does it over if the norm clips; "auto" takes what is faster by its measurements."""
+
+    max_skipped_steps: int = 5
+    """A step whose gradients are not finite is skipped; so many of them in a row end the run."""
 
     cpu_threads: int | Literal["auto"] = AUTO
     """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
@@ -119,8 +132,9 @@ class OffloadConfig:
 
     @property
     def is_resolved(self) -> bool:
-        """Whether no setting is "auto"; an SSD's capacity may be, and then means its free space."""
-        return all(getattr(self, name) != AUTO for name in SETTINGS)
+        """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
+        space), `durability` and `clip`."""
+        return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
         """The settings in JSON's types; `load` makes an equal config of them."""
@@ -136,6 +150,8 @@ class OffloadConfig:
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
+_DECIDED_LATER = ("durability", "clip")
+
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
@@ -148,6 +164,9 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "prefetch_blocks": check_count,
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
+    "durability": partial(check_choice, allowed=get_args(Durability)),
+    "clip": partial(check_choice, allowed=get_args(Clip)),
+    "max_skipped_steps": check_number,
     "cpu_threads": check_count,
 }
 assert tuple(_CHECKS) == SETTINGS, "every setting has its check"

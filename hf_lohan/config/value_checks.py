@@ -40,9 +40,17 @@ def check_count(name: str, value: object) -> int | Literal["auto"]:
     """A whole number of at least 1, or "auto". Raises ConfigError."""
     if value == AUTO:
         return AUTO
+    try:
+        return check_number(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or 'auto'") from None
+
+
+def check_number(name: str, value: object) -> int:
+    """A whole number of at least 1. Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
-    raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1, or 'auto'")
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:

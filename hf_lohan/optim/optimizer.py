@@ -20,6 +20,9 @@ class StepTarget(Protocol):
 
     def drop_gradients(self) -> None: ...
 
+    @property
+    def step_was_skipped(self) -> bool: ...
+
 
 class OffloadAdamW(torch.optim.Optimizer):
     """AdamW whose states live in the store and whose arithmetic runs as gradients arrive.
@@ -59,6 +62,11 @@ class OffloadAdamW(torch.optim.Optimizer):
                 loss = closure()
         self._engine.step()
         return loss
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing because a gradient was not finite."""
+        return self._engine.step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not been applied yet."""

@@ -9,14 +9,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
-from hf_lohan.planner import BlockShape, SizeClass, cut_units
+from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_units
+from hf_lohan.storage import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
-RECORD_ALIGN_NUMEL = 2048
-"""Records are padded to this, so that every element type of 2 bytes or more fills whole 4 KiB sectors."""
+assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
 
 PARAM_ALIGN_NUMEL = 32
 """Parameters start at 64-byte boundaries or better: vector loads and grouped matmuls want aligned pointers. Larger
-ones start at sectors, so that a chunk can begin there."""
+ones start at a granule, so that a chunk can begin there, and smaller ones lie within one."""
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -111,7 +111,9 @@ class Block:
 
     @cached_property
     def state_numel(self) -> int:
-        return round_up(max((part.stop for part in self.trainable_slices), default=0), RECORD_ALIGN_NUMEL)
+        trained = max((part.stop for part in self.trainable_slices), default=0)
+        # Frozen weights share no granule with trainable ones: no step writes them.
+        return round_up(trained, GRANULE_NUMEL if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL)
 
     @property
     def trainable_slices(self) -> list[ParamSlice]:
@@ -119,8 +121,8 @@ class Block:
 
     @property
     def unit_numels(self) -> tuple[int, ...]:
-        """Sizes of the units, of whole sectors each, that the records with states are made of (see `cut_units`)."""
-        starts = [part.start for part in self.trainable_slices if part.start % RECORD_ALIGN_NUMEL == 0]
+        """Sizes of the units, of whole granules each, that the records with states are made of (see `cut_units`)."""
+        starts = [part.start for part in self.trainable_slices if part.start % GRANULE_NUMEL == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
     def shape(self, param_itemsize: int) -> BlockShape:
@@ -163,9 +165,12 @@ def lay_out_block(name: str, size_class: SizeClass, named_parameters: dict[str, 
     )
     slices: list[ParamSlice] = []
     start = 0
+    was_trainable = True
     for param_name, parameter in order:
-        if parameter.numel() >= RECORD_ALIGN_NUMEL:
-            start = round_up(start, RECORD_ALIGN_NUMEL)
+        room_numel = -start % GRANULE_NUMEL
+        if parameter.numel() > room_numel or (was_trainable and not parameter.requires_grad):
+            start += room_numel
+        was_trainable = parameter.requires_grad
         slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
         start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
     return Block(name, size_class, slices)

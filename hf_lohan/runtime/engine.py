@@ -14,23 +14,28 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device
+from hf_lohan.device import Device, PoolAborted
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
+from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.layout import OffloadLayout
+from hf_lohan.runtime.non_finite import SkippedSteps
 from hf_lohan.runtime.param_groups import ParamGroups
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.runtime.state_update import StateUpdater
-from hf_lohan.runtime.step_transaction import StepTransaction
+from hf_lohan.runtime.step_clock import StepClock
+from hf_lohan.runtime.step_log import Journal, StepLog
+from hf_lohan.runtime.step_transaction import StepResult, StepTransaction
 from hf_lohan.runtime.tiers import Tiers
+from hf_lohan.storage import Commit
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +73,7 @@ class OffloadEngine:
             tiers.gradients,
             schedule=config.schedule,
             hold_gradients=layout.holds_gradients,
+            drafts=tiers.store,
         )
         loader = ParameterLoader(
             self.device, tiers.store, tiers.staging, dtype, self._pipeline.wait_until_current
@@ -77,8 +83,17 @@ class OffloadEngine:
         self._arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
+        self.step_log = StepLog(tiers.store, self._block_of)
+        self.commits_each_step = True
+        """Whether `step` commits by itself; whoever has a journal to go with it turns this off and calls `commit`."""
+        self.clip_history = ClipHistory(config.clip)
+        self.skipped_steps = SkippedSteps(config.max_skipped_steps)
+        self.step_was_skipped = False
+        self._clock = StepClock()
+        self._pipeline.speculates = self.clip_history.speculates_next()
         self._groups: ParamGroups | None = None
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
+        self._has_begun = False
         self._is_in_forward = False
         self._is_in_backward = False
         self._hooks: list[Any] = []
@@ -118,8 +133,16 @@ class OffloadEngine:
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
+        if taken_back := self._pipeline.stop_speculating():
+            self.clip_history.never_speculate()
+            self._ring.forget(taken_back)
         is_training = torch.is_grad_enabled()
+        if is_training and not self._has_begun:
+            self._has_begun = True
+            if self.commits_each_step:
+                self.commit(even_in_place=True)  # what was loaded: the first step can then be undone as any other
         self._is_in_forward = True
+        self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)
         if is_training:
             self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward)
@@ -133,7 +156,9 @@ class OffloadEngine:
         if output is None:
             return  # called because the forward raised: the next one recovers
         self._is_in_forward = False
-        if not is_training:
+        if is_training:
+            self._clock.end_forward()
+        else:
             self._prefetcher.end_pass()
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
@@ -175,12 +200,16 @@ class OffloadEngine:
     def _enter_backward(self) -> None:
         if not self._is_in_backward:
             self._is_in_backward = True
+            self._clock.begin()
             # Private, but what FSDP and DDP use: runs when the whole backward is done.
             Variable._execution_engine.queue_callback(self._end_backward)
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._enter_backward()
-        self._arrivals.take(part, parameter)
+        try:
+            self._arrivals.take(part, parameter)
+        except PoolAborted as aborted:  # the pipeline broke: say why, not how it was noticed
+            raise (aborted.__cause__ or aborted) from None
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         self._pipeline.submit(arrived, is_final=self.is_final_backward())
@@ -189,6 +218,7 @@ class OffloadEngine:
         self._arrivals.flush()
         self._in_use.release_all()
         self._is_in_backward = False
+        self._clock.end_backward()
         self._prefetcher.end_pass()
 
     def _recover_if_broken(self) -> None:
@@ -205,11 +235,11 @@ class OffloadEngine:
         self._prefetcher.cancel_pass()
         self._is_in_forward = self._is_in_backward = False
         if was_in_backward:
-            updated = self.transaction.drop()
-            self._ring.forget(updated)
+            touched, remains = self.transaction.drop()
+            self._ring.forget(touched)
             logger.warning(
                 "the last backward did not finish; its step's gradients are dropped%s",
-                f", but {len(updated)} blocks had been updated in it already" if updated else "",
+                f", but {len(touched)} blocks had been updated in it already" if remains else "",
             )
 
     # Steps.
@@ -239,10 +269,58 @@ class OffloadEngine:
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
-        before the block is read; `settle` waits for them all."""
+        before the block is read; `settle` waits for them all. A step whose gradients are not finite is skipped.
+
+        Raises NonFiniteGradientError after too many skipped steps in a row.
+        """
         self._recover_if_broken()
-        self._ring.forget(self.transaction.commit(self._bound_groups().as_they_are_now()))
+        result = self.transaction.commit(self._bound_groups().as_they_are_now())
+        self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
+        self._choose_clipping(result)
+        self.step_was_skipped = result.not_finite is not None
+        if self.commits_each_step:
+            self.commit()
+        if result.not_finite is not None:
+            self.skipped_steps.note(result.not_finite)
+        else:
+            self.skipped_steps.note_good_step()
+
+    def _choose_clipping(self, result: StepResult) -> None:
+        history = self.clip_history
+        history.note_step(
+            forward_s=self._clock.forward_s, backward_s=self._clock.backward_s, clipped=result.clipped
+        )
+        self._clock.end_step()
+        if self._pipeline.last_update_s:
+            history.note_updates(self._pipeline.last_update_s)
+        if result.outcome in ("accepted", "redone"):
+            history.note_speculation(redone=result.outcome == "redone")
+        self._pipeline.speculates = history.speculates_next()
+
+    @property
+    def keeps_commits(self) -> bool:
+        """Whether the store holds its last commit until the next one: it has two versions."""
+        return self.tiers.store.num_homes > 1
+
+    def commit(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
+        """Make the steps so far last, as soon as their updates are written; does not wait for that. `journal` is
+        found again by `go_back_to_commit`. Where the next update would overwrite it, only if `even_in_place`."""
+        if self.keeps_commits or even_in_place:
+            self._pipeline.when_written(lambda: self.step_log.commit(journal or Journal()))
+
+    def go_back_to_commit(self) -> Commit:
+        """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
+        self.drop_gradients()
+        self.settle()
+        commit = self.step_log.go_back()
+        self.forget_weights()
+        return commit
+
+    @property
+    def undone_update_s(self) -> float:
+        """What updates took that ran on a wrong guess, or of steps that were dropped."""
+        return self._pipeline.undone_s
 
     def settle(self) -> None:
         """Wait until the store holds every update of the steps so far."""
@@ -262,10 +340,10 @@ class OffloadEngine:
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
         self._recover_if_broken()
-        updated = self.transaction.drop()
-        self._ring.forget(updated)
-        if updated:
-            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(updated))
+        touched, remains = self.transaction.drop()
+        self._ring.forget(touched)
+        if remains:
+            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
 
     @property
     def parameter_slices(self) -> list[ParamSlice]:
@@ -295,8 +373,20 @@ class OffloadEngine:
             hook.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
+        if self._is_whole_in_place:
+            self.commit(even_in_place=True)
         self._pipeline.close()
         self.tiers.close()
+
+    @property
+    def _is_whole_in_place(self) -> bool:
+        """Whether a store with one version holds the last step, and only that."""
+        return (
+            not self.keeps_commits
+            and self.commits_each_step
+            and self._pipeline.failure is None
+            and not (self._is_in_forward or self._is_in_backward or self._pipeline.has_begun_updates)
+        )
 
 
 def _refuse_closed(_module: nn.Module, _args: Any) -> None:

@@ -39,6 +39,11 @@ class GradientNorms:
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total
 
+    def first_not_finite(self) -> str | None:
+        """The name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
+        measured = (part for part in self._order if part in self._first)
+        return next((part.name for part in measured if not math.isfinite(self._norm(part))), None)
+
     def _norm(self, part: ParamSlice) -> Tensor:
         pieces = self._summed.get(part)
         if pieces is None:

@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import queue
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Literal
 
 from hf_lohan.device import BufferPool
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.block import Block, Chunk, ChunkPiece, ParamSlice
+from hf_lohan.runtime.block import Block, Chunk, ParamSlice
 from hf_lohan.runtime.blocks_in_update import BlocksInUpdate
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
-from hf_lohan.storage import IoRequest
+from hf_lohan.runtime.held_gradients import HeldGradients
+from hf_lohan.runtime.state_update import Drafts, StateUpdater
+from hf_lohan.runtime.update_pipeline import Schedule, UpdatePipeline
+from hf_lohan.runtime.work_thread import WorkThread
 
-Schedule = Literal["optimized", "naive", "serial"]
+GroupOf = Callable[[ParamSlice], AdamWGroup]
+Outcome = Literal["in_backward", "deferred", "accepted", "redone"]
+"""How a step was applied: its updates ran in backward; waited for the norm; ran in backward on the guess that the norm
+does not clip and that the hyperparameters stay, which was right; or wrong."""
 
 
 class GradientPipeline:
     """A thread that sums, holds and applies gradients.
 
-    Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
-    writes, so SSD and CPU are both busy; `naive` reads, updates and writes one chunk after another; `serial` does what
-    naive does, but only after backward.
+    A step updates in backward where nothing has to be known first. Where the norm decides about clipping, gradients are
+    held; updates are then deferred until the norm is known, or speculate: they run in backward, into a draft, and are
+    dropped and done over from the held gradients if the norm clips. Without drafts to drop, nothing speculates. Nobody
+    ever reads a guess: whoever needs a block that holds one (a second backward, an evaluation) has all undone first.
     """
 
     def __init__(
@@ -34,247 +38,235 @@ class GradientPipeline:
         updater: StateUpdater,
         home: GradientHome,
         block_order: Iterable[Block],
-        group_of: Callable[[ParamSlice], AdamWGroup],
+        group_of: GroupOf,
         norms: GradientNorms,
         arrival_pool: BufferPool,
         *,
         schedule: Schedule,
         hold_gradients: bool,
+        drafts: Drafts | None = None,
     ) -> None:
-        self._updater = updater
-        self._home = home
-        self._position = {block: index for index, block in enumerate(block_order)}
-        self._group_of = group_of
-        self._schedule = schedule
         self.holds_gradients = hold_gradients
-        self._held: dict[tuple[int, int], ChunkGradient] = {}
-        self._norms = norms
+        self.speculates = False
+        """Whether the steps from the next one on are to speculate, if they can."""
+        self.last_update_s = 0.0
+        """How long the last step's updates took."""
+        self.undone_s = 0.0
+        """How long all updates took that were undone."""
+        self._can_speculate = (
+            hold_gradients and schedule != "serial" and drafts is not None and drafts.num_homes > 1
+        )
+        self._schedule = schedule
+        self._group_of = group_of
         self._arrival_pool = arrival_pool
-        self._unmeasured: set[tuple[int, int]] = set()
-        self._pending: ChunkUpdate | None = None
-        self._writes: deque[IoRequest] = deque()
-        self._clip_coefficient = 1.0
-        self._applied: set[ChunkPiece] = set()
-        self._announced: set[Chunk] = set()
+        self._drafts = drafts
+        self._held = HeldGradients(home, norms, block_order)
         self._applying = BlocksInUpdate()
-        self.failure: BaseException | None = None
-        self._commands: queue.SimpleQueue[Callable[[], None] | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="lohan-gradients", daemon=True)
+        self._announced: set[Chunk] = set()
+        self._guesses: set[Block] = set()
+        self._guesses_lock = threading.Lock()
+        self._guessed_groups: dict[ParamSlice, AdamWGroup] = {}
+        self._is_speculating: bool | None = None
+        self._can_undo: bool | None = None
+        self._thread = WorkThread("lohan-gradients", idle=self._work_off, failed=self._on_failure)
+        self._updates = UpdatePipeline(
+            updater, home, schedule, written=self._applying.discard, failed=self._thread.fail, kept=self._held.hold
+        )
         self._thread.start()
 
-    # The compute thread's side.
+    # The other threads' side: the compute thread's, but for `wait_until_current` and `stop_speculating`.
 
     def submit(self, arrived: ArrivedChunk, *, is_final: bool) -> None:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
         self._announced.add(arrived.chunk)
-        self._commands.put(lambda: self._accept(arrived, is_final))
+        speculate = is_final and self.speculates and self._can_speculate
+        with self._guesses_lock:  # whoever sees the guess comes behind it
+            if speculate:
+                self._guesses.add(arrived.chunk.block)
+            self._thread.put(lambda: self._accept(arrived, is_final, speculate))
 
     def measure(self) -> None:
         """Wait until the norms of all gradients of the step so far are known."""
-        self._commands.put(self._measure_held)
-        self._barrier()
+        self._thread.call(self._held.measure_rest)
 
-    def finish_step(self, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]) -> set[Block]:
+    def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Outcome]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change.
 
         Under the optimized schedule, held gradients are applied while the next forward runs: block by block in its
         order, each before it is read (`wait_until_current`). `group_of` must give the hyperparameters of this step
-        also then.
+        also then. Call `measure` before.
         """
         chunks, self._announced = self._announced, set()
+        outcome, waiting = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
+        self._forget_guesses()
         is_deferred = self.holds_gradients and self._schedule == "optimized"
         if is_deferred:
-            self._applying.add(chunks)
-        self._commands.put(lambda: self._apply_held(clip_coefficient, group_of))
+            self._applying.add(waiting)
+        self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
         if not is_deferred:
             self.settle()
-        return {chunk.block for chunk in chunks}
+        return {chunk.block for chunk in chunks}, outcome
 
     def settle(self) -> None:
-        """Wait until every update is in the store."""
-        self._commands.put(self._settle)
-        self._barrier()
+        """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""
+        self.stop_speculating()
+        self._thread.call(self._updates.settle)
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Run `action` on the pipeline's thread when all is as after `settle`, without waiting. Its failure is the
+        pipeline's: whoever waits next is told."""
+        self.stop_speculating()
+        self._thread.put(self._updates.settle)
+        self._thread.put(action)
 
     def wait_until_current(self, block: Block) -> None:
-        """Wait until no update of `block` from a finished step is outstanding. Called by whoever reads its records."""
+        """Wait until the block is as the last finished step leaves it. Called by whoever reads its records."""
+        if block in self._guesses:
+            self.stop_speculating()
         self._applying.wait_for(block)
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the pipeline."""
+        return self._thread.failure
 
     @property
     def has_begun_updates(self) -> bool:
         """Whether backward has updated blocks in a step that is not finished."""
         return bool(self._announced) and not self.holds_gradients
 
-    def drop(self) -> set[Block]:
-        """Forget held gradients. Returns blocks that were updated all the same (updates in backward)."""
-        if not self._announced:
-            return set()  # and do not wait for the last step's updates
-        chunks, self._announced = self._announced, set()
-        self._commands.put(self._drop_held)
-        self.settle()
-        return set() if self.holds_gradients else {chunk.block for chunk in chunks}
+    @property
+    def is_past_undoing(self) -> bool:
+        """Whether the step in progress has updated blocks for good. Call `measure` before."""
+        return self.has_begun_updates and self._can_undo is False
 
-    def _barrier(self) -> None:
-        if not self._thread.is_alive():
-            raise RuntimeError("the engine is closed; load the model again")
-        reached = threading.Event()
-        self._commands.put(reached)
-        reached.wait()
-        if self.failure is not None:
-            raise self.failure
+    def stop_speculating(self) -> set[Block]:
+        """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
+        blocks whose records go back."""
+        with self._guesses_lock:
+            blocks, self._guesses = self._guesses, set()
+            if not blocks:
+                return blocks
+            self.speculates = False
+            self._thread.put(self._stop_speculating)
+        self._thread.barrier()
+        return blocks
+
+    def drop(self) -> tuple[set[Block], bool]:
+        """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
+        touched, and whether updates remain in them."""
+        if not self._announced:
+            return set(), False  # and do not wait for the last step's updates
+        chunks, self._announced = self._announced, set()
+        has_updated, remains = self._thread.call(self._drop_held)
+        self._forget_guesses()
+        return ({chunk.block for chunk in chunks} if has_updated else set()), remains
 
     def close(self) -> None:
-        self._commands.put(None)
-        self._thread.join()
+        self._thread.close()
+
+    def _forget_guesses(self) -> None:
+        with self._guesses_lock:
+            self._guesses = set()
 
     # The pipeline thread's side.
 
-    def _run(self) -> None:
-        while True:
-            command = self._next_command()
-            if command is None:
-                return
-            if isinstance(command, threading.Event):
-                command.set()
-            elif self.failure is None:
-                try:
-                    command()
-                except BaseException as error:
-                    self._fail(error)
+    def _work_off(self) -> bool:
+        """Nothing to read ahead for: do not leave the last chunk lying."""
+        return self._updates.finish_pending()
 
-    def _next_command(self) -> Callable[[], None] | threading.Event | None:
-        if self._commands.empty() and self._pending is not None and self.failure is None:
-            # Nothing to read ahead for: do not leave the last chunk lying.
-            return self._finish_pending
-        return self._commands.get()
-
-    def _accept(self, arrived: ArrivedChunk, is_final: bool) -> None:
-        gradient = self._sum(arrived)
-        if is_final:
-            self._measure(gradient)
-        if is_final and not self.holds_gradients:
-            self._update(gradient)
-        else:
-            self._hold(gradient, is_measured=is_final)
-
-    def _sum(self, arrived: ArrivedChunk) -> ChunkGradient:
-        """Add an arrived chunk to what is held of it; the result is in a buffer."""
-        values = arrived.wait()
-        slices = {piece.param_slice for piece in arrived.pieces}
-        gradient = self._held.pop(self._key(arrived.chunk.block, arrived.chunk.index), None)
-        if gradient is None:
-            self._refuse_second(arrived)
-            return ChunkGradient(arrived.chunk, arrived.buffer, slices)
-        for request in self._home.bring_back(gradient):
-            request.wait()
-        for piece in arrived.pieces:
-            part = slice(piece.start_in_chunk, piece.stop_in_chunk)
-            if piece.param_slice in gradient.slices:
-                gradient.values[part].add_(values[part])
-                gradient.summed.add(piece.param_slice)
-            else:
-                gradient.values[part].copy_(values[part])
-        gradient.slices |= slices
-        arrived.buffer.release()
-        return gradient
-
-    def _refuse_second(self, arrived: ArrivedChunk) -> None:
-        for piece in arrived.pieces:
-            if piece in self._applied:
-                raise RuntimeError(
-                    f"a second gradient of {piece.param_slice.name} arrived after the first had been applied; "
-                    "backward runs more than once a step here, so set max_grad_norm > 0 or announce the accumulation"
-                )
-
-    def _key(self, block: Block, chunk_index: int) -> tuple[int, int]:
-        return self._position[block], chunk_index
-
-    def _measure(self, gradient: ChunkGradient) -> None:
-        for piece in gradient.chunk.pieces:
-            if piece.param_slice in gradient.summed:
-                self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
-
-    def _measure_held(self) -> None:
-        """Measure what no final backward has announced (loops that do not say which backward is the last)."""
-        for key in sorted(self._unmeasured):
-            gradient = self._held.pop(key)
-            for request in self._home.bring_back(gradient):
-                request.wait()
-            self._measure(gradient)
-            self._hold(gradient, is_measured=True)
-
-    def _hold(self, gradient: ChunkGradient, *, is_measured: bool) -> None:
-        key = self._key(gradient.chunk.block, gradient.chunk.index)
-        self._held[key] = gradient
-        (self._unmeasured.discard if is_measured or not gradient.summed else self._unmeasured.add)(key)
-        self._home.park(gradient)
-
-    def _apply_held(self, clip_coefficient: float, group_of: Callable[[ParamSlice], AdamWGroup]) -> None:
-        """In forward order: the first blocks are needed first by the next forward."""
-        live_groups, self._group_of = self._group_of, group_of
-        self._clip_coefficient = clip_coefficient
-        for key in sorted(self._held):
-            self._update(self._held.pop(key))
-        self._finish_pending()
-        self._unmeasured.clear()
-        self._count_updates()
-        self._group_of, self._clip_coefficient = live_groups, 1.0
-
-    def _count_updates(self) -> None:
-        for part in {piece.param_slice for piece in self._applied}:
-            part.num_updates += 1
-        self._applied.clear()
-
-    def _update(self, gradient: ChunkGradient) -> None:
-        self._applied.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
-        update = self._updater.begin(gradient, self._home.bring_back(gradient))
-        if self._schedule == "optimized":
-            self._finish_pending()
-            self._pending = update
-        else:
-            self._finish(update)
-            self._wait_for_writes()
-
-    def _finish_pending(self) -> None:
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            self._finish(pending)
-
-    def _finish(self, update: ChunkUpdate) -> None:
-        chunk = update.gradient.chunk
-        writes = self._updater.finish(
-            update,
-            clip_coefficient=self._clip_coefficient,
-            group_of=self._group_of,
-            written=lambda error: self._on_written(chunk, error),
-        )
-        self._writes.extend(writes)
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().wait()
-
-    def _on_written(self, chunk: Chunk, error: BaseException | None) -> None:
-        if error is None:
-            self._applying.discard(chunk)
-        else:
-            self._fail(error)
-
-    def _fail(self, error: BaseException) -> None:
-        """The step cannot be finished: whoever waits for a buffer or a block, or comes later, is told."""
-        self.failure = self.failure or error
+    def _on_failure(self, error: BaseException) -> None:
+        """The step cannot be finished: whoever waits for a buffer or a block is told."""
         self._arrival_pool.abort(error)
         self._applying.abort(error)
 
-    def _wait_for_writes(self) -> None:
-        while self._writes:
-            self._writes.popleft().wait()
+    def _accept(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
+        if arrived.chunk in self._updates.chunks:
+            self._take_back(arrived)
+        gradient = self._held.add(arrived)
+        if not is_final:
+            self._held.hold(gradient)
+            return
+        self._held.measure(gradient)
+        if not self.holds_gradients:
+            self._begin_updates()
+            if not self._can_undo:
+                gradient.refuse_not_finite()
+            self._updates.update(gradient, self._group_of)
+        elif self._speculates_now(speculate):
+            self._updates.update(gradient, self._guess_group_of, keep_gradient=True)
+        else:
+            self._held.hold(gradient)
 
-    def _settle(self) -> None:
-        self._finish_pending()
-        self._wait_for_writes()
+    def _begin_updates(self) -> None:
+        """Before a step's first update in backward: can it be undone?"""
+        if self._can_undo is None:
+            drafts = self._drafts
+            self._can_undo = drafts is not None and drafts.num_homes > 1 and not drafts.has_drafts
 
-    def _drop_held(self) -> None:
-        for gradient in self._held.values():
-            self._home.forget(gradient)
-        self._held.clear()
-        self._unmeasured.clear()
-        self._finish_pending()
-        self._count_updates()
+    def _speculates_now(self, speculate: bool) -> bool:
+        if self._is_speculating is None:
+            self._begin_updates()
+            self._is_speculating = speculate and self._can_undo is True
+        return self._is_speculating
+
+    def _take_back(self, arrived: ArrivedChunk) -> None:
+        """More gradient arrives for a chunk that has been updated."""
+        if self.holds_gradients:
+            self._stop_speculating()
+        else:
+            self._updates.refuse_second(arrived)
+
+    def _guess_group_of(self, part: ParamSlice) -> AdamWGroup:
+        return self._guessed_groups.setdefault(part, self._group_of(part))
+
+    def _stop_speculating(self) -> None:
+        if self._is_speculating:
+            self._undo()
+            self._is_speculating = False
+
+    def _undo(self) -> None:
+        """Back to the last commit. Gradients that were kept stay."""
+        assert self._drafts is not None and self._can_undo
+        self._updates.settle()
+        self.undone_s += self._updates.forget()
+        self._guessed_groups.clear()
+        self._drafts.drop()
+
+    def _judge(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Chunk]]:
+        """Accept or undo guesses. Returns what became of them, and the chunks whose gradients are still to be applied:
+        with a right guess, those that got none in the last backward."""
+        if not self._is_speculating:
+            return "deferred" if self.holds_gradients else "in_backward", self._held.chunks
+        self._is_speculating = False
+        self._updates.settle()
+        if clip_coefficient == 1.0 and all(group_of(part) == group for part, group in self._guessed_groups.items()):
+            self._held.forget(self._updates.chunks)
+            return "accepted", self._held.chunks
+        self._undo()
+        return "redone", self._held.chunks
+
+    def _apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
+        """In forward order: the first blocks are needed first by the next forward."""
+        for gradient in self._held.take_all():
+            if not self.holds_gradients and self._can_undo is False:
+                gradient.refuse_not_finite()
+            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient)
+        self.last_update_s = self._updates.end_step()
+        self._forget_step()
+
+    def _drop_held(self) -> tuple[bool, bool]:
+        """Returns whether anything had been updated, and whether it remains so."""
+        has_updated = bool(self._updates.chunks)
+        if has_updated and self._can_undo:
+            self._undo()
+        self._held.forget(self._held.chunks)
+        remains = bool(self._updates.chunks)
+        self._updates.end_step()
+        self._updates.settle()
+        self._forget_step()
+        return has_updated, remains
+
+    def _forget_step(self) -> None:
+        self._guessed_groups.clear()
+        self._is_speculating = self._can_undo = None

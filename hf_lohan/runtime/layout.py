@@ -50,6 +50,25 @@ class OffloadLayout:
         )
 
 
+@dataclass(frozen=True)
+class StoredForm:
+    """What a store says of a model: independent of budgets."""
+
+    model_blocks: ModelBlocks
+    master: MasterFormat
+    records: tuple[RecordSpec, ...]
+    identity: ModelIdentity
+
+
+def stored_form(model: nn.Module, working_dtype: torch.dtype) -> StoredForm:
+    """The records of `model` (real or on meta). Raises DiscoveryError, or ValueError for a working dtype that cannot be
+    trained."""
+    model_blocks = discover_blocks(model)
+    master = master_format(working_dtype)
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
+    return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records))
+
+
 def lay_out(
     model: nn.Module, config: OffloadConfig, *, working_dtype: torch.dtype, hold_gradients: bool
 ) -> OffloadLayout:
@@ -57,8 +76,8 @@ def lay_out(
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
-    model_blocks = discover_blocks(model)
-    master = master_format(working_dtype)
+    form = stored_form(model, working_dtype)
+    model_blocks, master = form.model_blocks, form.master
     hold_gradients = hold_gradients or config.schedule == "serial"
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
@@ -72,13 +91,11 @@ def lay_out(
             hold_gradients=hold_gradients,
         )
     )
-    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
-    identity = _identify(model, model_blocks.blocks, records)
-    return OffloadLayout(model_blocks, master, plan, records, identity, hold_gradients)
+    return OffloadLayout(model_blocks, master, plan, form.records, form.identity, hold_gradients)
 
 
 def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
-    specs = [RecordSpec(block.name, "param", _dtype_name(master.working_dtype), block.numel)]
+    specs = [RecordSpec(block.name, "param", _dtype_name(master.working_dtype), block.numel, block.state_numel)]
     if block.state_numel:
         specs += [
             RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), block.state_numel)

@@ -13,7 +13,20 @@ from torch import Tensor
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.optim import AdamWGroup, MasterFormat, Segment, adamw_, decode_master_, encode_master_
 from hf_lohan.runtime.block import Chunk, ParamSlice
+from hf_lohan.runtime.non_finite import NonFiniteGradientError
 from hf_lohan.storage import IoRequest
+
+
+class Drafts(Protocol):
+    """What makes updates undoable: a store that keeps its last commit until the next."""
+
+    @property
+    def num_homes(self) -> int: ...
+
+    @property
+    def has_drafts(self) -> bool: ...
+
+    def drop(self) -> None: ...
 
 
 class RecordStore(Protocol):
@@ -34,6 +47,8 @@ class ChunkGradient:
     """Parameters that have a gradient in it."""
     summed: set[ParamSlice] = field(default_factory=set)
     """Those of them to which more than one backward contributed."""
+    is_measured: bool = False
+    """Whether the norms of those that were summed are known."""
     spill_write: IoRequest | None = None
 
     @property
@@ -41,6 +56,16 @@ class ChunkGradient:
         """float32 [chunk.numel]."""
         assert self.buffer is not None
         return self.buffer.view(torch.float32, self.chunk.numel)
+
+    def refuse_not_finite(self) -> None:
+        """Raises NonFiniteGradientError, for where an update cannot be undone."""
+        for piece in self.chunk.pieces:
+            if not torch.isfinite(self.values[piece.start_in_chunk : piece.stop_in_chunk]).all():
+                raise NonFiniteGradientError(
+                    f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
+                    "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "
+                    "0, under which such steps are skipped"
+                )
 
 
 @dataclass(eq=False)
@@ -51,6 +76,8 @@ class ChunkUpdate:
     records: dict[str, Tensor]
     buffers: list[Buffer]
     reads: list[IoRequest]
+    keeps_gradient: bool = False
+    """The update may have to be done over: its gradient stays in its buffer."""
     private: list[Buffer] = field(default_factory=list)
     """Buffers that hold nothing that is written (a split master's master and scratch)."""
 
@@ -63,7 +90,9 @@ class StateUpdater:
         self._pool = pool
         self._master = master
 
-    def begin(self, gradient: ChunkGradient, reads: Sequence[IoRequest]) -> ChunkUpdate:
+    def begin(
+        self, gradient: ChunkGradient, reads: Sequence[IoRequest], *, keep_gradient: bool = False
+    ) -> ChunkUpdate:
         """Issue the reads. `reads` are further requests that must be done before the update."""
         chunk = gradient.chunk
         buffers = [self._pool.acquire() for _ in range(3)]
@@ -72,7 +101,7 @@ class StateUpdater:
             "exp_avg": buffers[1].view(torch.float32, chunk.numel),
             "exp_avg_sq": buffers[2].view(torch.float32, chunk.numel),
         }
-        update = ChunkUpdate(gradient, views, buffers, list(reads))
+        update = ChunkUpdate(gradient, views, buffers, list(reads), keep_gradient)
         if self._master.has_residual:
             # A bfloat16 weight and its residual fill one buffer together.
             after_param = chunk.numel * self._master.working_dtype.itemsize
@@ -110,7 +139,7 @@ class StateUpdater:
         else:
             adamw_(records["param"], gradient.values, records["exp_avg"], records["exp_avg_sq"], segments)
         assert gradient.buffer is not None
-        for buffer in (gradient.buffer, *update.private):
+        for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()
         return self._write(gradient.chunk, update, written)
 

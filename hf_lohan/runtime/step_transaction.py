@@ -1,8 +1,10 @@
-"""One optimizer step: its gradient norm, its clipping, its commit."""
+"""One optimizer step: its gradient norm, its clipping, and whether it counts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -10,10 +12,23 @@ from torch import Tensor
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientPipeline
+from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of a step."""
+
+    changed: set[Block]
+    """Blocks whose records are others than before."""
+    outcome: Outcome | None
+    """How it was applied; None if it was skipped."""
+    clipped: bool
+    not_finite: str | None = None
+    """The parameter because of which it was skipped."""
 
 
 class StepTransaction:
@@ -44,18 +59,25 @@ class StepTransaction:
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
         return norm
 
-    def commit(self, group_of: Callable[[ParamSlice], AdamWGroup]) -> set[Block]:
-        """Apply what waits, with this step's hyperparameters, and make the step count. Returns the changed blocks."""
+    def commit(self, group_of: Callable[[ParamSlice], AdamWGroup]) -> StepResult:
+        """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
+        finite: then undo what was applied and forget the rest. What was applied for good was finite."""
         self._pipeline.measure()  # no gradient of this step may be on its way when its norms are forgotten
-        changed = self._pipeline.finish_step(self._clip_coefficient, group_of)
+        clipped = self._clip_coefficient != 1.0
+        if not math.isfinite(self._norms.total()) and not self._pipeline.is_past_undoing:
+            not_finite = self._norms.first_not_finite() or "all parameters together"
+            changed, _ = self.drop()
+            return StepResult(changed, None, clipped, not_finite)
+        changed, outcome = self._pipeline.finish_step(self._clip_coefficient, group_of)
         self._reset()
-        return changed
+        return StepResult(changed, outcome, clipped)
 
-    def drop(self) -> set[Block]:
-        """Forget the step's gradients. Returns blocks that had been updated in backward, whose steps do count."""
-        changed = self._pipeline.drop()
+    def drop(self) -> tuple[set[Block], bool]:
+        """Forget the step's gradients and undo its updates if the store can. Returns the blocks that were touched, and
+        whether updates remain in them."""
+        dropped = self._pipeline.drop()
         self._reset()
-        return changed
+        return dropped
 
     def _reset(self) -> None:
         self._norms.clear()

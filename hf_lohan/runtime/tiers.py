@@ -51,7 +51,8 @@ class Tiers:
 
 
 def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
-    """Take the memory and create the store. Raises CapacityError, StorageError or ForeignStoreError."""
+    """Take the memory, and open the model's store or create it. Its records are zeros, to be loaded; what an earlier
+    run committed is there until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
     plan = layout.plan
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(
@@ -61,11 +62,19 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
-        store = Store.create(paths, layout.records, model=layout.identity, engine=io)
+        store = Store.open_or_create(
+            paths,
+            layout.records,
+            model=layout.identity,
+            engine=io,
+            durability=config.durability,
+            scratch=layout.spill_records(),
+        )
     except BaseException:
         io.close()
         raise
     try:
+        store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
 

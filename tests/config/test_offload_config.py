@@ -209,7 +209,7 @@ def test_a_config_does_not_change() -> None:
 def test_describe_is_a_table_in_human_units() -> None:
     config = OffloadConfig.load(ssd=["/a", {"path": "/b", "capacity": "2TiB"}]).resolve(**MACHINE)
     lines = config.describe().splitlines()
-    assert lines[0] == "offload config" and len(lines) == 1 + 11
+    assert lines[0] == "offload config" and len(lines) == 1 + 14
     assert "  gpu_memory             19.2 GiB" in lines
     assert "  ssd                    /a (free space)" in lines
     assert "                         /b (at most 2 TiB)" in lines

@@ -21,7 +21,9 @@ from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_ou
 from hf_lohan.storage import FileBackend, IoEngine
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-sys.path.insert(0, str(Path(__file__).parent))  # for `architectures`
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this file
+
+from pipeline_bench import Bench, Schedule
 
 EngineFactory = Callable[..., OffloadEngine]
 ConfigFactory = Callable[..., OffloadConfig]
@@ -154,3 +156,17 @@ def make_twins(build_engine: EngineFactory) -> TwinsFactory:
         return Twins(models[0], build_engine(models[1], **engine_settings), **(hyperparameters or {}))
 
     return make
+
+
+@pytest.fixture
+def make_bench() -> Iterator[Callable[..., Bench]]:
+    """Pipelines over `Bench`es, that end with the test."""
+    benches: list[Bench] = []
+
+    def make(schedule: Schedule = "optimized", **settings: Any) -> Bench:
+        benches.append(Bench(schedule, **settings))
+        return benches[-1]
+
+    yield make
+    for bench in benches:
+        bench.pipeline.close()

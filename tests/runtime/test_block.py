@@ -11,20 +11,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import (
-    PARAM_ALIGN_NUMEL,
-    RECORD_ALIGN_NUMEL,
-    Block,
-    ChunkPiece,
-    lay_out_block,
-    ranges,
-    round_up,
-)
+from hf_lohan.runtime.block import PARAM_ALIGN_NUMEL, Block, ChunkPiece, lay_out_block, ranges, round_up
+from hf_lohan.storage import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 often = settings(max_examples=150, deadline=None)
-CHUNK_NUMELS = st.integers(1, 12).map(lambda n: n * RECORD_ALIGN_NUMEL)
+CHUNK_NUMELS = st.integers(1, 12).map(lambda n: n * GRANULE_NUMEL)
 parameter_kinds = st.tuples(
-    st.one_of(st.integers(1, 200), st.integers(1, 3 * RECORD_ALIGN_NUMEL)),
+    st.one_of(st.integers(1, 200), st.integers(1, 3 * GRANULE_NUMEL), st.just(GRANULE_NUMEL)),
     st.booleans(),  # a vector, or a matrix of one column
     st.booleans(),  # trainable
 )
@@ -46,10 +39,29 @@ def test_parameters_do_not_overlap_and_start_aligned(block: Block) -> None:
     for before, after in itertools.pairwise(block.slices):
         assert before.stop <= after.start
     for part in block.slices:
-        align = RECORD_ALIGN_NUMEL if part.numel >= RECORD_ALIGN_NUMEL else PARAM_ALIGN_NUMEL
+        align = GRANULE_NUMEL if part.numel >= GRANULE_NUMEL else PARAM_ALIGN_NUMEL
         assert part.start % align == 0
         assert part.stop <= block.numel
     assert block.numel % RECORD_ALIGN_NUMEL == 0
+
+
+@often
+@given(blocks())
+def test_parameters_smaller_than_a_granule_lie_within_one(block: Block) -> None:
+    for part in block.slices:
+        if part.numel < GRANULE_NUMEL:
+            assert part.start // GRANULE_NUMEL == (part.stop - 1) // GRANULE_NUMEL
+
+
+@often
+@given(blocks())
+def test_frozen_parameters_share_no_granule_with_trainable_ones(block: Block) -> None:
+    """No step writes them, so they need no second home."""
+    frozen = [part for part in block.slices if not part.trainable]
+    if not frozen:
+        return
+    assert block.state_numel % GRANULE_NUMEL == 0
+    assert all(part.start >= block.state_numel for part in frozen)
 
 
 @often
@@ -70,7 +82,8 @@ def test_chunks_hold_every_trainable_element_once(block: Block, chunk_numel: int
     trainable = block.trainable_slices
     for chunk in chunks:
         assert chunk.numel <= chunk_numel
-        assert chunk.start % RECORD_ALIGN_NUMEL == chunk.stop % RECORD_ALIGN_NUMEL == 0  # whole sectors of any dtype
+        assert chunk.start % GRANULE_NUMEL == 0
+        assert chunk.stop % GRANULE_NUMEL == 0 or chunk.stop == block.numel
         for piece in chunk.pieces:
             place = slice(chunk.start + piece.start_in_chunk, chunk.start + piece.stop_in_chunk)
             assert bool((owner[place] == -1).all())
@@ -100,7 +113,7 @@ def test_a_parameter_that_fits_a_chunk_lies_in_one(block: Block, chunk_numel: in
     for chunk in block.cut(chunk_numel):
         for piece in chunk.pieces:
             pieces.setdefault(piece.param_slice.name, []).append(piece)
-    starts = [p.start for p in block.trainable_slices if p.start % RECORD_ALIGN_NUMEL == 0]
+    starts = [p.start for p in block.trainable_slices if p.start % GRANULE_NUMEL == 0]
     unit_of = dict(zip(starts, block.unit_numels, strict=True))
     for part in block.trainable_slices:
         unit_start = max(start for start in starts if start <= part.start)
@@ -114,14 +127,14 @@ def test_planning_sees_the_same_sizes(block: Block) -> None:
     shape = block.shape(param_itemsize=2)
     assert shape.param_bytes == 2 * block.numel
     assert shape.num_trainable_params == len(block.trainable_slices)
-    chunk_numel = 2 * RECORD_ALIGN_NUMEL
+    chunk_numel = 2 * GRANULE_NUMEL
     assert shape.num_chunks(chunk_numel) == len(block.cut(chunk_numel))
 
 
 def test_a_frozen_block_has_no_states() -> None:
     frozen = {"w": nn.Parameter(torch.empty(5000), requires_grad=False)}
     block = lay_out_block("block", SizeClass.LAYER, frozen)
-    assert (block.state_numel, block.unit_numels, block.cut(RECORD_ALIGN_NUMEL)) == (0, (), [])
+    assert (block.state_numel, block.unit_numels, block.cut(GRANULE_NUMEL)) == (0, (), [])
     assert block.numel == 3 * RECORD_ALIGN_NUMEL
 
 

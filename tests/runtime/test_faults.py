@@ -143,7 +143,7 @@ def test_a_backward_that_breaks_takes_the_whole_step_with_it(make_twins: TwinsFa
 def test_updates_in_backward_that_a_break_cannot_undo_are_told(
     make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
-    twins = make_twins("llama", hold_gradients=False)
+    twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     twins.train(1)
     with backward_breaks_at(twins.model.model.layers[0].mlp):
         twins.model(**tiny_batch(seed=77)).loss.backward()
@@ -157,6 +157,27 @@ def test_updates_in_backward_that_a_break_cannot_undo_are_told(
     assert counts["lm_head.weight"] == 3  # the broken step's update counts
     assert counts["model.layers.0.self_attn.q_proj.weight"] == 2
     assert torch.isfinite(loss)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("schedule", ["optimized", "naive"])
+@pytest.mark.parametrize("place", ["in_first_layer", "in_middle_layer", "after_last_layer"])
+def test_updates_in_backward_are_undone_with_their_step(
+    place: str, schedule: str, recompute: bool, make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = make_twins("llama", hold_gradients=False, recompute=recompute, schedule=schedule)
+    twins.train(1)
+    for _ in range(2):
+        with backward_breaks_at(PLACES[place](twins.model)):
+            twins.model(**tiny_batch(seed=77)).loss.backward()
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        twins.losses(8)  # sees what the broken step found
+    assert "gradients are dropped" in caplog.text
+    assert "updated in it already" not in caplog.text
+    assert twins.engine.undone_update_s > 0
+    twins.assert_equal()
+    twins.train(2, first_seed=300)
+    twins.assert_equal()
 
 
 @pytest.mark.parametrize("when", ["before_forward", "before_backward", "before_evaluation"])

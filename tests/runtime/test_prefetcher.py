@@ -16,10 +16,11 @@ from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.runtime import Block, ParameterAccess
-from hf_lohan.runtime.block import RECORD_ALIGN_NUMEL, lay_out_block
+from hf_lohan.runtime.block import lay_out_block
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import (
+    GRANULE_NUMEL,
     FileBackend,
     IoEngine,
     IoRequest,
@@ -33,8 +34,8 @@ from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, GatedBackend, SlowBackend
 
 NUM_BLOCKS = 6
-BLOCK_NUMEL = 5 * RECORD_ALIGN_NUMEL
-CHUNK_NUMEL = RECORD_ALIGN_NUMEL
+BLOCK_NUMEL = 5 * GRANULE_NUMEL
+CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
 
 
@@ -120,6 +121,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
         with Store.create([folder], specs, model=identity, engine=filling) as store:
             for block in blocks:
                 write(store, block, block.slices[0].parameter)
+            store.commit()
         filling.close()
         engines.append(IoEngine(2, 16384, 1 << 20, backend))
         plan = PoolPlan(

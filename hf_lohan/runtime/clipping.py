@@ -1,0 +1,60 @@
+"""Which way the next step clips, from what the last ones measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from typing import Literal
+
+from hf_lohan.planner import StepTimes, should_speculate
+
+WINDOW_STEPS = 16
+"""What is older says little about the present clip rate."""
+
+Clip = Literal["auto", "defer", "speculate"]
+
+
+class ClipHistory:
+    """Remembers the last steps' times and whether they clipped, and counts what speculation won and lost."""
+
+    def __init__(self, mode: Clip) -> None:
+        self._mode = mode
+        self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
+        self._forward_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._backward_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._update_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.num_speculated = 0
+        self.num_redone = 0
+
+    @property
+    def clip_rate(self) -> float:
+        """Fraction of the last steps that clipped."""
+        return sum(self._clipped) / len(self._clipped) if self._clipped else 0.0
+
+    def note_step(self, *, forward_s: float, backward_s: float, clipped: bool) -> None:
+        """A step ended."""
+        self._forward_s.append(forward_s)
+        self._backward_s.append(backward_s)
+        self._clipped.append(clipped)
+
+    def note_updates(self, update_s: float) -> None:
+        """A step's updates took so long."""
+        self._update_s.append(update_s)
+
+    def note_speculation(self, *, redone: bool) -> None:
+        """A step's updates ran in backward; `redone` if the norm clipped after all."""
+        self.num_speculated += 1
+        self.num_redone += redone
+
+    def never_speculate(self) -> None:
+        """The loop uses the weights between backward and step, so guesses would be taken back every time."""
+        self._mode = "defer"
+
+    def speculates_next(self) -> bool:
+        """Whether the next step should update in backward, in the hope that its norm does not clip."""
+        if self._mode != "auto":
+            return self._mode == "speculate"
+        if not (self._forward_s and self._update_s):
+            return False
+        medians = (statistics.median(values) for values in (self._forward_s, self._backward_s, self._update_s))
+        return should_speculate(StepTimes(*medians), self.clip_rate)

@@ -1,0 +1,145 @@
+"""Chunk after chunk through the optimizer: which read, update and write overlap."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Set
+from typing import Literal
+
+from hf_lohan.optim import AdamWGroup
+from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
+from hf_lohan.runtime.gradient_arrival import ArrivedChunk
+from hf_lohan.runtime.gradient_home import GradientHome
+from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
+from hf_lohan.storage import IoRequest
+
+Schedule = Literal["optimized", "naive", "serial"]
+
+
+class UpdatePipeline:
+    """Applies gradients, and knows what of the present step it has applied. Used by one thread.
+
+    Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
+    writes, so SSD and CPU are both busy; `naive` reads, updates and writes one chunk after another; `serial` does what
+    naive does, but only after backward.
+    """
+
+    def __init__(
+        self,
+        updater: StateUpdater,
+        home: GradientHome,
+        schedule: Schedule,
+        *,
+        written: Callable[[Chunk], None],
+        failed: Callable[[BaseException], None],
+        kept: Callable[[ChunkGradient], None],
+    ) -> None:
+        """`written` and `failed` are called on I/O threads; `kept` gets back the gradients that are to be kept, whose
+        updates are guesses: `written` is not told of them."""
+        self._updater = updater
+        self._home = home
+        self._schedule = schedule
+        self._written = written
+        self._failed = failed
+        self._kept = kept
+        self._pending: tuple[ChunkUpdate, Callable[[ParamSlice], AdamWGroup], float] | None = None
+        self._writes: deque[IoRequest] = deque()
+        self._pieces: set[ChunkPiece] = set()
+        self._chunks: set[Chunk] = set()
+        self._busy_s = 0.0
+
+    @property
+    def chunks(self) -> Set[Chunk]:
+        """What the step has updated some of."""
+        return self._chunks
+
+    def update(
+        self,
+        gradient: ChunkGradient,
+        group_of: Callable[[ParamSlice], AdamWGroup],
+        *,
+        clip_coefficient: float = 1.0,
+        keep_gradient: bool = False,
+    ) -> None:
+        """Apply a chunk's gradient, scaled."""
+        began_s = time.perf_counter()
+        self._chunks.add(gradient.chunk)
+        self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
+        reads = self._home.bring_back(gradient)
+        update = self._updater.begin(gradient, reads, keep_gradient=keep_gradient)
+        if self._schedule == "optimized":
+            self._finish_pending()
+            self._pending = (update, group_of, clip_coefficient)
+        else:
+            self._finish(update, group_of, clip_coefficient)
+            self._wait_for_writes()
+        self._busy_s += time.perf_counter() - began_s
+
+    def finish_pending(self) -> bool:
+        """Finish the update that waits for the next one's reads to be issued. Says whether there was one."""
+        began_s = time.perf_counter()
+        had_one = self._finish_pending()
+        self._busy_s += time.perf_counter() - began_s
+        return had_one
+
+    def settle(self) -> None:
+        """Wait until all is written."""
+        self.finish_pending()
+        began_s = time.perf_counter()
+        self._wait_for_writes()
+        self._busy_s += time.perf_counter() - began_s
+
+    def refuse_second(self, arrived: ArrivedChunk) -> None:
+        """Raises RuntimeError if a gradient arrived of what has been updated with another."""
+        for piece in arrived.pieces:
+            if piece in self._pieces:
+                raise RuntimeError(
+                    f"a second gradient of {piece.param_slice.name} arrived after the first had been applied; "
+                    "backward runs more than once a step here, so set max_grad_norm > 0 or announce the accumulation"
+                )
+
+    def forget(self) -> float:
+        """The step's updates were undone. Returns how long they had taken."""
+        self._pieces.clear()
+        self._chunks.clear()
+        busy_s, self._busy_s = self._busy_s, 0.0
+        return busy_s
+
+    def end_step(self) -> float:
+        """What was updated counts as one step more. Returns how long the step's updates took."""
+        self.finish_pending()
+        for part in {piece.param_slice for piece in self._pieces}:
+            part.num_updates += 1
+        return self.forget()
+
+    def _finish_pending(self) -> bool:
+        if self._pending is None:
+            return False
+        pending, self._pending = self._pending, None
+        self._finish(*pending)
+        return True
+
+    def _finish(
+        self, update: ChunkUpdate, group_of: Callable[[ParamSlice], AdamWGroup], clip_coefficient: float
+    ) -> None:
+        chunk = update.gradient.chunk
+
+        def written(error: BaseException | None) -> None:
+            if error is not None:
+                self._failed(error)
+            elif not update.keeps_gradient:
+                # Callbacks may come after `settle` has returned: one for a guess would pass for its second try.
+                self._written(chunk)
+
+        self._writes.extend(
+            self._updater.finish(update, clip_coefficient=clip_coefficient, group_of=group_of, written=written)
+        )
+        if update.keeps_gradient:
+            self._kept(update.gradient)
+        while self._writes and self._writes[0].done():
+            self._writes.popleft().wait()
+
+    def _wait_for_writes(self) -> None:
+        while self._writes:
+            self._writes.popleft().wait()

@@ -1,0 +1,162 @@
+"""A gradient pipeline over one block of four chunks and a store in memory, for tests that look at its order."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.optim import AdamWGroup, master_format
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime import Block
+from hf_lohan.runtime.block import lay_out_block
+from hf_lohan.runtime.gradient_arrival import ArrivedChunk
+from hf_lohan.runtime.gradient_home import GradientHome
+from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.runtime.state_update import StateUpdater
+from hf_lohan.runtime.update_pipeline import Schedule
+from hf_lohan.storage import GRANULE_NUMEL, IoRequest
+
+CHUNK_NUMEL = GRANULE_NUMEL
+NUM_CHUNKS = 4
+GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+
+
+class LateCallbacks(IoRequest):
+    """Done at once, but its callbacks come when the test says so: the thread that calls them may be slow."""
+
+    def __init__(self) -> None:
+        super().__init__(0, 0, lambda num_bytes: None)
+        self.waiting: list[Callable[[IoRequest], object]] = []
+
+    def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
+        self.waiting.append(callback)
+
+    def call_back(self) -> None:
+        for callback in self.waiting:
+            callback(self)
+
+
+class MemoryStore:
+    """Records in memory, and the order of what was asked of them: `r0` reads chunk 0, `w0` writes it, `drop` drops."""
+
+    num_homes = 2
+
+    def __init__(self, fail: Exception | None = None) -> None:
+        self.records: dict[str, Tensor] = {}
+        self.order: list[str] = []
+        self.fail = fail
+        self.has_drafts = False
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.is_late = False
+        self.late: list[LateCallbacks] = []
+        self._committed: dict[str, Tensor] = {}
+
+    def commit(self) -> None:
+        self._committed = {kind: record.clone() for kind, record in self.records.items()}
+        self.has_drafts = False
+
+    def drop(self) -> None:
+        self.order.append("drop")
+        for kind, record in self.records.items():
+            record.copy_(self._committed.get(kind, torch.zeros_like(record)))
+        self.has_drafts = False
+
+    def _part(self, kind: str, start_numel: int, like: Tensor) -> Tensor:
+        record = self.records.setdefault(kind, torch.zeros(NUM_CHUNKS * CHUNK_NUMEL))
+        return record[start_numel : start_numel + like.numel()]
+
+    def _note(self, verb: str, start_numel: int) -> None:
+        event = f"{verb}{start_numel // CHUNK_NUMEL}"
+        if not self.order or self.order[-1] != event:
+            self.order.append(event)
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
+        if self.fail is not None:
+            raise self.fail
+        assert self.may_read.wait(60)
+        self._note("r", start_numel)
+        out.copy_(self._part(kind, start_numel, out))
+        return IoRequest(0, 0, lambda num_bytes: None)
+
+    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
+        self._note("w", start_numel)
+        self._part(kind, start_numel, source).copy_(source)
+        self.has_drafts = True
+        if not self.is_late:
+            return IoRequest(0, 0, lambda num_bytes: None)
+        self.late.append(LateCallbacks())
+        return self.late[-1]
+
+
+def pool(name: str, num_buffers: int) -> BufferPool:
+    return BufferPool(CpuDevice(), name=name, num_buffers=num_buffers, buffer_bytes=4 * CHUNK_NUMEL)
+
+
+class Bench:
+    """A block of one parameter a chunk, and a pipeline over it."""
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        *,
+        hold_gradients: bool,
+        fail: Exception | None = None,
+        speculates: bool = False,
+    ) -> None:
+        parameters = {f"p{i}": nn.Parameter(torch.zeros(CHUNK_NUMEL)) for i in range(NUM_CHUNKS)}
+        self.block = lay_out_block("block", SizeClass.LAYER, parameters)
+        self.chunks = self.block.cut(CHUNK_NUMEL)
+        self.store = MemoryStore(fail)
+        self.gradients, self.states = pool("gradients", 2 * NUM_CHUNKS), pool("states", 3 * NUM_CHUNKS)
+        self.norms = GradientNorms(self.block.slices)
+        self.pipeline = GradientPipeline(
+            StateUpdater(self.store, self.states, master_format(torch.float32)),
+            GradientHome(pool("recall", 0), frozenset(), None),
+            [self.block],
+            lambda part: GROUP,
+            self.norms,
+            self.gradients,
+            schedule=schedule,
+            hold_gradients=hold_gradients,
+            drafts=self.store,
+        )
+        self.pipeline.speculates = speculates
+        self.outcomes: list[Outcome] = []
+
+    def arrived(self, index: int, value: float) -> ArrivedChunk:
+        chunk = self.chunks[index]
+        arrived = ArrivedChunk(chunk, self.gradients.acquire(), torch.float32, list(chunk.pieces))
+        arrived.landing.fill_(value)
+        return arrived
+
+    def hold_up(self) -> threading.Event:
+        """Keep the pipeline from doing anything until the event is set."""
+        gate = threading.Event()
+
+        def wait() -> None:
+            assert gate.wait(60)
+
+        self.pipeline._thread.put(wait)
+        return gate
+
+    def submit_all(self, value: float = 1.0, *, is_final: bool = True) -> None:
+        """All chunks at once, last first, as backward does: before the pipeline can do anything."""
+        gate = self.hold_up()
+        for index in reversed(range(NUM_CHUNKS)):
+            self.pipeline.submit(self.arrived(index, value), is_final=is_final)
+        gate.set()
+
+    def finish_step(self, clip_coefficient: float = 1.0) -> set[Block]:
+        """Finish the step and wait for it."""
+        self.pipeline.measure()
+        changed, outcome = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
+        self.outcomes.append(outcome)
+        self.pipeline.settle()
+        self.store.commit()
+        return changed

@@ -1,0 +1,145 @@
+"""Gradients on their way to the pipeline: chunks as they fill, the total norm, and the merging of neighbours."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.optim import AdamWGroup, Segment
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime import Block, Chunk, ParamSlice
+from hf_lohan.runtime.block import lay_out_block
+from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.runtime.state_update import ChunkGradient, merge_segments
+from hf_lohan.storage import GRANULE_NUMEL
+
+CHUNK_NUMEL = GRANULE_NUMEL
+GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+OTHER_GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.0)
+
+
+def pool(name: str, num_buffers: int) -> BufferPool:
+    return BufferPool(CpuDevice(), name=name, num_buffers=num_buffers, buffer_bytes=4 * CHUNK_NUMEL)
+
+
+# Merging neighbours.
+
+
+def block_of(*numels: int) -> tuple[Block, Chunk]:
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(numel, 1)) for i, numel in enumerate(numels)}
+    block = lay_out_block("block", SizeClass.LAYER, parameters)
+    return block, block.cut(1 << 20)[0]
+
+
+def segments(chunk: Chunk, present: set[int], groups: dict[int, AdamWGroup] | None = None) -> list[Segment]:
+    slices = [piece.param_slice for piece in chunk.pieces]
+    gradient = ChunkGradient(chunk, None, {slices[index] for index in present})
+    return merge_segments(gradient, lambda part: (groups or {}).get(slices.index(part), GROUP))
+
+
+def test_neighbours_of_one_kind_are_one_run() -> None:
+    _, chunk = block_of(64, 100, 32)
+    assert segments(chunk, {0, 1, 2}) == [Segment(0, chunk.pieces[-1].stop_in_chunk, GROUP, 1)]
+
+
+def test_a_parameter_without_gradient_parts_a_run() -> None:
+    _, chunk = block_of(64, 100, 32)
+    ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
+    assert segments(chunk, {0, 2}) == [Segment(*ends[0], GROUP, 1), Segment(*ends[2], GROUP, 1)]
+    assert segments(chunk, set()) == []
+
+
+def test_other_hyperparameters_or_another_step_part_a_run() -> None:
+    _, chunk = block_of(64, 100, 32)
+    chunk.pieces[2].param_slice.num_updates = 5
+    found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP})
+    assert [(segment.group, segment.step) for segment in found] == [(GROUP, 1), (OTHER_GROUP, 1), (GROUP, 6)]
+
+
+# Arrival and norms.
+
+
+def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
+    norms = GradientNorms(block.slices)
+    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), norms, handed_on.append)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_chunks_are_handed_on_when_complete_with_zeros_in_the_padding(dtype: torch.dtype) -> None:
+    numels = {"large": 2 * CHUNK_NUMEL + 900, "small": 3}
+    parameters = {name: nn.Parameter(torch.zeros(numel, 1, dtype=dtype)) for name, numel in numels.items()}
+    block = lay_out_block("block", SizeClass.LAYER, parameters)
+    handed_on: list[ArrivedChunk] = []
+    buffers = pool("gradients", 3)
+    for buffer in [buffers.acquire() for _ in range(3)]:
+        buffer.bytes.fill_(0xFF)  # NaN wherever nobody writes
+        buffer.release()
+    arrivals = arrivals_for(block, handed_on, buffers)
+    large, small = block.slices
+    gradients: dict[ParamSlice, Tensor] = {}
+    for part, expected in ((large, 2), (small, 3)):
+        gradient = torch.randn(part.shape).to(dtype)
+        gradients[part], part.parameter.grad = gradient, gradient
+        arrivals.take(part, part.parameter)
+        assert part.parameter.grad is None
+        assert len(handed_on) == expected  # the third chunk is shared
+    whole = torch.cat([arrived.wait() for arrived in handed_on])
+    for part, gradient in gradients.items():
+        assert torch.equal(whole[part.start : part.stop], gradient.flatten().float())
+        whole[part.start : part.stop] = 0
+    assert not whole.any()
+
+
+def test_flush_hands_on_what_some_parameter_never_reached() -> None:
+    block, _ = block_of(64, 100)
+    handed_on: list[ArrivedChunk] = []
+    buffers = pool("gradients", 1)
+    arrivals = arrivals_for(block, handed_on, buffers)
+    first = block.slices[0]
+    first.parameter.grad = torch.ones(64, 1)
+    arrivals.take(first, first.parameter)
+    assert handed_on == []
+    arrivals.flush()
+    assert [piece.param_slice for piece in handed_on[0].pieces] == [first]
+    handed_on[0].buffer.release()
+    first.parameter.grad = torch.ones(64, 1)
+    arrivals.take(first, first.parameter)
+    arrivals.abandon()
+    assert buffers.num_free == 1
+    assert len(handed_on) == 1
+
+
+def test_a_sparse_gradient_is_refused_by_name() -> None:
+    embedding = nn.Embedding(40, 8, sparse=True)
+    table = embedding.weight
+    assert isinstance(table, nn.Parameter)
+    block = lay_out_block("block", SizeClass.LAYER, {"table": table})
+    embedding(torch.tensor([1, 2])).sum().backward()
+    with pytest.raises(ValueError, match="table has a sparse gradient"):
+        arrivals_for(block, [], pool("gradients", 2)).take(block.slices[0], table)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_total_norm_is_that_of_torch_to_the_bit(dtype: torch.dtype) -> None:
+    block, _ = block_of(64, 5000, 3, 2048, 700)
+    norms = GradientNorms(block.slices)
+    gradients = [torch.randn(part.shape).to(dtype) for part in block.slices]
+    for part, gradient in list(zip(block.slices, gradients, strict=True))[::-1]:  # as backward brings them
+        norms.set_first(part, gradient.flatten())
+    in_order = [gradient.float() for gradient in gradients]
+    assert torch.equal(norms.total(), torch.nn.utils.get_total_norm(in_order, foreach=False))
+    norms.clear()
+    assert norms.total() == 0.0
+
+
+def test_a_sum_measured_in_pieces_replaces_the_first_norm() -> None:
+    block, _ = block_of(2 * CHUNK_NUMEL)
+    part = block.slices[0]
+    norms = GradientNorms([part])
+    norms.set_first(part, torch.full((2 * CHUNK_NUMEL,), 100.0))
+    for chunk in block.cut(CHUNK_NUMEL):
+        norms.set_summed(chunk.pieces[0], torch.full((CHUNK_NUMEL,), 0.5))
+    assert float(norms.total()) == pytest.approx(0.5 * (2 * CHUNK_NUMEL) ** 0.5)

@@ -1,0 +1,188 @@
+"""What the pipeline does with guesses: in which order, on which threads, and who may see them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+import torch
+from pipeline_bench import GROUP, NUM_CHUNKS, Bench, LateCallbacks
+from torch import nn
+
+from hf_lohan.runtime.update_pipeline import Schedule
+
+MakeBench = Callable[..., Bench]
+GUESSES = ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]
+REDONE = ["r0", "r1", "w0", "r2", "w1", "r3", "w2", "w3"]
+
+
+def assert_all_buffers_back(bench: Bench) -> None:
+    for buffers in (bench.gradients, bench.states):
+        assert buffers.num_free == buffers.num_buffers, buffers.name
+
+
+def test_a_right_guess_is_written_in_backward_and_not_again(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    assert bench.finish_step() == {bench.block}
+    assert (bench.outcomes, bench.store.order, bench.pipeline.undone_s) == (["accepted"], GUESSES, 0.0)
+    assert_all_buffers_back(bench)
+
+
+def test_a_wrong_guess_is_dropped_when_all_of_it_is_written_and_done_over(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    bench.finish_step(0.5)
+    assert (bench.outcomes, bench.store.order) == (["redone"], [*GUESSES, "drop", *REDONE])
+    assert bench.pipeline.undone_s > 0
+    assert_all_buffers_back(bench)
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
+def test_guessing_changes_no_number(schedule: Schedule, make_bench: MakeBench) -> None:
+    coefficients = [1.0, 0.5, 0.25, 1.0, 1.0]
+    guessing = make_bench(schedule, hold_gradients=True, speculates=True)
+    waiting = make_bench(schedule, hold_gradients=True)
+    for number, coefficient in enumerate(coefficients):
+        for bench in (guessing, waiting):
+            bench.submit_all(value=number - 1.5)
+            bench.finish_step(coefficient)
+    for kind, record in waiting.store.records.items():
+        assert torch.equal(guessing.store.records[kind], record), kind
+    for bench in (guessing, waiting):
+        assert {part.num_updates for part in bench.block.slices} == {len(coefficients)}
+        assert_all_buffers_back(bench)
+    right_or_wrong = ["accepted" if coefficient == 1.0 else "redone" for coefficient in coefficients]
+    assert guessing.outcomes == (["deferred"] * 5 if schedule == "serial" else right_or_wrong)
+    assert waiting.outcomes == ["deferred"] * 5
+
+
+def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    bench.pipeline.measure()
+    later = replace(GROUP, lr=0.5)
+    _, outcome = bench.pipeline.finish_step(1.0, lambda part: later)
+    bench.pipeline.settle()
+    assert outcome == "redone"
+    reference = nn.Parameter(torch.zeros(4))
+    reference.grad = torch.ones(4)
+    torch.optim.AdamW([reference], lr=0.5, weight_decay=GROUP.weight_decay, fused=True).step()
+    assert bool((bench.store.records["param"] == reference[0]).all())
+
+
+def test_what_no_guess_covers_is_applied_with_the_right_guess(make_bench: MakeBench) -> None:
+    """Chunks 0 and 2 got their gradients in an earlier backward only."""
+    bench = make_bench(hold_gradients=True, speculates=True)
+    for index in (2, 0):
+        bench.pipeline.submit(bench.arrived(index, 1.0), is_final=False)
+    for index in (3, 1):
+        bench.pipeline.submit(bench.arrived(index, 1.0), is_final=True)
+    bench.finish_step()
+    assert bench.outcomes == ["accepted"]
+    writes = [event for event in bench.store.order if event.startswith("w")]
+    assert writes == ["w3", "w1", "w0", "w2"]
+    assert len(bench.store.records["param"].unique()) == 1
+    assert {part.num_updates for part in bench.block.slices} == {1}
+    assert_all_buffers_back(bench)
+
+
+def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    bench.pipeline.wait_until_current(bench.block)
+    assert bench.store.order == [*GUESSES, "drop"]
+    assert not bench.store.records["param"].any()
+    bench.finish_step()
+    assert (bench.outcomes, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
+
+
+def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all(value=1.0)
+    bench.submit_all(value=2.0)
+    bench.finish_step()
+    assert (bench.outcomes, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
+    assert torch.allclose(bench.store.records["exp_avg"], torch.tensor(0.3))
+    assert {part.num_updates for part in bench.block.slices} == {1}
+    assert_all_buffers_back(bench)
+
+
+@pytest.mark.parametrize("look", ["settle", "when_written", "stop_speculating"])
+def test_guesses_are_gone_before_what_looks_at_the_store(look: str, make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    seen: list[bool] = []
+    if look == "when_written":
+        bench.pipeline.when_written(lambda: seen.append(bool(bench.store.records["param"].any())))
+        bench.pipeline.settle()
+    else:
+        getattr(bench.pipeline, look)()
+        seen.append(bool(bench.store.records["param"].any()))
+    assert seen == [False]
+    bench.finish_step()
+    bench.pipeline.speculates = True  # the next step may guess again, if it is told to
+    bench.submit_all()
+    bench.finish_step()
+    assert bench.outcomes == ["deferred", "accepted"]
+    assert {part.num_updates for part in bench.block.slices} == {2}
+
+
+def test_dropped_guesses_are_undone(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.submit_all()
+    assert bench.pipeline.drop() == ({bench.block}, False)
+    assert bench.store.order == [*GUESSES, "drop"]
+    assert {part.num_updates for part in bench.block.slices} == {0}
+    assert_all_buffers_back(bench)
+    bench.submit_all()
+    bench.finish_step()
+    assert bench.outcomes == ["accepted"]
+
+
+def test_updates_in_backward_are_undone_where_the_store_can(make_bench: MakeBench) -> None:
+    bench = make_bench(hold_gradients=False)
+    bench.submit_all()
+    bench.finish_step()
+    after_one_step = bench.store.records["param"].clone()
+    bench.submit_all(value=5.0)
+    assert bench.pipeline.drop() == ({bench.block}, False)
+    assert torch.equal(bench.store.records["param"], after_one_step)
+    assert {part.num_updates for part in bench.block.slices} == {1}
+
+
+@pytest.mark.parametrize("hold_gradients", [True, False])
+def test_where_drafts_of_others_lie_nothing_is_guessed_and_nothing_undone(
+    hold_gradients: bool, make_bench: MakeBench
+) -> None:
+    """Going back would take what they wrote with it."""
+    bench = make_bench(hold_gradients=hold_gradients, speculates=True)
+    bench.store.has_drafts = True
+    bench.submit_all()
+    assert bench.pipeline.drop() == (set() if hold_gradients else {bench.block}, not hold_gradients)
+    assert "drop" not in bench.store.order
+    assert {part.num_updates for part in bench.block.slices} == ({0} if hold_gradients else {1})
+
+
+def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: MakeBench) -> None:
+    """The thread that has written the last of a guess may say so only when the step is being done over."""
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.store.is_late = True
+    bench.submit_all()
+    bench.pipeline.measure()
+    bench.pipeline._thread.call(bench.pipeline._updates.settle)
+    bench.store.may_read.clear()
+    bench.store.is_late = False
+    bench.pipeline.finish_step(0.5, lambda part: GROUP)
+    for request in bench.store.late:
+        request.call_back()
+    assert bench.block in bench.pipeline._applying._chunks
+    with ThreadPoolExecutor(1) as threads:
+        reader = threads.submit(bench.pipeline.wait_until_current, bench.block)
+        bench.store.may_read.set()
+        reader.result(60)
+    assert bench.store.order == [*GUESSES, "drop", *REDONE]
+    assert len(bench.store.late) == 3 * NUM_CHUNKS
+    assert isinstance(bench.store.late[0], LateCallbacks)

@@ -1,0 +1,192 @@
+"""Clipping by speculation is clipping as torch does it: a guess that turns out wrong leaves no trace."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from clip_norms import CLIPS, EITHER_WAY, MAX_NORMS, NORMS, assert_speculated, counts, train
+
+import hf_lohan.runtime.clipping
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import StepTimes
+from hf_lohan.runtime import OffloadEngine
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
+from hf_lohan.testing.storage_doubles import SlowBackend
+
+TwinsFactory = Callable[..., Any]
+EngineFactory = Callable[..., OffloadEngine]
+
+@MAX_NORMS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
+    twins = make_twins(family, clip="speculate")
+    train(twins, max_norms)
+    twins.assert_equal()
+    assert_speculated(twins, max_norms)
+
+
+@MAX_NORMS
+def test_deferring_clips_as_torch_and_guesses_nothing(max_norms: list[float], make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="defer")
+    train(twins, max_norms)
+    twins.assert_equal()
+    assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
+    assert twins.engine.clip_history.clip_rate == max_norms.count(CLIPS) / len(max_norms)
+
+
+@MAX_NORMS
+@pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+@pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
+def test_every_schedule_clips_as_torch(
+    schedule: str, recompute: bool, max_norms: list[float], make_twins: TwinsFactory
+) -> None:
+    twins = make_twins("llama", clip="speculate", schedule=schedule, recompute=recompute)
+    train(twins, max_norms)
+    twins.assert_equal()
+    if schedule == "serial":
+        assert counts(twins) == (0, 0)  # it updates after backward only, by definition
+    else:
+        assert_speculated(twins, max_norms)
+
+
+@MAX_NORMS
+def test_gradients_that_are_spilled_are_still_there_to_do_it_over(
+    max_norms: list[float], make_twins: TwinsFactory
+) -> None:
+    twins = make_twins("llama", clip="speculate", cpu_memory="2MiB", gpu_memory="512KiB", backend=SlowBackend(2e-4))
+    assert twins.engine.layout.plan.spilled_blocks
+    train(twins, max_norms)
+    twins.assert_equal()
+    assert_speculated(twins, max_norms)
+    for pool in twins.engine.tiers.pools[1:]:
+        assert pool.high_water_bytes <= pool.num_buffers * pool.buffer_bytes
+
+
+@EITHER_WAY
+def test_bfloat16_masters_and_residuals_are_undone_and_redone(max_norm: float, build_engine: EngineFactory) -> None:
+    """The reference: bfloat16 weights, float32 masters under torch's AdamW, gradients clipped in float32."""
+    stock, model = (tiny_model("llama").train() for _ in range(2))
+    engine = build_engine(model, dtype=torch.bfloat16, clip="speculate")
+    model.config.dtype = torch.bfloat16
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in stock.named_parameters()}
+    stock_optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, fused=True)
+    for step in range(3):
+        for name, parameter in stock.named_parameters():
+            half_up = (masters[name].detach().view(torch.int32) + 0x8000) >> 16
+            parameter.data = half_up.to(torch.int16).view(torch.bfloat16)
+            parameter.grad = None
+        for either in (stock, model):
+            either(**tiny_batch(seed=step)).loss.backward()
+        gradients = {name: p.grad.float() for name, p in stock.named_parameters() if p.grad is not None}
+        norm = torch.nn.utils.get_total_norm(gradients.values(), foreach=False)
+        assert torch.equal(engine.clip_grad_norm(max_norm), norm)
+        for name, gradient in gradients.items():
+            masters[name].grad = gradient * torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        stock_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.clip_history.num_redone == (3 if max_norm == CLIPS else 0)
+    access = engine.parameters
+    for name, master in masters.items():
+        working, residual = (access.read_flat(name, kind) for kind in ("param", "master_residual"))
+        joined = (working.view(torch.int16).int() << 16) + residual.int()
+        assert torch.equal(joined.view(torch.float32), master.detach().flatten()), name
+        assert torch.equal(access.read_flat(name, "exp_avg"), stock_optimizer.state[master]["exp_avg"].flatten()), name
+
+
+# Accumulation.
+
+
+@EITHER_WAY
+def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, make_twins: TwinsFactory) -> None:
+    twins = make_twins("mixtral", clip="speculate")
+    for step in range(3):
+        for number in range(3):
+            twins.engine.is_final_backward = lambda number=number: number == 2
+            twins.backward(10 * step + number, scale=1 / 3)
+        twins.clip(max_norm)
+        twins.step()
+    twins.assert_equal()
+    assert_speculated(twins, [max_norm] * 3)
+
+
+@EITHER_WAY
+def test_gradients_that_only_an_earlier_backward_brought_are_applied(max_norm: float, make_twins: TwinsFactory) -> None:
+    """The last backward does not touch a whole layer and part of another: no guess covers those."""
+    twins = make_twins("llama", clip="speculate", backend=SlowBackend(1e-3))
+    names = [name for name, _ in twins.stock.named_parameters()]
+    early_only = [name for name in names if "layers.1." in name or name.endswith("layers.2.mlp.up_proj.weight")]
+    for step in range(3):
+        for number in range(2):
+            twins.engine.is_final_backward = lambda number=number: number == 1
+            for model, name in itertools.product(twins.models, early_only):
+                model.get_parameter(name).requires_grad_(number == 0)
+            twins.backward(10 * step + number)
+        twins.clip(max_norm)
+        twins.step()
+    twins.assert_equal()
+    assert_speculated(twins, [max_norm] * 3)
+
+
+@EITHER_WAY
+def test_accumulation_that_nobody_announces_ends_the_guessing(max_norm: float, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="speculate")
+    for step in range(3):
+        for number in range(2):
+            twins.backward(10 * step + number, scale=0.5)
+        twins.clip(max_norm)
+        twins.step()
+    twins.assert_equal()
+    assert counts(twins) == (0, 0)
+    assert not twins.engine.clip_history.speculates_next()
+
+
+# Whether to guess.
+
+
+def test_nothing_is_guessed_where_nothing_can_be_undone(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="speculate", durability="checkpoint")
+    train(twins, NORMS["some_steps_clip"])
+    twins.assert_equal()
+    assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
+
+
+@pytest.mark.parametrize("pattern", [[True], [False], [True, False], [False, False, True]])
+@MAX_NORMS
+def test_auto_takes_either_way_and_stays_exact(
+    pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    endless, answers = itertools.cycle(pattern), list[bool]()
+
+    def answer(times: StepTimes, clip_rate: float) -> bool:
+        assert min(times.forward_s, times.backward_s, times.update_s) > 0
+        assert 0 <= clip_rate <= 1
+        answers.append(next(endless))
+        return answers[-1]
+
+    monkeypatch.setattr(hf_lohan.runtime.clipping, "should_speculate", answer)
+    twins = make_twins("llama", clip="auto")
+    train(twins, max_norms * 2)
+    twins.assert_equal()
+    assert len(answers) >= 2 * len(max_norms) - 2  # the first steps have nothing measured yet
+    assert counts(twins)[0] == sum(answers[:-1])
+
+
+# Races.
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_late_copies_change_no_bit(family: str, seed: int, make_twins: TwinsFactory) -> None:
+    device = AsyncDevice(seed, max_delay_s=5e-4)
+    twins = make_twins(model_factory=partial(tiny_model, family), clip="speculate", device=device)
+    train(twins, NORMS["some_steps_clip"])
+    twins.assert_equal()
+    assert device.num_races == 0
