@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         Trainer,
         engine_of,
         from_pretrained,
+        last_step,
     )
     from hf_lohan.optim import OffloadAdamW
 
@@ -32,6 +33,7 @@ _HOMES = {
     "Trainer": "hf_lohan.integrations",
     "engine_of": "hf_lohan.integrations",
     "from_pretrained": "hf_lohan.integrations",
+    "last_step": "hf_lohan.integrations",
 }
 
 __all__ = [
@@ -44,6 +46,7 @@ __all__ = [
     "Trainer",
     "engine_of",
     "from_pretrained",
+    "last_step",
 ]
 
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from transformers.trainer_utils import get_last_checkpoint
 
+import hf_lohan
+
 logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -64,7 +66,8 @@ class DataArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first rows only."})
     resume: str | None = field(
         default=None,
-        metadata={"nargs": "?", "const": "last", "help": "Go on from a checkpoint: its folder, or the last one."},
+        metadata={"nargs": "?", "const": "last", "help": "Go on from a checkpoint: its folder, or the last "
+        "one, or the last step that was committed after it."},
     )
 
 
@@ -78,17 +81,24 @@ def choose_block_size(wanted: int | None, config: Any) -> int:
     return wanted
 
 
-def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | None:
-    """The folder to resume from; `wanted` is a folder or "last". Raises ValueError if there is none."""
+def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | bool | None:
+    """What Trainer is to resume from; `wanted` is a folder, "last" or "last_step". Raises ValueError if it is not there.
+
+    True: the last committed step of an offloaded run or its last checkpoint, whichever is newer.
+    """
     last: str | None = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
+    step = hf_lohan.last_step(output_dir)
     if wanted is None:
-        if last is not None:
-            logger.warning("starting anew although %s exists; give --resume to go on from it", last)
+        if last is not None or step is not None:
+            what = last or f"step {step} in {output_dir}"
+            logger.warning("starting anew although %s exists; give --resume to go on from it", what)
         return None
     if wanted.lower() in ("last", "true"):
-        if last is None:
+        if last is None and step is None:
             raise ValueError(f"nothing to resume: no checkpoint in {output_dir!r}; check --output_dir")
-        return last
+        return True if step is not None else last
+    if wanted == "last_step":
+        return wanted
     if not (Path(wanted) / "trainer_state.json").is_file():
         raise ValueError(f"nothing to resume: {wanted!r} is not a Trainer checkpoint")
     return wanted

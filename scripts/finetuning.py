@@ -52,7 +52,7 @@ def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, float]:
 
 def prepare(
     family: Family, model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments
-) -> tuple[hf_lohan.Trainer, str | None]:
+) -> tuple[hf_lohan.Trainer, str | bool | None]:
     """A trainer ready to run, and the checkpoint to resume from, if any. Raises ValueError or OSError on bad input."""
     if not (args.do_train or args.do_eval):
         raise ValueError("nothing to do; give --do_train, --do_eval or both")
@@ -91,7 +91,7 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
         dtype=dtype,
         bf16=args.bf16,
         torch_device=args.device,
-        default_ssd_path=Path(args.output_dir) / "lohan" / "store",
+        default_ssd_path=Path(args.output_dir) / "_lohan" / "store",
         # Clipping needs all gradients before the first update, accumulation the sum of several backwards.
         hold_gradients=args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1,
     )
@@ -123,7 +123,7 @@ def read_data(data_args: DataArguments, args: TrainingArguments, tokenizer: Any,
     return data
 
 
-def run(trainer: hf_lohan.Trainer, checkpoint: str | None) -> dict[str, float]:
+def run(trainer: hf_lohan.Trainer, checkpoint: str | bool | None) -> dict[str, float]:
     """Train, save and evaluate as asked; metrics go to the log and to `<output_dir>/*_results.json`."""
     args = trainer.args
     results: dict[str, float] = {}

@@ -31,9 +31,11 @@ _AS_GIVEN = {
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what the user has to change into one line on stderr and exit status 2."""
+    from hf_lohan.storage import StoreInUseError
+
     try:
         yield
-    except ValueError as error:
+    except (ValueError, OSError, StoreInUseError) as error:
         typer.echo(f"error: {' '.join(str(error).split())}", err=True)
         raise typer.Exit(2) from None
 
@@ -73,3 +75,29 @@ def config(
 
         settings = resolved_settings(offload)
         typer.echo(to_json(settings) if as_json else to_yaml(settings))
+
+
+@app.command()
+def export(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
+    out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],
+) -> None:
+    """Write the last committed step of a run as a plain Hugging Face model."""
+    with one_line_errors():
+        from hf_lohan.integrations.export import export as export_run
+
+        step = export_run(run, out)
+        typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
+
+
+@app.command()
+def verify(
+    stores: Annotated[
+        list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all ssd paths of its store.")
+    ],
+) -> None:
+    """Read all that a store has committed and check every checksum; exit status 1 if one is wrong."""
+    with one_line_errors():
+        from hf_lohan.cli.verification import verify_store
+
+        raise typer.Exit(0 if verify_store(stores) else 1)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_lohan.config import OffloadConfig
 
-_AUTO_SSD = "# ssd: auto is the folder lohan/store in the run's output directory\n"
+_AUTO_SSD = "# ssd: auto is the folder _lohan/store in the run's output directory\n"
 
 
 def resolved_settings(offload: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def resolved_settings(offload: str) -> dict[str, Any]:
         host_memory_bytes=available_host_memory_bytes(),
         device_memory_bytes=device_for("cuda" if has_cuda else "cpu").total_memory_bytes(),
         num_cpus=usable_cpus(),
-        default_ssd_path="lohan/store",
+        default_ssd_path="_lohan/store",
     )
     return {**resolved.to_dict(), "ssd": asked.to_dict()["ssd"]}
 

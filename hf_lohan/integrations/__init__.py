@@ -7,6 +7,7 @@ a call to the engine.
 from hf_lohan.integrations.accelerator import Accelerator, LohanPlugin
 from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.loading import from_pretrained
+from hf_lohan.integrations.resumption import last_step
 from hf_lohan.integrations.trainer import OffloadTrainerMixin, Trainer
 
 __all__ = [
@@ -16,5 +17,6 @@ __all__ = [
     "Trainer",
     "engine_of",
     "from_pretrained",
+    "last_step",
     "offload_model",
 ]

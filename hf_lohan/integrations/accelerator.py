@@ -9,6 +9,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
 from hf_lohan.config import OffloadConfig
@@ -16,7 +17,7 @@ from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.guards import check_model
 from hf_lohan.integrations.loading import reload_weights
 from hf_lohan.integrations.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
-from hf_lohan.integrations.saving import StoredWeights
+from hf_lohan.integrations.saving import StoredModel, StoredWeights
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
 
@@ -38,6 +39,14 @@ class LohanPlugin:
 
     ssd_path: str | Path = "lohan_store"
     """The store's folder if the configuration names none."""
+
+
+class _PreparedOffloadAdamW(AcceleratedOptimizer):
+    """Skips as mixed precision does on overflow: schedulers then do not advance."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.optimizer.step_was_skipped)
 
 
 class OffloadAwareAccelerator(accelerate.Accelerator):
@@ -63,7 +72,10 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if isinstance(optimizer, OffloadAdamW):
             device_placement = False  # accelerate would move its state dict to the device and load it back
-        return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if isinstance(optimizer, OffloadAdamW):
+            prepared.__class__ = _PreparedOffloadAdamW
+        return prepared
 
     def clip_grad_norm_(
         self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
@@ -95,7 +107,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             return super().get_state_dict(model, unwrap=unwrap)
         if not unwrap:
             return {}
-        weights = StoredWeights(engine, model)
+        weights = StoredWeights(StoredModel.of(engine), model)
         return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
 
 

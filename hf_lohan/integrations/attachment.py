@@ -13,7 +13,8 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, device_for, set_compute_threads, usable_cpus
-from hf_lohan.integrations.saving import save_pretrained_from_store
+from hf_lohan.integrations.model_description import describe_model
+from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.runtime import (
     OffloadEngine,
     OffloadLayout,
@@ -115,7 +116,7 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
         config.dtype = engine.layout.master.working_dtype
     if hasattr(model, "save_pretrained"):
         stock: Any = type(model).save_pretrained
-        model.save_pretrained = functools.partial(save_pretrained_from_store, engine, stock)
+        model.save_pretrained = functools.partial(save_pretrained_from_store, StoredModel.of(engine), stock)
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
@@ -123,6 +124,7 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
     if engine.config.activations == "recompute":
         enable_recompute(model)
     _warn_of_slow_bfloat16(engine)
+    describe_model(model, engine)
     return engine
 
 

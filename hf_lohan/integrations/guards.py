@@ -36,6 +36,11 @@ def check_arguments(args: Any) -> None:
         raise ValueError(f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1")
     if args.use_liger_kernel:
         raise ValueError("use_liger_kernel=True reads weights behind the modules' backs; leave it off under offload")
+    if getattr(args, "enable_jit_checkpoint", False):
+        raise ValueError(
+            "enable_jit_checkpoint=True is not needed under offload, which commits every step and ends on SIGTERM when "
+            "the step in progress is committed; leave it off"
+        )
     if args.torch_compile:
         raise ValueError("torch_compile=True cannot follow streamed weights; leave it off under offload")
 

@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 
 from hf_lohan.profiler import AnonymousMemoryPeak
 from hf_lohan.runtime import OffloadEngine
+from hf_lohan.storage import replace_durably
 
 FOLDER = Path("lohan")
 SUMMARY_NAME = "summary.json"
@@ -51,6 +52,7 @@ class RunSummary(TrainerCallback):
         self._peak.stop()
         facts = {
             "config": self.engine.config.to_dict(),
+            "durability": self.engine.tiers.store.durability,
             "num_parameters": self.engine.layout.num_parameters,
             "hardware": self.engine.device.describe(),
         }
@@ -59,7 +61,8 @@ class RunSummary(TrainerCallback):
     def _write(self, args: Any, name: str, content: dict[str, Any]) -> None:
         folder = Path(args.output_dir) / FOLDER
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n")
+        # Whole or not at all: a run that is killed here is resumed by what is written here.
+        replace_durably(str(folder / name), (json.dumps(content, indent=2) + "\n").encode())
 
     def figures(self) -> dict[str, float | int]:
         """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
@@ -73,6 +76,13 @@ class RunSummary(TrainerCallback):
             "ssd_write_bytes": tiers.io.write_bytes,
             "store_bytes": tiers.store_bytes,
             "scratch_bytes": tiers.scratch_bytes,
+            "num_commits": engine.step_log.num_commits,
+            "last_commit_s": engine.step_log.last_commit_s,
+            "num_skipped_steps": engine.skipped_steps.total,
+            "clip_rate": engine.clip_history.clip_rate,
+            "num_speculated_steps": engine.clip_history.num_speculated,
+            "num_redone_steps": engine.clip_history.num_redone,
+            "undone_update_s": engine.undone_update_s,
             "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,

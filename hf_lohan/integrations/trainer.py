@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import transformers
@@ -14,29 +14,29 @@ from transformers import TrainingArguments
 from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations.accelerator import OffloadAwareAccelerator
 from hf_lohan.integrations.attachment import engine_of, offload_model
+from hf_lohan.integrations.checkpoint_folder import WholeCheckpoints, remove_unfinished
 from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.integrations.loading import from_pretrained, reload_weights
+from hf_lohan.integrations.model_description import describe_tokenizer
 from hf_lohan.integrations.optimizer_checkpoint import (
     load_master_residuals,
     load_optimizer_states,
     save_optimizer_states,
 )
+from hf_lohan.integrations.resumption import is_last_step_newest, resumable_commit
 from hf_lohan.integrations.run_summary import RunSummary
+from hf_lohan.integrations.step_journal import LAST_STEP, PRIVATE_FOLDER, StepJournal, unpack
+from hf_lohan.integrations.termination import Termination
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
+from hf_lohan.storage import Commit, committed_log
 
 logger = logging.getLogger(__name__)
 
-_STORE_FOLDER = Path("lohan") / "store"
+_STORE_FOLDER = PRIVATE_FOLDER / "store"
 
 
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
-
-
-class OffloadTrainerMixin(_TrainerBase):
+class OffloadTrainerMixin(WholeCheckpoints):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -52,6 +52,9 @@ class OffloadTrainerMixin(_TrainerBase):
     ) -> None:
         self._offload_config: OffloadConfig | None = None
         self._run_summary: RunSummary | None = None
+        self._journal: StepJournal | None = None
+        self._termination = Termination()
+        self._resumes: Commit | None = None
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
             self._offload_config = OffloadConfig.load(offload)
@@ -121,12 +124,76 @@ class OffloadTrainerMixin(_TrainerBase):
         if self._offload_config is None:
             super()._move_model_to_device(model, device)
 
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream. `resume_from_checkpoint="last_step"` goes on from the last committed step of the store, `True`
+        from that or from the last checkpoint, whichever is newer. SIGTERM ends the run when its step is committed.
+
+        Raises ValueError if there is nothing to go on from.
+        """
+        if self._offload_config is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        remove_unfinished(self.args.output_dir)
+        resume_from_checkpoint = self._choose_resume(resume_from_checkpoint)
+        self._termination = Termination()
+        with self._termination:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _choose_resume(self, asked: str | bool | None) -> str | bool | None:
+        """The folder to resume from, as upstream wants it."""
+        self._resumes = None
+        if asked is not True and asked != LAST_STEP:
+            return asked
+        engine = self.offload_engine
+        if engine is not None:
+            engine.settle()  # its last commit may be on its way
+        paths = self._store_paths()
+        if asked is True and not is_last_step_newest(paths, self.args.output_dir):
+            return True
+        self._resumes = resumable_commit(paths)
+        return unpack(self._resumes, committed_log(paths), self.args.output_dir)
+
+    def _store_paths(self) -> list[str]:
+        engine = self.offload_engine
+        if engine is not None:
+            return [path.path for path in engine.tiers.store.paths]
+        assert self._offload_config is not None
+        ssd = self._offload_config.ssd
+        return [str(Path(self.args.output_dir) / _STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
+
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()
+        if engine is not None:
+            self._keep_journal(engine)
         prepared = super()._prepare_for_training(*args, **kwargs)
         if engine is not None:
             check_optimizer(self.optimizer)  # a subclass may have made it without asking us
         return prepared
+
+    def _keep_journal(self, engine: OffloadEngine) -> None:
+        if self._journal is not None:
+            self.remove_callback(self._journal)
+        describe_tokenizer(self.processing_class, engine)
+        self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
+        if self._resumes is not None:
+            self._journal.resume(self._resumes)
+        self.add_callback(self._journal)
+
+    def _write_journal_files(self, folder: str) -> None:
+        super()._save_optimizer_and_scheduler(folder)
+        self._save_scaler(folder)
+        self._save_rng_state(folder)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._resumes is not None and self.state.global_step >= self.state.max_steps:
+            # The run had ended when it was killed; upstream would take one step more.
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._journal is not None:
+            self._journal.after_step()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
@@ -161,6 +228,9 @@ class OffloadTrainerMixin(_TrainerBase):
             logs.update({f"lohan/{name}": value for name, value in self._run_summary.figures().items()})
         super().log(logs, *args, **kwargs)
 
+    def _writes_whole_checkpoints(self) -> bool:
+        return self._offload_config is not None
+
     # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -171,7 +241,9 @@ class OffloadTrainerMixin(_TrainerBase):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine
-        if engine is not None and checkpoint is not None:
+        if engine is not None and self._resumes is not None:
+            engine.go_back_to_commit()
+        elif engine is not None and checkpoint is not None:
             load_optimizer_states(engine, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -179,7 +251,7 @@ class OffloadTrainerMixin(_TrainerBase):
         engine = self._ensure_engine()
         if engine is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
+        elif self._resumes is None:  # else the weights come with the commit
             reload_weights(engine, self.model, resume_from_checkpoint)
 
     def _load_best_model(self) -> None:

@@ -54,7 +54,7 @@ def test_state_twenty_times_the_budgets(
     assert result["peak_gpu_pool_bytes"] <= result["gpu_pool_bytes"] <= gpu_bytes
     print(result, idle_bytes)
     assert result["peak_bytes"] <= idle_bytes + (1 + SLACK_FRACTION) * (cpu_bytes + gpu_bytes) + SLACK_BYTES
-    files = sum(path.stat().st_size for path in (tmp_path / "lohan" / "store").glob("*.bin"))
+    files = sum(path.stat().st_size for path in (tmp_path / "_lohan" / "store").glob("*.bin"))
     assert files == result["store_bytes"]
     assert len(result["losses"]) == 3
     assert all(math.isfinite(loss) for loss in result["losses"])

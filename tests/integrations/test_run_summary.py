@@ -43,7 +43,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     trainer.train()
     engine = trainer.offload_engine
     assert engine is not None
-    files_bytes = sum(path.stat().st_size for path in (folder / "lohan" / "store").glob("*.bin"))
+    files_bytes = sum(path.stat().st_size for path in (folder / "_lohan" / "store").glob("*.bin"))
     engine.close()
     return {
         "summary": json.loads((folder / "lohan" / "summary.json").read_text()),

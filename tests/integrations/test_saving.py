@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
-from hf_lohan.integrations.saving import StoredWeights
+from hf_lohan.integrations.saving import StoredModel, StoredWeights
 from hf_lohan.runtime import OffloadEngine
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
@@ -109,7 +109,7 @@ def test_saving_leaves_the_model_as_it_was(offload: Offload, tmp_path: Path) -> 
 def test_aliases_of_tied_weights_are_found(family: str, offload: Offload) -> None:
     model = tiny_model(family)
     stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    weights = StoredWeights(offload(model), model)
+    weights = StoredWeights(StoredModel.of(offload(model)))
     assert "lm_head.weight" in weights
     parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     assert set(weights) == parameters and len(weights) == len(parameters)

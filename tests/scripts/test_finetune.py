@@ -20,6 +20,8 @@ from finetuning import main
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import hf_lohan
+
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = {"llama": LLAMA, "opt": OPT}
 Checkpoints = Callable[[str], Path]
@@ -75,6 +77,18 @@ def test_resume_goes_on_where_the_run_was(
     (whole / "checkpoint-2").rename(halves / "checkpoint-2")
     main(LLAMA, flags(checkpoint("llama"), text_file, halves, *offload, "--resume"))
     assert_same_weights(whole, halves)
+
+
+def test_resume_takes_a_step_that_was_committed_after_the_last_checkpoint(
+    checkpoint: Checkpoints, text_file: Path, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    main(LLAMA, flags(checkpoint("llama"), text_file, out, "--offload", "lohan", "--save_strategy", "no"))
+    assert hf_lohan.last_step(out) == 4
+    assert checkpoint_to_resume("last", str(out)) is True
+    trained = (out / "model.safetensors").read_bytes()
+    main(LLAMA, flags(checkpoint("llama"), text_file, out, "--offload", "lohan", "--save_strategy", "no", "--resume"))
+    assert (out / "model.safetensors").read_bytes() == trained  # all steps had been taken
 
 
 @pytest.mark.parametrize("name", ["lohan.yaml", "lohan_small_budget.yaml", "lohan_two_ssds.yaml", "quickstart.yaml"])

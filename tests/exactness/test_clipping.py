@@ -1,0 +1,133 @@
+"""Both ways to clip give the stock Trainer's numbers, whether every step clips, none does, or some do."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import arguments, assert_equal, dataset, logged, stored_weights, train_offloaded, train_stock
+from transformers import Trainer as StockTrainer
+
+import hf_lohan
+from hf_lohan.integrations import OffloadTrainerMixin
+from hf_lohan.runtime import NonFiniteGradientError
+from hf_lohan.testing.models import tiny_model
+
+SOME = {"llama": 2.6, "opt": 1.7, "mixtral": 2.8}
+"""A `max_grad_norm` under which some of the 20 steps of these models clip."""
+SMALL = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate", "auto"])
+@pytest.mark.parametrize("which", ["every", "no", "some"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_equals_the_stock_trainer(family: str, which: str, clip: str, tmp_path: Path) -> None:
+    max_grad_norm = {"every": 0.3, "no": 100.0, "some": SOME[family]}[which]
+    settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    stock = train_stock(family, tmp_path / "stock", {}, **settings)
+    ours = train_offloaded(family, tmp_path / "ours", {}, offload={**SMALL, "clip": clip}, **settings)
+    assert_equal(ours, stock)
+    clipped = sum(norm > max_grad_norm for norm in stock.norms)
+    assert {"every": clipped == 20, "no": clipped == 0, "some": 3 < clipped < 17}[which], f"{clipped} of 20 steps clip"
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.3, 1.38])
+def test_with_accumulation_and_dropout(max_grad_norm: float, tmp_path: Path) -> None:
+    settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2, "max_steps": 10}
+    stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
+    offload = {**SMALL, "clip": "speculate"}
+    ours = train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings)
+    assert_equal(ours, stock)
+
+
+def test_the_logs_tell_what_ran(tmp_path: Path) -> None:
+    trainer = hf_lohan.Trainer(
+        tiny_model("llama"),
+        arguments(tmp_path, max_grad_norm=SOME["llama"]),
+        train_dataset=dataset(),
+        offload={**SMALL, "clip": "speculate"},
+    )
+    trainer.train()
+    clipped = sum(norm > SOME["llama"] for norm in logged(trainer)[1])
+    row = [row for row in trainer.state.log_history if "loss" in row][-1]
+    # The first step of all knows no commit to go back to but that of the load, which Trainer makes before it.
+    assert row["lohan/num_speculated_steps"] == 20
+    assert row["lohan/num_redone_steps"] == clipped
+    assert row["lohan/undone_update_s"] > 0
+    assert 0 < row["lohan/clip_rate"] < 1
+    trainer.offload_engine.close()
+
+
+class Poisoned(StockTrainer):
+    """The loss of some steps is not finite."""
+
+    poisoned: frozenset[int] = frozenset()
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.poison = math.nan if self.state.global_step in self.poisoned else 1.0
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(model, inputs, *args, **kwargs) * self.poison
+
+
+class PoisonedOffloaded(OffloadTrainerMixin, Poisoned):
+    """The same, offloaded."""
+
+
+def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
+    offload = {**SMALL, **settings.pop("offload", {})}
+    trainer = PoisonedOffloaded(
+        tiny_model("llama"), arguments(folder, max_steps=8, **settings), train_dataset=dataset(), offload=offload
+    )
+    trainer.poisoned = frozenset(poisoned)
+    try:
+        trainer.train()
+    finally:
+        trainer.final = stored_weights(trainer)
+        trainer.offload_engine.close()
+    return trainer
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 2.6])
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_path: Path) -> None:
+    """Neither weights nor states nor the learning rate: the good steps are those of a run without the bad ones."""
+    settings = {"max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
+    skipping = train_poisoned(tmp_path / "bad", {0, 3, 4}, offload={"clip": clip}, **settings)
+    rows = [row for row in skipping.state.log_history if "loss" in row]
+    assert rows[-1]["lohan/num_skipped_steps"] == 3
+    assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 0.00025, 0.0005, 0.0005, 0.0005, 0.00075, 0.001]
+    assert all(torch.isfinite(weight).all() for weight in skipping.final.values())
+
+    class Skips(StockTrainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(model, inputs, *args, **kwargs)
+            if self.state.global_step in {0, 3, 4}:
+                for parameter in model.parameters():
+                    parameter.grad = None  # torch's AdamW then skips it, states and all
+                self.lr_scheduler.last_epoch -= 1  # the scheduler does not advance either
+            return loss
+
+    stock = Skips(
+        tiny_model("llama"), arguments(tmp_path / "stock", max_steps=8, **settings), train_dataset=dataset()
+    )
+    stock.train()
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(skipping.final[name], parameter), name
+
+
+def test_too_many_poisoned_steps_end_the_run_and_harm_nothing(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteGradientError, match=r"gradient of model\.embed_tokens\.weight is not finite"):
+        train_poisoned(tmp_path / "run", set(range(2, 8)), offload={"max_skipped_steps": 2})
+    assert hf_lohan.last_step(tmp_path / "run") == 3  # step 2 was skipped and counted; step 3 is the last straw
+    resumed = PoisonedOffloaded(
+        tiny_model("llama"), arguments(tmp_path / "run", max_steps=8), train_dataset=dataset(), offload=SMALL
+    )
+    resumed.train(resume_from_checkpoint="last_step")  # the data are good again
+    assert resumed.state.global_step == 8
+    assert all(torch.isfinite(weight).all() for weight in stored_weights(resumed).values())
+    resumed.offload_engine.close()
