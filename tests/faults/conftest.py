@@ -1,0 +1,37 @@
+"""Makes the modules beside it importable, here and in the fork server, and trains each kind of run once undisturbed."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from processes import finish, start_fork_server
+from runs import Outcome, Run, read_outcome
+
+
+@pytest.fixture(scope="session", autouse=True)
+def fork_server() -> None:
+    start_fork_server(preload="runs")
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
+    """What a run comes to if nothing happens to it, wherever its folders are."""
+    known: dict[Run, Outcome] = {}
+
+    def outcome_of(run: Run) -> Outcome:
+        folder = tmp_path_factory.mktemp("undisturbed")
+        kind = replace(run, output_dir=Path(), beside=Path(), ssd="auto")
+        if kind not in known:
+            finish(replace(run, output_dir=folder / "out", beside=folder))
+            known[kind] = read_outcome(folder)
+            assert len(known[kind].rows) == run.num_steps
+        return known[kind]
+
+    return outcome_of

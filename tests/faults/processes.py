@@ -1,0 +1,170 @@
+"""The parent's side: processes that train, and ending them at instants that the tests choose."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from dataclasses import replace
+from multiprocessing.connection import wait
+from multiprocessing.forkserver import ensure_running
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+import pytest
+from runs import Mishap, Report, Run, train
+
+import hf_lohan
+
+CONTEXT = multiprocessing.get_context("forkserver")
+HANGS_AFTER_S = 60.0
+
+
+def start_fork_server(*, preload: str) -> None:
+    """Processes are forked from one that has imported ``preload``: they need not do that again."""
+    CONTEXT.set_forkserver_preload([preload])
+    # Python 3.11's fork server has our environment, not our `sys.path`, and is silent if it cannot import.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        ensure_running()
+
+
+class Child:
+    """A process that trains, seen through its reports."""
+
+    def __init__(self, run: Run, mishap: Mishap | None = None) -> None:
+        self.run = run
+        self.reports: list[tuple[Report, float]] = []
+        """Each with the time it arrived."""
+        self.connection, theirs = CONTEXT.Pipe()
+        self._process = CONTEXT.Process(target=train, args=(run, mishap or Mishap(), theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        assert self._process.pid is not None
+        self.pid = self._process.pid
+        self._pidfd = os.pidfd_open(self.pid)  # never signals another process that got its number
+
+    def wait_for(self, what: str, count: int = 1) -> bool:
+        """Until it has reported ``what`` so many times. False if it ended before."""
+        while self.num_reports(what) < count:
+            if not self.connection.poll(HANGS_AFTER_S):
+                self._give_up(f"no report of {what!r}")
+            if not self._receive():
+                return False
+        return True
+
+    def lives_for(self, duration_s: float) -> bool:
+        """Wait, at most until it ends. False if it has."""
+        return not wait([self._process.sentinel], duration_s)
+
+    def send_signal(self, number: int) -> None:
+        """Does nothing if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, number)
+
+    def end(self) -> int:
+        """Its exit code as `Popen.returncode` has it, once it has ended by itself."""
+        while self.connection.poll(HANGS_AFTER_S):
+            if not self._receive():
+                break
+        self._process.join(HANGS_AFTER_S)
+        code = self._process.exitcode
+        if code is None:
+            self._give_up("it does not end")
+        os.close(self._pidfd)
+        self.connection.close()
+        assert code is not None
+        return code
+
+    def num_reports(self, what: str) -> int:
+        return sum(report.what == what for report, _ in self.reports)
+
+    @property
+    def last_step(self) -> int:
+        """The last step it reported to have ended, or that it began from."""
+        return max((report.step for report, _ in self.reports), default=0)
+
+    @property
+    def error(self) -> str:
+        """What it failed with."""
+        return next((report.text for report, _ in self.reports if report.what == "failed"), "")
+
+    @property
+    def num_write_calls(self) -> int:
+        return int(next(report.text for report, _ in self.reports if report.what == "finished"))
+
+    def output_tail(self) -> str:
+        path = self.run.beside / "output.txt"
+        return path.read_text(errors="replace")[-4000:] if path.exists() else "(no output)"
+
+    def _receive(self) -> bool:
+        try:
+            self.reports.append((self.connection.recv(), time.monotonic()))
+        except (EOFError, OSError):  # it ended, maybe in the middle of a report
+            return False
+        return True
+
+    def _give_up(self, reason: str) -> None:
+        self.send_signal(signal.SIGKILL)
+        pytest.fail(f"process {self.pid} hangs, {reason}:\n{self.output_tail()}")
+
+
+def finish(run: Run, mishap: Mishap | None = None) -> Child:
+    """Train to the end in one process, which must succeed."""
+    child = Child(run, mishap)
+    code = child.end()
+    assert code == 0, f"exit code {code}:\n{child.output_tail()}"
+    return child
+
+
+class Interruption(NamedTuple):
+    """How one process of a run ended. Steps are 0 before the first."""
+
+    after: str
+    exit_code: int
+    reported_step: int
+    committed_step: int
+
+
+class Interrupter:
+    """Ends process after process of a run, each at a random instant after a random report of it, in such a way that
+    the run is not finished when all are done."""
+
+    def __init__(self, run: Run, seed: int) -> None:
+        self.run = run
+        self._random = Random(seed)
+        self._pause_s = {"started": 0.5, "begun": 0.2, "stepped": 0.1}
+        """How long it lasts from one report to the next, as last seen."""
+
+    def interrupt(self, number: int, count: int, kinds: tuple[str, ...]) -> list[Interruption]:
+        """Signal ``count`` processes in turn, each after a report of one of these kinds."""
+        done: list[Interruption] = []
+        for num_left in range(count, 0, -1):
+            num_steps_left = self.run.num_steps - self._committed_step()
+            most_steps = min(max(1, 2 * num_steps_left // num_left), (num_steps_left - 4) // 2)
+            after = self._random.choice(kinds if most_steps > 0 else kinds[:1])
+            done.append(self._one(number, after, self._random.randint(1, max(1, most_steps))))
+        return done
+
+    def _one(self, number: int, after: str, num_reports: int) -> Interruption:
+        child = Child(self.run)
+        if child.wait_for(after, num_reports if after == "stepped" else 1):
+            child.lives_for(self._random.random() * 1.2 * self._pause_s[after])
+        child.send_signal(number)
+        code = child.end()
+        assert not child.error, f"{child.error}\n{child.output_tail()}"
+        for (report, begin_s), (_, end_s) in zip(child.reports, child.reports[1:], strict=False):
+            self._pause_s[report.what] = end_s - begin_s
+        return Interruption(after, code, child.last_step, self._committed_step())
+
+    def _committed_step(self) -> int:
+        return hf_lohan.last_step(self.run.output_dir) or 0
+
+
+def run_in(folder: Path, run: Run) -> Run:
+    """The same run with its folders in ``folder``."""
+    return replace(run, output_dir=folder / "out", beside=folder)

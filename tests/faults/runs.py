@@ -1,0 +1,214 @@
+"""A training run that may be cut short anywhere: what it trains, and `train`, which goes on where it was cut.
+
+The fork server imports this module once, so that each process starts with everything imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformers import LlamaForCausalLM, OPTForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers.utils.logging import disable_progress_bar
+from write_calls import WriteCall, watch_write_calls
+
+import hf_lohan
+import hf_lohan.integrations  # nothing is left to import when a process starts
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+IMPORTED_BY = os.getpid()
+PRELOADED = (LlamaForCausalLM, OPTForCausalLM, hf_lohan.Trainer)
+"""What transformers and hf_lohan load only when it is asked for."""
+tqdm.get_lock()  # else each process makes a semaphore, which a killed one leaves behind
+
+NUM_ROWS = 64
+SMALL_BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
+OUTCOME_NAME = "outcome.safetensors"
+FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What is trained, hashable. ``beside`` is for what must survive whatever befalls ``output_dir``."""
+
+    output_dir: Path = Path()
+    beside: Path = Path()
+    ssd: str = "auto"
+    family: Literal["llama", "opt"] = "llama"
+    num_layers: int = 2
+    num_steps: int = 12
+    save_steps: int = 0
+    resume: bool | str = "last_step"
+    insists: bool = False
+    """Resume even if there is nothing to resume from."""
+
+
+class Mishap(NamedTuple):
+    """What happens to one process of a run, at a place that is known exactly."""
+
+    signals: tuple[int, ...] = ()
+    event: str = "on_step_begin"
+    step: int = 0
+    """The process signals itself at this event of Trainer, in the step that brings `global_step` to this."""
+
+    write_call: WriteCall | None = None
+    holds_at: int = 0
+    """Wait for a word from the parent at the end of this step."""
+
+
+class Report(NamedTuple):
+    """What a process tells its parent: started, begun (training), stepped, finished or failed."""
+
+    what: str
+    step: int = 0
+    text: str = ""
+
+
+class Outcome(NamedTuple):
+    """One row a logged step, in order, and all parameters and optimizer states by ``name.kind``."""
+
+    rows: list[dict[str, float]]
+    tensors: dict[str, Tensor]
+
+
+def train(run: Run, mishap: Mishap, parent: Connection) -> None:
+    """Run in a process of its own. Exits with 0, or as the run was ended, or `FAILED` after a ``failed`` report."""
+    assert os.getpid() != IMPORTED_BY, "the fork server could not import this module"
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
+    output = os.open(run.beside / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    disable_progress_bar()
+    trainer: Any = None
+    watched = watch_write_calls(run.output_dir, mishap.write_call)
+    parent.send(Report("started"))
+    try:
+        trainer = make_trainer(run, TellsParent(mishap, parent))
+        trainer.train(resume_from_checkpoint=where_from(run))
+        write_outcome(trainer, run.beside)
+        parent.send(Report("finished", trainer.state.global_step, str(watched.num_calls)))
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        sys.exit(INTERRUPTED)
+    except Exception as error:
+        traceback.print_exc()
+        parent.send(Report("failed", text=f"{type(error).__name__}: {error}"))
+        sys.exit(FAILED)
+    finally:
+        if trainer is not None and trainer.offload_engine is not None:
+            trainer.offload_engine.close()  # a script of its own does this at exit; forked processes have none
+
+
+def where_from(run: Run) -> bool | str | None:
+    """What to give `train(resume_from_checkpoint=...)`."""
+    if not run.insists and hf_lohan.last_step(run.output_dir) is None:
+        return None
+    return run.resume
+
+
+def make_trainer(run: Run, callback: TrainerCallback) -> Any:
+    """Clipping that bites now and then, a schedule, weight decay and, in OPT, dropout: all that a resume can lose."""
+    arguments = TrainingArguments(
+        str(run.output_dir),
+        use_cpu=True,
+        max_steps=run.num_steps,
+        per_device_train_batch_size=2,
+        learning_rate=2e-3,
+        lr_scheduler_type="cosine",
+        warmup_steps=2,
+        weight_decay=0.1,
+        max_grad_norm=2.5,
+        logging_steps=1,
+        save_strategy="steps" if run.save_steps else "no",
+        save_steps=run.save_steps or 500,
+        save_total_limit=2,
+        report_to=[],
+        disable_tqdm=True,
+        seed=0,
+    )
+    rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(NUM_ROWS)]
+    overrides = {"dropout": 0.1} if run.family == "opt" else {}
+    model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
+    offload = {**SMALL_BUDGETS, "ssd": run.ssd}
+    trainer = hf_lohan.Trainer(model, arguments, train_dataset=rows, offload=offload, callbacks=[callback])
+    trainer.remove_callback(PrinterCallback)  # its lines would hide those of a failure
+    return trainer
+
+
+class TellsParent(TrainerCallback):
+    """Reports, holds and sends the signals of a mishap."""
+
+    def __init__(self, mishap: Mishap, parent: Connection) -> None:
+        self.mishap = mishap
+        self.parent = parent
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.parent.send(Report("begun", state.global_step))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signal_at("on_step_begin", state.global_step + 1)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signal_at("on_pre_optimizer_step", state.global_step + 1)
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signal_at("on_optimizer_step", state.global_step + 1)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.parent.send(Report("stepped", state.global_step))
+        if state.global_step == self.mishap.holds_at:
+            self.parent.recv()
+        self.signal_at("on_step_end", state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signal_at("on_log", state.global_step)
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.signal_at("on_save", state.global_step)
+
+    def signal_at(self, event: str, step: int) -> None:
+        if (event, step) == (self.mishap.event, self.mishap.step):
+            for number in self.mishap.signals:
+                os.kill(os.getpid(), number)
+
+
+def write_outcome(trainer: Any, folder: Path) -> None:
+    """Whole or not at all: the process may be killed here too."""
+    keys = ("step", "loss", "grad_norm", "learning_rate", "epoch")
+    rows = [{key: row[key] for key in keys} for row in trainer.state.log_history if "loss" in row]
+    access = trainer.offload_engine.parameters
+    tensors = {
+        f"{name}.{kind}": access.read_flat(name, kind)
+        for name, _ in trainer.model.named_parameters()
+        for kind in ("param", *access.state_kinds(name))
+    }
+    save_file(tensors, folder / f"{OUTCOME_NAME}.new", metadata={"rows": json.dumps(rows)})
+    os.replace(folder / f"{OUTCOME_NAME}.new", folder / OUTCOME_NAME)
+
+
+def read_outcome(folder: Path) -> Outcome:
+    with safe_open(folder / OUTCOME_NAME, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it is no mapping
+        return Outcome(json.loads(file.metadata()["rows"]), tensors)
+
+
+def assert_same(ours: Outcome, whole: Outcome) -> None:
+    """To the bit, and no step is missing or there twice."""
+    assert [row["step"] for row in ours.rows] == list(range(1, len(whole.rows) + 1))
+    for our_row, row in zip(ours.rows, whole.rows, strict=True):
+        assert our_row == row
+    assert ours.tensors.keys() == whole.tensors.keys()
+    for name, tensor in whole.tensors.items():
+        assert torch.equal(ours.tensors[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -1,0 +1,182 @@
+"""A drive that fails once, at any of its first 200 calls: an error or the right numbers, and never a wrong commit."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_lohan.runtime.tiers
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice, mapped_empty
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.storage import CorruptionError, FileBackend, IoEngine, PosixBackend, Store, StorePath
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.storage_doubles import CountingBackend
+
+NUM_CALLS = 200
+NUM_STEPS = 5
+Fault = Literal["eio", "enospc", "short", "flip"]
+State = dict[tuple[str, str], Tensor]
+
+
+class OneFault(CountingBackend):
+    """The `number`-th call that moves, syncs or reserves bytes, counted from 1, goes wrong."""
+
+    def __init__(self, fault: Fault, number: int) -> None:
+        super().__init__()
+        self.fault, self.number, self.num_calls = fault, number, 0
+        self.has_struck = False
+
+    def count(self, call: str) -> int:
+        count = super().count(call)
+        if call in ("read", "write", "sync", "allocate"):
+            self.num_calls += 1
+            if self.num_calls == self.number:
+                self.has_struck = True
+                if self.fault in ("eio", "enospc"):
+                    code = errno.EIO if self.fault == "eio" else errno.ENOSPC
+                    raise OSError(code, os.strerror(code))
+        return count
+
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        before = self.has_struck
+        if self.fault == "short" and self.num_calls + 1 == self.number:
+            return super().read(fd, offset, [views[0][:4096]])
+        num_bytes = super().read(fd, offset, views)
+        if self.fault == "flip" and self.has_struck and not before:
+            views[0][self.number % views[0].nbytes] ^= 1 << self.number % 8
+        return num_bytes
+
+    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        if self.num_calls + 1 == self.number and self.fault == "short":
+            return super().write(fd, offset, [views[0][:4096]])
+        if self.num_calls + 1 == self.number and self.fault == "flip":
+            memory = mapped_empty(views[0].nbytes)
+            flipped = memory.numpy().data
+            flipped[:] = views[0]
+            flipped[self.number % flipped.nbytes] ^= 1 << self.number % 8
+            views = [flipped, *views[1:]]
+        return super().write(fd, offset, views)
+
+
+def train(
+    folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, num_steps: int = NUM_STEPS
+) -> None:
+    """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
+    monkeypatch.setattr(
+        hf_lohan.runtime.tiers,
+        "IoEngine",
+        # One thread and whole requests, so that calls come in one order.
+        lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),
+    )
+    model = tiny_model("llama", num_layers=1).train()
+    config = OffloadConfig.load(
+        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "ssd": str(folder), "clip": "speculate"}
+    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True)
+    tiers = open_tiers(layout, config, CpuDevice())
+    engine = None
+    try:
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        engine = OffloadEngine(model, layout, tiers, config)
+        optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+        for step in range(num_steps):
+            model(**tiny_batch(seed=step)).loss.backward()
+            engine.clip_grad_norm(3.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        if not num_steps:
+            engine.commit()  # as the first step's forward does
+        engine.settle()
+    finally:
+        if engine is not None:
+            engine.close()
+        else:
+            tiers.close()
+
+
+def committed_state(folder: Path) -> tuple[int, State] | None:
+    """Number of the last commit and all records as it left them; None before the first."""
+    io = IoEngine(2, 1 << 20, 1 << 24)
+    try:
+        with Store.open([StorePath(str(folder))], model=None, engine=io) as store:
+            if store.committed is None:
+                return None
+            state = {}
+            for record in store.records:
+                out = mapped_empty(record.num_bytes).view(getattr(torch, record.dtype))
+                store.read(record.block, record.kind, 0, out).wait()
+                state[record.block, record.kind] = out.clone()
+            return store.committed.number, state
+    finally:
+        io.close()
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, State]:
+    """What each commit of a run on a drive that works holds, by its number: 1 is what was loaded."""
+    folder = tmp_path_factory.mktemp("expected")
+    states: dict[int, State] = {}
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for num_steps in range(NUM_STEPS + 1):
+            store = folder / str(num_steps)
+            train(store, PosixBackend(), monkeypatch, num_steps)
+            found = committed_state(store)
+            if found is not None:
+                states[found[0]] = found[1]
+    return states
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("fault", ["eio", "enospc", "short", "flip"])
+def test_no_wrong_number_is_ever_committed(
+    fault: Fault, tmp_path: Path, expected: dict[int, State], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended_well = told = caught = 0
+    for number in range(1, NUM_CALLS + 1):
+        folder = tmp_path / str(number)
+        backend = OneFault(fault, number)
+        error: Exception | None = None
+        try:
+            train(folder, backend, monkeypatch)
+        except (OSError, ValueError) as raised:  # StorageError, CapacityError
+            error = raised
+            told += 1
+            assert str(folder) in str(error), f"call {number}: {error}"
+        else:
+            ended_well += 1
+        assert backend.has_struck, f"the run makes fewer than {number} calls"
+        if not (folder / "manifest.json").exists():
+            assert error is not None  # it never came into being
+            continue
+        try:
+            found = committed_state(folder)
+        except CorruptionError:
+            assert fault == "flip"  # what was written is not what was to be written, and reading says so
+            caught += 1
+            continue
+        if found is None:
+            assert error is not None
+            continue
+        commit, state = found
+        assert error is not None or commit == NUM_STEPS + 1, f"call {number}: not all steps are committed"
+        for key, values in state.items():
+            assert torch.equal(values.view(torch.uint8), expected[commit][key].view(torch.uint8)), (number, key)
+    assert ended_well + told == NUM_CALLS
+    match fault:
+        case "eio" | "enospc":
+            # A read ahead of use that fails is tried again when its block is needed.
+            assert ended_well <= 5, "errors were swallowed"
+        case "short":
+            assert told == 0, "a short call is no error"
+        case "flip":
+            assert told > NUM_CALLS / 4 and caught > 0

@@ -1,0 +1,177 @@
+"""A process may end at any instant: the run goes on from its last committed step, to the bit.
+
+Each test ends many processes of one run and lets the last one finish. The random instants are drawn after reports of
+the process (it has started, training has begun, a step has ended), so they fall into loading, resuming, forward,
+backward, update, commit and checkpoint alike, and each test makes sure that the run came on in between.
+"""
+
+from __future__ import annotations
+
+import itertools
+import signal
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+from processes import Child, Interrupter, Interruption, finish, run_in
+from runs import INTERRUPTED, TERMINATED, Mishap, Outcome, Run, assert_same, read_outcome
+from write_calls import WriteCall
+
+import hf_lohan
+
+Undisturbed = Callable[[Run], Outcome]
+
+ANYWHERE = ("started", "begun", "stepped", "stepped")
+IN_TRAINING = ("begun", "stepped", "stepped")
+MOST_STEPS_LOST = 2
+"""The step that was running, and the one before, whose updates run under its forward."""
+
+
+def assert_progress(done: Sequence[Interruption], *, least_distinct_steps: int) -> None:
+    """No committed step was ever lost again, and the run came on in between."""
+    print(Counter(one.after for one in done), [one.committed_step for one in done])
+    committed = [one.committed_step for one in done]
+    assert committed == sorted(committed)
+    assert len(set(committed)) >= least_distinct_steps
+    for one in done:
+        assert one.committed_step >= one.reported_step - MOST_STEPS_LOST, one
+
+
+def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
+    """Let the run finish and compare."""
+    finish(run)
+    assert_same(read_outcome(run.beside), undisturbed(run))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("run", "num_kills"),
+    [
+        (Run(num_steps=150), 100),
+        (Run(family="opt", num_steps=40, save_steps=3), 25),
+        (Run(family="opt", num_steps=40, save_steps=3, resume=True), 25),
+    ],
+    ids=["hundred-kills", "among-checkpoints", "resume-true"],
+)
+def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = run_in(tmp_path, run)
+    done = Interrupter(run, seed=num_kills).interrupt(signal.SIGKILL, num_kills, ANYWHERE)
+    assert {one.exit_code for one in done} == {-signal.SIGKILL}
+    assert_progress(done, least_distinct_steps=num_kills // 3)
+    afters = Counter(one.after for one in done)
+    assert all(afters[kind] >= num_kills // 10 for kind in ANYWHERE), afters
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_before_each_write_of_a_step(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Not at random: at every call that changes a file, from opening the store to the end of a step."""
+    run = run_in(tmp_path, Run(num_steps=12))
+    calls_of_a_run = finish(run_in(_folder(tmp_path, "short"), Run(num_steps=1))).num_write_calls
+    calls_of_two = finish(run_in(_folder(tmp_path, "longer"), Run(num_steps=2))).num_write_calls
+    calls_of_a_step = calls_of_two - calls_of_a_run
+    finish_first(run, num_steps=3)
+    resumed_at = hf_lohan.last_step(run.output_dir)
+    last = resumed_at
+    for number in itertools.count(1):
+        child = Child(run, Mishap(write_call=WriteCall(number, "die")))
+        code = child.end()
+        assert code == -signal.SIGKILL, f"exit code {code}:\n{child.output_tail()}"
+        step = hf_lohan.last_step(run.output_dir)
+        assert step is not None and last is not None and resumed_at is not None
+        assert last <= step <= last + 1
+        last = step
+        if step > resumed_at + 1:
+            break
+    assert number > calls_of_a_step // 2, "died too early to have been in the commit"
+    assert_ends_as(run, undisturbed)
+
+
+def _folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def finish_first(run: Run, num_steps: int) -> None:
+    """Train this many steps and be killed."""
+    child = Child(run, Mishap(holds_at=num_steps))
+    assert child.wait_for("stepped", num_steps), child.output_tail()
+    child.send_signal(signal.SIGKILL)
+    assert child.end() == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_terminated_again_and_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """SIGTERM loses nothing: what is committed is the last step that ended."""
+    run = run_in(tmp_path, Run(num_steps=100))
+    done = Interrupter(run, seed=1).interrupt(signal.SIGTERM, 30, IN_TRAINING)
+    assert {one.exit_code for one in done} == {TERMINATED}
+    assert_progress(done, least_distinct_steps=20)
+    for one in done:
+        assert one.committed_step == one.reported_step, one
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_terminated_before_training(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """As any process is: at once, before `train()` or while it opens the store."""
+    run = run_in(tmp_path, Run(num_steps=12))
+    done = Interrupter(run, seed=2).interrupt(signal.SIGTERM, 5, ("started",))
+    assert {one.exit_code for one in done} <= {-signal.SIGTERM, TERMINATED}
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.slow
+def test_ctrl_c_again_and_again(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = run_in(tmp_path, Run(num_steps=60))
+    done = Interrupter(run, seed=3).interrupt(signal.SIGINT, 10, IN_TRAINING)
+    assert {one.exit_code for one in done} == {INTERRUPTED}
+    assert_progress(done, least_distinct_steps=6)
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    "event",
+    ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_save"],
+)
+def test_terminated_in_a_step_commits_that_step(event: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = run_in(tmp_path, Run(family="opt", num_steps=8, save_steps=2))
+    child = Child(run, Mishap(signals=(signal.SIGTERM,), event=event, step=4))
+    assert child.end() == TERMINATED, child.output_tail()
+    assert child.last_step == 4
+    assert hf_lohan.last_step(run.output_dir) == 4
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.parametrize(
+    ("signals", "codes"),
+    [
+        ((signal.SIGTERM, signal.SIGTERM), (TERMINATED, -signal.SIGTERM)),
+        ((signal.SIGINT,), (INTERRUPTED,)),
+        ((signal.SIGTERM, signal.SIGINT), (INTERRUPTED,)),
+    ],
+    ids=["second-sigterm", "ctrl-c", "ctrl-c-after-sigterm"],
+)
+@pytest.mark.parametrize("event", ["on_step_begin", "on_optimizer_step"])
+def test_at_once_abandons_the_step(
+    event: str, signals: tuple[int, ...], codes: tuple[int, ...], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    run = run_in(tmp_path, Run(num_steps=8))
+    child = Child(run, Mishap(signals=signals, event=event, step=4))
+    assert child.end() in codes, child.output_tail()
+    assert child.last_step == 3, "the step went on"
+    committed = hf_lohan.last_step(run.output_dir)
+    assert committed is not None
+    assert 4 - MOST_STEPS_LOST <= committed <= 3
+    assert_ends_as(run, undisturbed)
+
+
+def test_killed_when_all_steps_are_done(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Nothing is left to train: resuming gives the same log and weights again."""
+    run = run_in(tmp_path, Run())
+    finish(run)
+    (tmp_path / "outcome.safetensors").unlink()
+    child = finish(run)
+    assert child.num_reports("stepped") == 0
+    assert_same(read_outcome(tmp_path), undisturbed(run))
