@@ -4,9 +4,9 @@
     python scripts/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16
 
 Two engines take turns of three steps (on, off, on, off, ...). "on" is the library as it is: each read is checked, each
-granule hashed when it is written, each step committed with a journal of the size that Trainer's has. "off" hashes nothing
-and commits nothing; it moves the same bytes. Medians and their ratio are quoted. Then each side runs alone in a process
-of its own, to compare peak memory.
+granule hashed when it is written, each step committed with a journal of the size that Trainer's has. "off" hashes
+nothing and commits nothing; it moves the same bytes. Medians and their ratio are quoted. Then each side runs alone in a
+process of its own, to compare peak memory.
 """
 
 from __future__ import annotations
@@ -30,102 +30,102 @@ from bench_step import STEPS_PER_TURN, Shape, offloaded_step, timed, turn
 from rich.console import Console
 from rich.table import Table
 
-import hf_lohan.storage.record_files
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.integrations.attachment import offload_model
 from hf_lohan.profiler import AnonymousMemoryPeak
-from hf_lohan.runtime import Journal, OffloadEngine
+from hf_lohan.runtime import Journal
+from hf_lohan.storage import RecordFiles
 from hf_lohan.storage.granules import Checksums, checksums
 
 Side = Literal["on", "off"]
+SIDES: tuple[Side, ...] = ("on", "off")
 JOURNAL = Journal(facts={"global_step": 1}, files={"rng_state.pth": bytes(15_000), "trainer_state.json": bytes(2_000)})
 
 
 class Hashing:
-    """Stands in for the function that hashes, and times it where it hashes."""
+    """The function that hashes, timed."""
 
     def __init__(self) -> None:
-        self.is_on = True
         self.hashed_bytes = 0
-        self.hashing_s = 0.0
+        self.cpu_s = 0.0
 
     def __call__(self, view: memoryview, granule_bytes: int) -> Checksums:
-        if not self.is_on:
-            return np.zeros(-(-view.nbytes // granule_bytes), np.uint64)
         began_s = time.thread_time()
         values = checksums(view, granule_bytes)
-        self.hashing_s += time.thread_time() - began_s
+        self.cpu_s += time.thread_time() - began_s
         self.hashed_bytes += view.nbytes
         return values
 
 
-def build(shape: Shape, config: OffloadConfig, folder: Path, device: str, side: Side) -> OffloadEngine:
-    engine = offload_model(
-        shape.model(), config, torch_device=device, default_ssd_path=folder / side, hold_gradients=True
-    )
-    engine.commits_each_step = False
-    return engine
+def no_checksums(view: memoryview, granule_bytes: int) -> Checksums:
+    """In its place on the side without: what it would return for every granule, and for any content."""
+    return np.zeros(-(-view.nbytes // granule_bytes), np.uint64)
 
 
-def step_of(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_grad_norm: float, side: Side) -> Any:
-    step = offloaded_step(engine, batch, max_grad_norm)
+class Contender:
+    """One side: an engine of its own, on a store of its own."""
 
-    def committed_step() -> None:
-        step()
-        engine.commit(JOURNAL)
+    def __init__(self, side: Side, shape: Shape, settings: dict[str, Any], folder: Path, device: str) -> None:
+        config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
+        self.hashing = Hashing()
+        with patch.object(RecordFiles, "__init__", self._without_checksums(RecordFiles.__init__, side)):
+            self.engine = offload_model(
+                shape.model(), config, torch_device=device, default_ssd_path=folder / side, hold_gradients=True
+            )
+        self.engine.commits_each_step = False
+        self._commits = side == "on"
 
-    return committed_step if side == "on" else step
+    def _without_checksums(self, real: Callable[..., None], side: Side) -> Callable[..., None]:
+        def init(files: RecordFiles, *args: Any, **kwargs: Any) -> None:
+            real(files, *args, **kwargs)
+            files.checksums = self.hashing if side == "on" else no_checksums
 
+        return init
 
-def side_turn(step: Callable[[], None], engine: OffloadEngine) -> None:
-    """A turn that leaves nothing under way, not even blocks that are read ahead for the next step."""
-    turn(step, engine)
-    engine.pause_reading_ahead()
+    def stepping(self, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
+        """A turn of steps, each committed if this side commits."""
+        step = offloaded_step(self.engine, batch, max_grad_norm)
+
+        def committed_step() -> None:
+            step()
+            self.engine.commit(JOURNAL)
+
+        return lambda: turn(committed_step if self._commits else step, self.engine)
 
 
 def measure(
     shape: Shape, settings: dict[str, Any], folder: Path, *, device: str, max_grad_norm: float, num_turns: int
 ) -> dict[str, Any]:
-    hashing = Hashing()
     batch = a_batch(shape, device)
-    with patch.object(hf_lohan.storage.record_files, "checksums", hashing):
-        engines: dict[Side, OffloadEngine] = {}
-        steps: dict[Side, Callable[[], None]] = {}
-        sides: tuple[Side, ...] = ("on", "off")
-        for side in sides:
-            hashing.is_on = side == "on"
-            config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
-            engines[side] = build(shape, config, folder, device, side)
-            steps[side] = step_of(engines[side], batch, max_grad_norm, side)
-            side_turn(steps[side], engines[side])
-        hashing.hashed_bytes, hashing.hashing_s = 0, 0.0
-        times: dict[Side, list[float]] = {side: [] for side in sides}
-        commit_s = []
-        for _ in range(num_turns):
-            for side in sides:
-                hashing.is_on = side == "on"
-                work = lambda side=side: side_turn(steps[side], engines[side])  # noqa: E731
-                times[side].append(timed(device, work) / STEPS_PER_TURN)
-                commit_s.append(engines[side].step_log.last_commit_s)
-        hardware = engines["on"].device.describe()
-        num_parameters = engines["on"].layout.num_parameters
-        for side in sides:
-            hashing.is_on = side == "on"
-            engines[side].close()
+    contenders = {side: Contender(side, shape, settings, folder, device) for side in SIDES}
+    turns = {side: contender.stepping(batch, max_grad_norm) for side, contender in contenders.items()}
+    for one_turn in turns.values():
+        one_turn()
+    hashing, engine = contenders["on"].hashing, contenders["on"].engine
+    hashing.hashed_bytes, hashing.cpu_s = 0, 0.0
+    times: dict[str, list[float]] = {side: [] for side in SIDES}
+    commit_s = []
+    for _ in range(num_turns):
+        for side, one_turn in turns.items():
+            times[side].append(timed(device, one_turn) / STEPS_PER_TURN)
+        commit_s.append(engine.step_log.last_commit_s)
     num_steps = num_turns * STEPS_PER_TURN
     medians = {side: statistics.median(values) for side, values in times.items()}
-    return {
-        "num_parameters": num_parameters,
+    result = {
+        "num_parameters": engine.layout.num_parameters,
         "max_grad_norm": max_grad_norm,
         "step_s": medians,
         "step_s_all": times,
         "ratio": medians["on"] / medians["off"],
         "ratio_of_pairs": statistics.median(a / b for a, b in zip(times["on"], times["off"], strict=True)),
-        "commit_s": statistics.median(value for value in commit_s if value),
+        "commit_s": statistics.median(commit_s),
         "hashed_bytes_per_step": hashing.hashed_bytes / num_steps,
-        "hashing_cpu_s_per_step": hashing.hashing_s / num_steps,
-        "hardware": hardware,
+        "hashing_cpu_s_per_step": hashing.cpu_s / num_steps,
+        "hardware": engine.device.describe(),
     }
+    for contender in contenders.values():
+        contender.engine.close()
+    return result
 
 
 def a_batch(shape: Shape, device: str) -> dict[str, torch.Tensor]:
@@ -134,19 +134,17 @@ def a_batch(shape: Shape, device: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids.to(device), "labels": ids.to(device)}
 
 
-def peak_bytes(shape: Shape, settings: dict[str, Any], folder: Path, device: str, max_grad_norm: float, side: Side) -> int:
-    """Anonymous memory that three steps of one side take at most; call it in a process of its own."""
-    hashing = Hashing()
-    hashing.is_on = side == "on"
-    with patch.object(hf_lohan.storage.record_files, "checksums", hashing):
-        config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
-        engine = build(shape, config, folder, device, side)
-        step = step_of(engine, a_batch(shape, device), max_grad_norm, side)
-        peak = AnonymousMemoryPeak()
-        peak.start()
-        turn(step, engine)
-        peak.stop()
-        engine.close()
+def peak_bytes(
+    side: Side, shape: Shape, settings: dict[str, Any], folder: Path, device: str, max_grad_norm: float
+) -> int:
+    """Anonymous memory that a turn of one side takes at most; call it in a process of its own."""
+    contender = Contender(side, shape, settings, folder, device)
+    one_turn = contender.stepping(a_batch(shape, device), max_grad_norm)
+    peak = AnonymousMemoryPeak()
+    peak.start()
+    one_turn()
+    peak.stop()
+    contender.engine.close()
     return peak.peak_bytes
 
 
@@ -161,7 +159,7 @@ def show(result: dict[str, Any]) -> None:
         f"{1000 * result['commit_s']:.1f} ms",
         format_bytes(int(result["hashed_bytes_per_step"])),
         f"{result['hashing_cpu_s_per_step']:.3f} s",
-        *(format_bytes(result["peak_anonymous_bytes"][side]) for side in ("on", "off")),
+        *(format_bytes(result["peak_anonymous_bytes"][side]) for side in SIDES),
     )
     Console().print(table)
 
@@ -189,12 +187,12 @@ def main(
     folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
     if only_peak is not None:
         side: Side = "on" if only_peak == "on" else "off"
-        print(f"peak {peak_bytes(shape, settings, folder, device, max_grad_norm, side)}")
+        print(f"peak {peak_bytes(side, shape, settings, folder, device, max_grad_norm)}")
         return
     try:
         result = measure(shape, settings, folder, device=device, max_grad_norm=max_grad_norm, num_turns=num_turns)
         shutil.rmtree(folder, ignore_errors=True)
-        result["peak_anonymous_bytes"] = {side: alone(side, folder) for side in ("on", "off")}
+        result["peak_anonymous_bytes"] = {side: alone(side, folder) for side in SIDES}
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     show(result)

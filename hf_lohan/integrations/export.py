@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.integrations.checkpoint_folder import unfinished_checkpoint
 from hf_lohan.integrations.model_description import build_described, described_tokenizer
 from hf_lohan.integrations.resumption import store_paths_of_run
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
@@ -28,7 +29,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
         run: the output folder of a run, or the folder of its store.
         out: a new or empty folder.
 
-    Raises ValueError if there is nothing to export or `out` is in use, `StoreInUseError` while the run goes on, and
+    The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use, `StoreInUseError` while the run goes on, and
     `CorruptionError` if a byte of the weights is not what was written.
     """
     if os.path.isdir(out) and os.listdir(out):
@@ -39,7 +40,9 @@ def export(run: str | Path, out: str | Path) -> int | None:
         with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:
             if store.committed is None:
                 raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
-            _export_store(store, Path(out))
+            target = Path(os.path.abspath(out))
+            with unfinished_checkpoint(str(target.parent), target.name) as unfinished:
+                _export_store(store, unfinished / target.name)
             step = store.committed.facts.get("global_step")
             return int(step) if step is not None else None
     finally:

@@ -119,7 +119,7 @@ def _record_pieces(access: ParameterAccess, block: Block, kind: str) -> Generato
 
 
 def _cloning(cloner: RecordCloner, store: Store, block: Block, kind: str) -> Clone | None:
-    sources = store.committed_extents(block.name, kind)
+    sources = store.extents(block.name, kind)
     if sources is None:
         return None
     return lambda target_fd, offset: cloner.clone(sources, target_fd, offset)

@@ -12,14 +12,21 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.integrations.run_summary import CONFIG_NAME
 from hf_lohan.integrations.run_summary import FOLDER as RUN_FOLDER
+from hf_lohan.integrations.step_journal import STORE_FOLDER
 from hf_lohan.storage import Commit, last_commit
 
 
 def store_paths_of_run(output_dir: str | Path) -> list[str]:
-    """The ssd paths that the run in `output_dir` used. Raises ValueError if no offloaded run wrote there."""
+    """The ssd paths that the run in `output_dir` used. Raises ValueError if no offloaded run wrote there.
+
+    A store in the output folder itself is found also after the folder was moved.
+    """
+    inside = Path(output_dir) / STORE_FOLDER
     file = Path(output_dir) / RUN_FOLDER / CONFIG_NAME
     try:
-        return [str(ssd["path"]) for ssd in json.loads(file.read_text())["ssd"]]
+        paths = [str(ssd["path"]) for ssd in json.loads(file.read_text())["ssd"]]
+        was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts
+        return [str(inside)] if was_inside and inside.is_dir() else paths
     except FileNotFoundError:
         raise ValueError(
             f"{str(output_dir)!r} is not the output folder of an offloaded run ({RUN_FOLDER / CONFIG_NAME} is missing "

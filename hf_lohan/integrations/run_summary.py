@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import time
 from pathlib import Path
@@ -37,7 +38,10 @@ class RunSummary(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._peak.start()
-        self._write(args, CONFIG_NAME, self.engine.config.to_dict())
+        settings = self.engine.config.to_dict()
+        for ssd in settings["ssd"]:
+            ssd["path"] = os.path.abspath(ssd["path"])  # read from other working directories, too
+        self._write(args, CONFIG_NAME, settings)
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._began_s = time.perf_counter()

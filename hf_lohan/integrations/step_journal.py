@@ -22,6 +22,8 @@ from hf_lohan.storage import Commit
 LAST_STEP = "last_step"
 PRIVATE_FOLDER = Path("_lohan")
 """In a run's output folder. Pushes to the Hub leave out what begins with an underscore."""
+STORE_FOLDER = PRIVATE_FOLDER / "store"
+"""Where a store is if the configuration names no path."""
 FOLDER = PRIVATE_FOLDER / LAST_STEP
 _TRAINER_FACTS = "trainer"
 _SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")

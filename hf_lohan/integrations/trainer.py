@@ -25,15 +25,13 @@ from hf_lohan.integrations.optimizer_checkpoint import (
 )
 from hf_lohan.integrations.resumption import is_last_step_newest, resumable_commit
 from hf_lohan.integrations.run_summary import RunSummary
-from hf_lohan.integrations.step_journal import LAST_STEP, PRIVATE_FOLDER, StepJournal, unpack
+from hf_lohan.integrations.step_journal import LAST_STEP, STORE_FOLDER, StepJournal, unpack
 from hf_lohan.integrations.termination import Termination
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
 from hf_lohan.storage import Commit, committed_log
 
 logger = logging.getLogger(__name__)
-
-_STORE_FOLDER = PRIVATE_FOLDER / "store"
 
 
 class OffloadTrainerMixin(WholeCheckpoints):
@@ -76,7 +74,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
             offload=self._offload_config,
             torch_device=args.device,
             bf16=args.bf16,
-            default_ssd_path=Path(args.output_dir) / _STORE_FOLDER,
+            default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
             hold_gradients=_holds_gradients(args),
         )
 
@@ -99,7 +97,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
                 model,
                 self._offload_config,
                 torch_device=args.device,
-                default_ssd_path=Path(args.output_dir) / _STORE_FOLDER,
+                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
                 hold_gradients=_holds_gradients(args),
             )
@@ -158,7 +156,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
             return [path.path for path in engine.tiers.store.paths]
         assert self._offload_config is not None
         ssd = self._offload_config.ssd
-        return [str(Path(self.args.output_dir) / _STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
+        return [str(Path(self.args.output_dir) / STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
 
     def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()

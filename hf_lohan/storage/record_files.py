@@ -34,6 +34,8 @@ class RecordFiles:
         self.layout = homes[0].layout
         self.before_write: Callable[[bool], None] | None = None
         """Called before each write is started, with whether it overwrites what is committed with something else."""
+        self.checksums: Callable[[memoryview, int], Checksums] = checksums
+        """What hashes granules; benchmarks put something else in its place."""
         self._homes = tuple(homes)
         self._engine = engine
         self._requests: set[IoRequest] = set()
@@ -97,7 +99,7 @@ class RecordFiles:
             for run in homes:
                 if run.home is not Home.NOWHERE:
                     part = view[(run.first - first) * granule_bytes : (run.stop - first) * granule_bytes]
-                    is_wrong = checksums(part, granule_bytes) != expected[run.first - first : run.stop - first]
+                    is_wrong = self.checksums(part, granule_bytes) != expected[run.first - first : run.stop - first]
                     if is_wrong.any():
                         raise self._corruption(block, kind, run.home, run.first + int(np.argmax(is_wrong)))
 
@@ -119,7 +121,7 @@ class RecordFiles:
             transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
 
         def note() -> None:
-            self.versions.end_write(block, kind, first, targets, checksums(view, granule_bytes))
+            self.versions.end_write(block, kind, first, targets, self.checksums(view, granule_bytes))
 
         return self._track(self._engine.write(transfers, note))
 
@@ -140,11 +142,11 @@ class RecordFiles:
         read, write = (self._mover(move, block, kind, source) for move in (self.read, self.write))
         write_range(start, byte_tensor(source), bounce, self._units(block, kind), read, write)
 
-    def committed_extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """Files and places of a whole record as last committed; None if some of it is changed or was never written."""
+    def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
+        """Files and places of a whole record as it is now; None if some of it is being written, or never was."""
         record = self.layout.record(block, kind)
         num_granules = granules_of(record.numel, self.versions.granule_numel)
-        if not self.versions.is_committed(block, kind, 0, num_granules):
+        if not self.versions.is_written(block, kind, 0, num_granules):
             return None
         found: list[tuple[str, Extent]] = []
         granule_bytes = self.versions.granule_numel * record.itemsize
@@ -246,7 +248,7 @@ class RecordFiles:
         """Tell `before_write`. What overwrites committed bytes with the same ones, as loading frozen weights again
         does, harms no commit."""
         tears = self.versions.overwrites(block, kind, first, stop) and self.versions.tears(
-            block, kind, first, checksums(view, granule_bytes)
+            block, kind, first, self.checksums(view, granule_bytes)
         )
         if self.before_write is not None:
             self.before_write(tears)

@@ -124,6 +124,11 @@ class Store:
         return sum(files.size_bytes for files in (self._files, *self._open_scratches().values()))
 
     @property
+    def files(self) -> RecordFiles:
+        """The records' files, below versions and commits."""
+        return self._files
+
+    @property
     def num_homes(self) -> int:
         return self._manifest.num_homes
 
@@ -168,9 +173,9 @@ class Store:
         """See `RecordFiles.write_unaligned`."""
         self._files.write_unaligned(block, kind, start_numel, source, bounce)
 
-    def committed_extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """See `RecordFiles.committed_extents`."""
-        return self._files.committed_extents(block, kind)
+    def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
+        """See `RecordFiles.extents`."""
+        return self._files.extents(block, kind)
 
     def begin_anew(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no

@@ -81,16 +81,11 @@ class Versions:
         with self._lock:
             return _runs(self._live_home[part], first), self._live_checksum[part].copy()
 
-    def is_committed(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Whether granules [first, stop) are on disk as the last commit left them, none of them a virtual zero."""
+    def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
+        """Whether granules [first, stop) are on disk as they are read now: none is in flux or was never written."""
         part = self._part(block, kind, first, stop)
         with self._lock:
-            return bool(
-                np.array_equal(self._live_home[part], self._committed_home[part])
-                and np.array_equal(self._live_checksum[part], self._committed_checksum[part])
-                and not (self._live_home[part] == Home.NOWHERE).any()
-                and not self._is_in_flux[part].any()
-            )
+            return not ((self._live_home[part] == Home.NOWHERE).any() or self._is_in_flux[part].any())
 
     def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
         """Whether a write to granules [first, stop) goes over committed bytes, not known to be torn yet."""

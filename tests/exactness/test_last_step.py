@@ -252,6 +252,18 @@ def test_export_is_what_save_model_writes(family: str, tmp_path: Path) -> None:
     assert configs[0] == configs[1]
 
 
+def test_a_moved_run_is_found(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path / "run", max_steps=2)
+    trainer.train()
+    trainer.offload_engine.close()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert hf_lohan.last_step(tmp_path / "moved") == 2
+    moved = a_trainer(tmp_path / "moved", max_steps=3)
+    moved.train(resume_from_checkpoint="last_step")
+    assert moved.state.global_step == 3
+    moved.offload_engine.close()
+
+
 def test_what_is_on_disk_is_private(tmp_path: Path) -> None:
     trainer = a_trainer(tmp_path / "run", max_steps=1)
     trainer.train()

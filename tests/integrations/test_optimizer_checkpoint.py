@@ -192,10 +192,10 @@ def test_cloned_records_are_the_copied_ones(
     engine = offload(tiny_model("llama"), dtype=dtype)
     train(engine, range(2))
     store = engine.tiers.store
-    monkeypatch.setattr(store, "committed_extents", lambda *_: None)
+    monkeypatch.setattr(store, "extents", lambda *_: None)
     save_optimizer_states(engine, tmp_path / "copied")
     extents = records_in_files(engine, tmp_path / "records")
-    monkeypatch.setattr(store, "committed_extents", lambda block, kind: extents[block, kind])
+    monkeypatch.setattr(store, "extents", lambda block, kind: extents[block, kind])
     monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(num_allowed))
     copied: list[str] = []
     read_pieces = ParameterAccess.read_pieces
@@ -220,7 +220,7 @@ def test_a_clone_that_fails_for_good_is_an_error(
 ) -> None:
     engine = offload(tiny_model("llama"))
     extents = records_in_files(engine, tmp_path / "records")
-    monkeypatch.setattr(engine.tiers.store, "committed_extents", lambda block, kind: extents[block, kind])
+    monkeypatch.setattr(engine.tiers.store, "extents", lambda block, kind: extents[block, kind])
     monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(0, errno.EIO))
     with pytest.raises(StorageError, match=r"cannot clone \d+ bytes into .*optimizer-00000"):
         save_optimizer_states(engine, tmp_path)

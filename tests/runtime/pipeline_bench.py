@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +42,18 @@ class LateCallbacks(IoRequest):
             callback(self)
 
 
+class DoneWhenWaitedFor(IoRequest):
+    """Goes on for as long as nobody waits for it."""
+
+    def __init__(self, num_bytes: int, finished: Callable[[], None]) -> None:
+        super().__init__(num_bytes, 1, lambda num_bytes: finished())
+
+    def wait(self) -> None:
+        if not self.done():
+            self.finish_piece(None)
+        super().wait()
+
+
 class MemoryStore:
     """Records in memory, and the order of what was asked of them: `r0` reads chunk 0, `w0` writes it, `drop` drops."""
 
@@ -53,8 +66,9 @@ class MemoryStore:
         self.has_drafts = False
         self.may_read = threading.Event()
         self.may_read.set()
-        self.is_late = False
+        self.write_requests: Literal["at_once", "late_callbacks", "when_waited_for"] = "at_once"
         self.late: list[LateCallbacks] = []
+        self.num_under_way = 0
         self._committed: dict[str, Tensor] = {}
 
     def commit(self) -> None:
@@ -62,6 +76,7 @@ class MemoryStore:
         self.has_drafts = False
 
     def drop(self) -> None:
+        assert self.num_under_way == 0, "a write would land after the drop"
         self.order.append("drop")
         for kind, record in self.records.items():
             record.copy_(self._committed.get(kind, torch.zeros_like(record)))
@@ -88,10 +103,18 @@ class MemoryStore:
         self._note("w", start_numel)
         self._part(kind, start_numel, source).copy_(source)
         self.has_drafts = True
-        if not self.is_late:
-            return IoRequest(0, 0, lambda num_bytes: None)
-        self.late.append(LateCallbacks())
-        return self.late[-1]
+        match self.write_requests:
+            case "at_once":
+                return IoRequest(0, 0, lambda num_bytes: None)
+            case "late_callbacks":
+                self.late.append(LateCallbacks())
+                return self.late[-1]
+            case "when_waited_for":
+                self.num_under_way += 1
+                return DoneWhenWaitedFor(source.nbytes, self._finish_write)
+
+    def _finish_write(self) -> None:
+        self.num_under_way -= 1
 
 
 def pool(name: str, num_buffers: int) -> BufferPool:

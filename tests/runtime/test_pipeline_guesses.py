@@ -166,15 +166,33 @@ def test_where_drafts_of_others_lie_nothing_is_guessed_and_nothing_undone(
     assert {part.num_updates for part in bench.block.slices} == ({0} if hold_gradients else {1})
 
 
+@pytest.mark.parametrize("end", ["redone", "dropped", "read"])
+def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench: MakeBench) -> None:
+    """A write that ends after the drop would pass for the truth."""
+    bench = make_bench(hold_gradients=True, speculates=True)
+    bench.store.write_requests = "when_waited_for"
+    bench.submit_all()
+    match end:
+        case "redone":
+            bench.finish_step(0.5)
+        case "dropped":
+            bench.pipeline.drop()
+        case "read":
+            bench.pipeline.wait_until_current(bench.block)
+    bench.pipeline.settle()
+    assert bench.store.order[: len(GUESSES) + 1] == [*GUESSES, "drop"]
+    assert bench.store.num_under_way == 0
+
+
 def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: MakeBench) -> None:
     """The thread that has written the last of a guess may say so only when the step is being done over."""
     bench = make_bench(hold_gradients=True, speculates=True)
-    bench.store.is_late = True
+    bench.store.write_requests = "late_callbacks"
     bench.submit_all()
     bench.pipeline.measure()
     bench.pipeline._thread.call(bench.pipeline._updates.settle)
     bench.store.may_read.clear()
-    bench.store.is_late = False
+    bench.store.write_requests = "at_once"
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
     for request in bench.store.late:
         request.call_back()

@@ -70,7 +70,7 @@ def current_bytes(store: Store) -> set[tuple[str, int]]:
     return {
         (path, sector)
         for record in store.records
-        for path, extent in store.committed_extents(record.block, record.kind) or []
+        for path, extent in store.extents(record.block, record.kind) or []
         for sector in range(extent.file_offset // 4096, (extent.file_offset + extent.num_bytes) // 4096)
     }
 

@@ -235,7 +235,6 @@ def test_frozen_records_loaded_again_do_not_harm_the_commit(tmp_path: Path, engi
         store.drop()
         assert content_of(store) == before
         fill(store, frozen, Random(2))
-        assert store.committed_extents("frozen", "param") is None
         with pytest.raises(TornStoreError):
             store.drop()
         paths = store.paths
@@ -263,18 +262,17 @@ def test_two_homes_take_the_versioned_part_twice(tmp_path: Path, engine: IoEngin
         assert sum(file.stat().st_size for file in on_disk) == store.size_bytes
 
 
-def test_committed_extents_hold_the_committed_bytes(tmp_path: Path, engine: IoEngine) -> None:
+def test_extents_hold_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) -> None:
     with new_store(tmp_path, engine, 2) as store:
-        assert store.committed_extents("a", "param") is None
+        assert store.extents("a", "param") is None
         for seed in (1, 2):
             fill(store, RECORDS, Random(seed))
-            assert store.committed_extents("a", "param") is None
             store.commit()
-        store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, Random(3))).wait()
-        store.commit()
+        store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, Random(3))).wait()  # a draft
+        store.sync()
         content = content_of(store)
         for name in (("a", "param"), ("tail", "param"), ("frozen", "param")):
-            extents = store.committed_extents(*name)
+            extents = store.extents(*name)
             assert extents is not None
             parts = []
             for path, extent in extents:
@@ -283,7 +281,7 @@ def test_committed_extents_hold_the_committed_bytes(tmp_path: Path, engine: IoEn
                     parts.append(file.read(extent.num_bytes))
             assert b"".join(parts) == content[name]
         store.begin_anew()
-        assert store.committed_extents("a", "param") is None
+        assert store.extents("a", "param") is None
 
 
 def test_a_torn_store_is_whole_after_the_next_commit(tmp_path: Path, engine: IoEngine) -> None:

@@ -39,7 +39,7 @@ def live(versions: Versions, record: RecordSpec) -> list[tuple[Home, int]]:
 def test_nothing_is_anywhere_at_first() -> None:
     versions = versions_of(2)
     assert live(versions, A) == [(Home.NOWHERE, 0)] * 5
-    assert not versions.has_drafts and not versions.is_committed("a", "param", 0, 5)
+    assert not versions.has_drafts and not versions.is_written("a", "param", 0, 5)
 
 
 def test_drafts_go_where_the_commit_is_not() -> None:
@@ -62,9 +62,9 @@ def test_drafts_go_where_the_commit_is_not() -> None:
         HomeRun(Home.FIRST, 1, 3),
         HomeRun(Home.SECOND, 3, 5),
     ]
-    assert versions.has_drafts and not versions.is_committed("a", "param", 0, 1)
+    assert versions.has_drafts and versions.is_written("a", "param", 0, 1)
     versions.drop()
-    assert live(versions, A)[1] == (Home.SECOND, 4) and versions.is_committed("a", "param", 0, 5)
+    assert live(versions, A)[1] == (Home.SECOND, 4) and versions.is_written("a", "param", 0, 5)
     assert not versions.has_drafts
 
 

@@ -1,0 +1,105 @@
+"""`lohan export` and `lohan verify`, on what a real run left."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, TrainingArguments
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+STORE = Path("_lohan") / "store"
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run of two steps."""
+    folder = tmp_path_factory.mktemp("run")
+    rows = tiny_batch(seed=3)["input_ids"].tolist()
+    arguments = TrainingArguments(
+        output_dir=str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    trainer = hf_lohan.Trainer(
+        tiny_model("llama"),
+        arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+    )
+    trainer.train()
+    trainer.offload_engine.close()
+    return folder
+
+
+@pytest.fixture
+def run(finished_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be harmed."""
+    return Path(shutil.copytree(finished_run, tmp_path / "run"))
+
+
+def lohan(*args: object) -> tuple[int, str]:
+    """Exit status, and what was printed: the last line alone where that is an error (a bar may stand before it)."""
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    return result.exit_code, result.stderr.splitlines()[-1] if result.exit_code == 2 else result.stdout
+
+
+def flip(file: Path, offset: int) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(offset)
+        byte = stream.read(1)[0]
+        stream.seek(offset)
+        stream.write(bytes([byte ^ 8]))
+
+
+def test_a_good_store(run: Path) -> None:
+    for what in (run, run / STORE):
+        code, output = lohan("verify", what)
+        assert code == 0 and "every checksum is right" in output, output
+
+
+def test_each_flipped_bit_is_found(run: Path) -> None:
+    """Two steps: what was committed last is in the first home (loading), then the second, then the first again."""
+    files = [run / STORE / name for name in ("records-0.bin", "records-1.bin")]
+    for file in files:
+        for offset in range(5000, file.stat().st_size, file.stat().st_size // 3):
+            flip(file, offset)
+    code, output = lohan("verify", run)
+    assert code == 1
+    complaints = [line for line in output.splitlines() if "is damaged" in line]
+    assert len(complaints) >= 3, output
+    for complaint in complaints:
+        assert str(run / STORE) in complaint and " at byte " in complaint and "model." in complaint
+
+
+def test_export_makes_a_plain_model(run: Path, tmp_path: Path) -> None:
+    code, output = lohan("export", run, tmp_path / "out")
+    assert (code, output) == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert torch.isfinite(model(**tiny_batch(seed=1)).loss)
+
+
+def test_export_refuses_damaged_weights(run: Path, tmp_path: Path) -> None:
+    for name in ("records-0.bin", "records-1.bin"):
+        flip(run / STORE / name, 100)
+    code, output = lohan("export", run, tmp_path / "out")
+    assert code == 2 and "error: " in output and "is damaged" in output
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("command", ["export", "verify"])
+def test_what_is_no_run_is_refused_in_one_line(command: str, tmp_path: Path) -> None:
+    code, output = lohan(command, tmp_path, *([tmp_path / "out"] if command == "export" else []))
+    assert code == 2 and "is not the output folder of an offloaded run" in output
+
+
+def test_a_folder_in_use_is_not_overwritten(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    code, output = lohan("export", run, tmp_path / "out")
+    assert code == 2 and "is not empty" in output

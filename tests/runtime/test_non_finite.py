@@ -1,0 +1,202 @@
+"""A step whose gradients are not finite never happened; too many in a row end the run with the culprit's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from clip_norms import CLIPS, LETS_THROUGH
+
+from hf_lohan.device import Buffer
+from hf_lohan.runtime import NonFiniteGradientError
+from hf_lohan.testing.models import tiny_batch
+
+TwinsFactory = Callable[..., Any]
+NAN, INF = float("nan"), float("inf")
+EARLY, LATE = "model.layers.0.mlp.up_proj.weight", "model.layers.2.self_attn.q_proj.weight"
+WAYS = {
+    "defer": {"hold_gradients": True, "clip": "defer"},
+    "speculate": {"hold_gradients": True, "clip": "speculate"},
+    "in_backward": {"hold_gradients": False},
+}
+WAY = pytest.mark.parametrize("way", WAYS)
+
+
+@contextmanager
+def spoiled(model: Any, value: float, *names: str) -> Iterator[None]:
+    """One element of the gradients of these parameters is `value`."""
+
+    def spoil(gradient: torch.Tensor) -> torch.Tensor:
+        spoiled_gradient = gradient.clone()
+        spoiled_gradient.view(-1)[-1] = value
+        return spoiled_gradient
+
+    hooks = [model.get_parameter(name).register_hook(spoil) for name in names]
+    yield
+    for hook in hooks:
+        hook.remove()
+
+
+def take_bad_step(twins: Any, value: float, *names: str, max_norm: float = CLIPS) -> None:
+    """Only the engine's twin takes it: it is to be as if nobody had."""
+    with spoiled(twins.model, value, *names):
+        twins.model(**tiny_batch(seed=77)).loss.backward()
+    if twins.engine.layout.holds_gradients:
+        assert not twins.engine.clip_grad_norm(max_norm).isfinite()
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+
+
+def train(twins: Any, num_steps: int, *, first_seed: int) -> None:
+    twins.train(num_steps, first_seed=first_seed, max_norm=CLIPS if twins.engine.layout.holds_gradients else 0.0)
+
+
+@WAY
+@pytest.mark.parametrize("value", [NAN, INF, -INF])
+@pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
+def test_the_step_is_skipped_to_the_bit(schedule: str, value: float, way: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", schedule=schedule, **WAYS[way])
+    train(twins, 2, first_seed=100)
+    assert not twins.optimizer.step_was_skipped
+    for bad in range(2):
+        take_bad_step(twins, value, EARLY, max_norm=LETS_THROUGH if bad else CLIPS)
+        assert twins.optimizer.step_was_skipped
+        twins.assert_equal()
+    train(twins, 2, first_seed=200)
+    assert not twins.optimizer.step_was_skipped
+    twins.assert_equal()
+    assert twins.engine.skipped_steps.total == 2
+
+
+@WAY
+def test_the_very_first_step_is_skipped(way: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("gpt2", **WAYS[way])
+    take_bad_step(twins, NAN, "transformer.h.1.mlp.c_fc.weight")
+    twins.assert_equal()
+    train(twins, 2, first_seed=200)
+    twins.assert_equal()
+
+
+@WAY
+def test_a_loss_that_is_infinite(way: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("mixtral", **WAYS[way])
+    train(twins, 1, first_seed=100)
+    (twins.model(**tiny_batch(seed=77)).loss * INF).backward()
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    train(twins, 2, first_seed=200)
+    twins.assert_equal()
+
+
+def test_not_finite_only_in_the_sum(make_twins: TwinsFactory) -> None:
+    """Each backward's gradient is finite; what they add up to is not."""
+    twins = make_twins("llama")
+    twins.train(1, max_norm=CLIPS)
+    with spoiled(twins.model, 3e38, LATE):
+        for seed in (77, 78):
+            twins.model(**tiny_batch(seed=seed)).loss.backward()
+    assert not twins.engine.clip_grad_norm(CLIPS).isfinite()
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    assert twins.optimizer.step_was_skipped
+    twins.train(1, first_seed=200, max_norm=CLIPS)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("is_final_bad", [True, False])
+def test_not_finite_in_one_of_several_backwards(is_final_bad: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="speculate")
+    twins.train(1, max_norm=CLIPS)
+    for number in range(2):
+        twins.engine.is_final_backward = lambda number=number: number == 1
+        with spoiled(twins.model, NAN if bool(number) == is_final_bad else 0.0, EARLY):
+            twins.model(**tiny_batch(seed=77 + number)).loss.backward()
+    twins.engine.clip_grad_norm(CLIPS)
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    assert twins.optimizer.step_was_skipped
+    twins.train(1, first_seed=200, max_norm=CLIPS)
+    twins.assert_equal()
+
+
+@WAY
+def test_too_many_in_a_row_name_the_first_culprit_in_the_models_order(way: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", max_skipped_steps=3, **WAYS[way])
+    train(twins, 1, first_seed=100)
+    for _ in range(2):
+        take_bad_step(twins, NAN, LATE, EARLY)
+    with pytest.raises(NonFiniteGradientError, match=rf"{EARLY} is not finite.*3\. step in a row.*max_skipped_steps=3"):
+        take_bad_step(twins, NAN, LATE, EARLY)
+    twins.optimizer.zero_grad()
+    twins.assert_equal()  # the store holds the last good step
+
+
+def test_a_good_step_resets_the_count(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", max_skipped_steps=2)
+    for round_number in range(3):
+        take_bad_step(twins, NAN, EARLY)
+        twins.train(1, first_seed=round_number, max_norm=CLIPS)
+    twins.assert_equal()
+    assert twins.engine.skipped_steps.total == 3
+    take_bad_step(twins, NAN, LATE)
+    with pytest.raises(NonFiniteGradientError, match=LATE):
+        take_bad_step(twins, NAN, LATE)
+
+
+def test_skipped_steps_leave_no_mark_in_a_store_without_versions(make_twins: TwinsFactory) -> None:
+    """Gradients that are held can be forgotten there as well."""
+    twins = make_twins("llama", durability="checkpoint")
+    twins.train(1, max_norm=CLIPS)
+    take_bad_step(twins, NAN, EARLY)
+    twins.train(1, first_seed=200, max_norm=CLIPS)
+    twins.assert_equal()
+
+
+def test_what_can_neither_be_skipped_nor_undone_is_not_written(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    """Updates in backward, in place: the run ends, and the culprit is as it was."""
+    twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
+    twins.train(1)
+    twins.engine.settle()
+    with pytest.raises(NonFiniteGradientError, match=rf"{EARLY} is not finite.*durability='step'"):
+        take_bad_step(twins, NAN, EARLY)
+        twins.engine.settle()
+    twins.engine.close()
+    written = np.fromfile(tmp_path / "store" / "records-0.bin", np.float32)
+    assert np.isfinite(written).all()
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@WAY
+def test_what_lies_in_buffers_where_no_gradient_came_is_not_judged(
+    way: str, durability: str, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = make_twins("llama", durability=durability, **WAYS[way])
+    pool = twins.engine.tiers.gradients
+    acquire = pool.acquire
+
+    def acquire_dirty() -> Buffer:
+        buffer = acquire()
+        buffer.bytes.fill_(0xFF)  # NaN, as somebody may have left behind
+        return buffer
+
+    monkeypatch.setattr(pool, "acquire", acquire_dirty)
+    for model in twins.models:
+        model.get_parameter("model.layers.1.input_layernorm.weight").requires_grad_(False)
+    train(twins, 2, first_seed=100)
+    twins.assert_equal()
+
+
+def test_norms_that_overflow_do_not_unmake_what_was_applied_for_good(make_twins: TwinsFactory) -> None:
+    """Each element is finite, their norm is not in float32: torch applies such a step, and so does a store in place."""
+    twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
+    for model in twins.models:
+        with spoiled(model, 1e30, EARLY):
+            model(**tiny_batch(seed=77)).loss.backward()
+    twins.step()
+    assert not twins.optimizer.step_was_skipped
+    twins.assert_equal()
