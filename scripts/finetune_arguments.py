@@ -82,7 +82,7 @@ def choose_block_size(wanted: int | None, config: Any) -> int:
 
 
 def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | bool | None:
-    """What Trainer is to resume from; `wanted` is a folder, "last" or "last_step". Raises ValueError if it is not there.
+    """What Trainer is to resume from; `wanted` is a folder, "last" or "last_step". Raises ValueError if there is none.
 
     True: the last committed step of an offloaded run or its last checkpoint, whichever is newer.
     """

@@ -29,8 +29,8 @@ def export(run: str | Path, out: str | Path) -> int | None:
         run: the output folder of a run, or the folder of its store.
         out: a new or empty folder.
 
-    The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use, `StoreInUseError` while the run goes on, and
-    `CorruptionError` if a byte of the weights is not what was written.
+    The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use,
+    `StoreInUseError` while the run goes on, and `CorruptionError` if a byte of the weights is not what was written.
     """
     if os.path.isdir(out) and os.listdir(out):
         raise ValueError(f"{str(out)!r} is not empty; give a new folder")

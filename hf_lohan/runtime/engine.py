@@ -3,33 +3,29 @@
 from __future__ import annotations
 
 import atexit
-import contextlib
 import logging
 import os
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, PoolAborted
+from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
-from hf_lohan.runtime.block import Block, ParamSlice
-from hf_lohan.runtime.blocks_in_use import BlocksInUse
+from hf_lohan.runtime.block import ParamSlice
 from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.layout import OffloadLayout
+from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.non_finite import SkippedSteps
 from hf_lohan.runtime.param_groups import ParamGroups
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
-from hf_lohan.runtime.saved_weights import saved_weight_hooks
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
+from hf_lohan.runtime.slot_ring import SlotRing
 from hf_lohan.runtime.state_update import StateUpdater
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_log import Journal, StepLog
@@ -44,8 +40,7 @@ class OffloadEngine:
     """Trains a model whose parameters and optimizer states live in a store.
 
     Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
-    Hooks bring each block to the device before its forward and its backward, and take each gradient off the device
-    when it is complete. `is_final_backward` is asked in backward whether the step's last one is running.
+    `is_final_backward` is asked in backward whether the step's last one is running.
     """
 
     def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
@@ -79,8 +74,7 @@ class OffloadEngine:
             self.device, tiers.store, tiers.staging, dtype, self._pipeline.wait_until_current
         )
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
-        self._in_use = BlocksInUse(self._ring, self._prefetcher)
-        self._arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
+        arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_log = StepLog(tiers.store, self._block_of)
@@ -92,42 +86,25 @@ class OffloadEngine:
         self._clock = StepClock()
         self._pipeline.speculates = self.clip_history.speculates_next()
         self._groups: ParamGroups | None = None
-        self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._has_begun = False
-        self._is_in_forward = False
-        self._is_in_backward = False
-        self._hooks: list[Any] = []
         self.is_closed = False
-        self._attach()
+        self._hooks = ModelHooks(
+            model,
+            layout.model_blocks,
+            self.device,
+            self._ring,
+            self._prefetcher,
+            arrivals,
+            self._clock,
+            before_forward=self._before_forward,
+            backward_broke=self._drop_broken_backward,
+        )
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
         atexit.register(self.close)
 
-    # Hooks.
+    # Between the hooks and the pipeline.
 
-    def _attach(self) -> None:
-        for block in self.layout.blocks:
-            self._ring.hide(block)
-            for part in block.trainable_slices:
-                hook = part.parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, part=part: self._on_gradient(part, parameter)
-                )
-                self._hooks.append(hook)
-        for buffer_owner in self.model.modules():
-            for name, buffer in buffer_owner._buffers.items():
-                if buffer is not None:
-                    buffer_owner._buffers[name] = buffer.to(self.device.torch_device)
-        self._hooks.append(self.model.register_forward_pre_hook(self._on_model_forward))
-        self._hooks.append(self.model.register_forward_hook(self._on_model_output, always_call=True))
-        layers = set(self.layout.model_blocks.layers)
-        for module, blocks in self.layout.model_blocks.needs.items():
-            self._hooks.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
-            after = self._after_layer if module in layers else self._after_outer
-            self._hooks.append(
-                module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out))
-            )
-
-    def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
-        self._recover_if_broken()
+    def _before_forward(self, is_training: bool) -> None:
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
@@ -136,111 +113,21 @@ class OffloadEngine:
         if taken_back := self._pipeline.stop_speculating():
             self.clip_history.never_speculate()
             self._ring.forget(taken_back)
-        is_training = torch.is_grad_enabled()
         if is_training and not self._has_begun:
             self._has_begun = True
             if self.commits_each_step:
                 self.commit(even_in_place=True)  # what was loaded: the first step can then be undone as any other
-        self._is_in_forward = True
-        self._clock.begin()
-        self._prefetcher.begin_pass(is_training=is_training)
-        if is_training:
-            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward)
-            self._saved_weights.__enter__()
-
-    def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        is_training = self._saved_weights is not None
-        if self._saved_weights is not None:
-            self._saved_weights.__exit__(None, None, None)
-            self._saved_weights = None
-        if output is None:
-            return  # called because the forward raised: the next one recovers
-        self._is_in_forward = False
-        if is_training:
-            self._clock.end_forward()
-        else:
-            self._prefetcher.end_pass()
-
-    def _before(self, blocks: tuple[Block, ...]) -> None:
-        if self._is_in_backward:
-            # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
-            self._before_backward(blocks)
-            return
-        if torch.is_grad_enabled() and not self._is_in_forward:
-            raise RuntimeError(
-                "a layer was called outside its model's forward with gradients on; call the model itself, so that "
-                "what autograd saves of streamed weights can be tracked"
-            )
-        for block in blocks:
-            self._in_use.enter(block)
-
-    def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
-        if not self._is_in_backward:
-            for block in blocks:
-                self._in_use.leave(block)
-
-    def _after_layer(self, blocks: tuple[Block, ...], output: Any) -> None:
-        if self._is_in_backward:
-            return
-        self._after_outer(blocks, output)
-        hidden = output[0] if isinstance(output, tuple | list) else output
-        if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._before_backward(blocks))
-
-    # Backward.
-
-    def _before_backward(self, blocks: tuple[Block, ...]) -> None:
-        for block in blocks:
-            self._fetch_in_backward(block)
-
-    def _fetch_in_backward(self, block: Block) -> Slot:
-        self._enter_backward()
-        return self._in_use.fetch_in_backward(block)
-
-    def _enter_backward(self) -> None:
-        if not self._is_in_backward:
-            self._is_in_backward = True
-            self._clock.begin()
-            # Private, but what FSDP and DDP use: runs when the whole backward is done.
-            Variable._execution_engine.queue_callback(self._end_backward)
-
-    def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        self._enter_backward()
-        try:
-            self._arrivals.take(part, parameter)
-        except PoolAborted as aborted:  # the pipeline broke: say why, not how it was noticed
-            raise (aborted.__cause__ or aborted) from None
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         self._pipeline.submit(arrived, is_final=self.is_final_backward())
 
-    def _end_backward(self) -> None:
-        self._arrivals.flush()
-        self._in_use.release_all()
-        self._is_in_backward = False
-        self._clock.end_backward()
-        self._prefetcher.end_pass()
-
-    def _recover_if_broken(self) -> None:
-        """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
-        gone: half of a sum would be a wrong number."""
-        if not (self._is_in_forward or self._is_in_backward):
-            return
-        was_in_backward = self._is_in_backward
-        if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
-            self._saved_weights.__exit__(None, None, None)
-            self._saved_weights = None
-        self._in_use.release_all()
-        self._arrivals.abandon()
-        self._prefetcher.cancel_pass()
-        self._is_in_forward = self._is_in_backward = False
-        if was_in_backward:
-            touched, remains = self.transaction.drop()
-            self._ring.forget(touched)
-            logger.warning(
-                "the last backward did not finish; its step's gradients are dropped%s",
-                f", but {len(touched)} blocks had been updated in it already" if remains else "",
-            )
+    def _drop_broken_backward(self) -> None:
+        touched, remains = self.transaction.drop()
+        self._ring.forget(touched)
+        logger.warning(
+            "the last backward did not finish; its step's gradients are dropped%s",
+            f", but {len(touched)} blocks had been updated in it already" if remains else "",
+        )
 
     # Steps.
 
@@ -273,7 +160,7 @@ class OffloadEngine:
 
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
-        self._recover_if_broken()
+        self._hooks.recover_if_broken()
         result = self.transaction.commit(self._bound_groups().as_they_are_now())
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
@@ -334,12 +221,12 @@ class OffloadEngine:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
-        self._recover_if_broken()
+        self._hooks.recover_if_broken()
         return self.transaction.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
-        self._recover_if_broken()
+        self._hooks.recover_if_broken()
         touched, remains = self.transaction.drop()
         self._ring.forget(touched)
         if remains:
@@ -369,8 +256,7 @@ class OffloadEngine:
             return
         self.is_closed = True
         atexit.unregister(self.close)
-        for hook in self._hooks:
-            hook.remove()
+        self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
         if self._is_whole_in_place:
@@ -385,7 +271,8 @@ class OffloadEngine:
             not self.keeps_commits
             and self.commits_each_step
             and self._pipeline.failure is None
-            and not (self._is_in_forward or self._is_in_backward or self._pipeline.has_begun_updates)
+            and self._hooks.is_idle
+            and not self._pipeline.has_begun_updates
         )
 
 

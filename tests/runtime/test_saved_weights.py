@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime import Block, OffloadEngine
-from hf_lohan.runtime import engine as engine_module
+from hf_lohan.runtime import model_hooks
 from hf_lohan.runtime.saved_weights import WeightHandle, saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
@@ -78,7 +78,7 @@ def test_the_graph_holds_no_tensor_over_a_slot(
 
         return torch.autograd.graph.saved_tensors_hooks(note, hooks.unpack_hook)
 
-    monkeypatch.setattr(engine_module, "saved_weight_hooks", noting_hooks)
+    monkeypatch.setattr(model_hooks, "saved_weight_hooks", noting_hooks)
     engine = build_engine(tiny_model(family).train())
     loss = engine.model(**tiny_batch()).loss
     handles = [saved for saved in packed if isinstance(saved, WeightHandle)]
