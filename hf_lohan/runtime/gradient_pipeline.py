@@ -114,7 +114,12 @@ class GradientPipeline:
 
     def when_written(self, action: Callable[[], None]) -> None:
         """Run `action` on the pipeline's thread when all is as after `settle`, without waiting. Its failure is the
-        pipeline's: whoever waits next is told."""
+        pipeline's: whoever waits next is told. Raises RuntimeError where a step in progress has changed the store."""
+        if self.has_begun_updates:
+            raise RuntimeError(
+                "the step in progress has updated blocks in backward, so the store is of no step; finish it with "
+                "step(), or drop it with zero_grad(), before committing"
+            )
         self.stop_speculating()
         self._thread.put(self._updates.settle)
         self._thread.put(action)

@@ -63,11 +63,11 @@ class StepTransaction:
         """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
         finite: then undo what was applied and forget the rest. What was applied for good was finite."""
         self._pipeline.measure()  # no gradient of this step may be on its way when its norms are forgotten
-        clipped = self._clip_coefficient != 1.0
         if not math.isfinite(self._norms.total()) and not self._pipeline.is_past_undoing:
             not_finite = self._norms.first_not_finite() or "all parameters together"
             changed, _ = self.drop()
-            return StepResult(changed, None, clipped, not_finite)
+            return StepResult(changed, None, clipped=False, not_finite=not_finite)
+        clipped = self._clip_coefficient != 1.0
         changed, outcome = self._pipeline.finish_step(self._clip_coefficient, group_of)
         self._reset()
         return StepResult(changed, outcome, clipped)

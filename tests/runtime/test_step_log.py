@@ -103,6 +103,33 @@ def test_a_step_in_progress_is_not_committed(mode: str, make_twins: TwinsFactory
         assert_holds(store, twins, state)
 
 
+def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    twins = make_twins("llama", clip="speculate")
+    train(twins, 2)
+    state = state_of(twins)
+    twins.backward(5)
+    twins.engine.commit()
+    twins.engine.settle()
+    assert twins.engine.step_log.num_commits == 4
+    twins.clip(CLIPS)
+    twins.engine.commits_each_step = False
+    twins.step()
+    twins.assert_equal()
+    with reopened(twins, tmp_path) as store:
+        assert_holds(store, twins, state)
+
+
+def test_a_commit_of_half_a_step_is_refused(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", hold_gradients=False)
+    twins.train(1)
+    twins.backward(5)
+    with pytest.raises(RuntimeError, match=r"of no step; finish it with step\(\)"):
+        twins.engine.commit()
+    twins.step()
+    twins.engine.commit()
+    twins.assert_equal()
+
+
 @MODE
 def test_a_store_with_one_version_is_whole_when_closed(mode: str, make_twins: TwinsFactory, tmp_path: Path) -> None:
     twins = make_twins("llama", durability="checkpoint", **MODES[mode])

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, NORMS, counts, train
+from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, NORMS, assert_speculated, counts, train
 
 from hf_lohan.testing.models import tiny_batch
 from hf_lohan.testing.storage_doubles import SlowBackend
@@ -29,6 +29,19 @@ def test_an_evaluation_between_backward_and_step(max_norm: float, gpu_memory: st
         twins.clip(max_norm)
         twins.step()
     twins.assert_equal()
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("schedule", ["optimized", "naive"])
+def test_an_evaluation_right_after_a_step(max_norm: float, schedule: str, make_twins: TwinsFactory) -> None:
+    """Guesses and what replaces them are still being written then."""
+    twins = make_twins("llama", clip="speculate", schedule=schedule, backend=SlowBackend(3e-3), gpu_memory="512KiB")
+    for step in range(3):
+        twins.train(1, first_seed=step, max_norm=max_norm)
+        with torch.no_grad():
+            twins.losses(50 + step)
+    twins.assert_equal()
+    assert_speculated(twins, [max_norm] * 3)
 
 
 @EITHER_WAY
