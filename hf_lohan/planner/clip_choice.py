@@ -23,9 +23,8 @@ def deferred_step_s(times: StepTimes) -> float:
 def speculative_step_s(times: StepTimes, clip_rate: float) -> float:
     """Updates run in backward, unscaled; of a fraction ``clip_rate`` of the steps they are done over, deferred."""
     in_backward_s = max(times.backward_s, times.update_s)
-    return (1 - clip_rate) * (times.forward_s + in_backward_s) + clip_rate * (
-        max(times.forward_s, times.update_s) + in_backward_s
-    )
+    done_over_s = max(times.forward_s, times.update_s) - times.forward_s
+    return times.forward_s + in_backward_s + clip_rate * done_over_s
 
 
 def should_speculate(times: StepTimes, clip_rate: float) -> bool:

@@ -87,6 +87,9 @@ class OffloadEngine:
         self._pipeline.speculates = self.clip_history.speculates_next()
         self._groups: ParamGroups | None = None
         self._has_begun = False
+        self._is_in_step = False
+        self._is_half_a_step = False
+        """Whether updates of a step that was dropped could not be undone."""
         self.is_closed = False
         self._hooks = ModelHooks(
             model,
@@ -97,6 +100,7 @@ class OffloadEngine:
             arrivals,
             self._clock,
             before_forward=self._before_forward,
+            before_backward=self._take_back_guesses,
             backward_broke=self._drop_broken_backward,
         )
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
@@ -105,18 +109,23 @@ class OffloadEngine:
     # Between the hooks and the pipeline.
 
     def _before_forward(self, is_training: bool) -> None:
+        self._recover()
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
-        if taken_back := self._pipeline.stop_speculating():
-            self.clip_history.never_speculate()
-            self._ring.forget(taken_back)
+        self._take_back_guesses()
         if is_training and not self._has_begun:
             self._has_begun = True
             if self.commits_each_step:
                 self.commit(even_in_place=True)  # what was loaded: the first step can then be undone as any other
+
+    def _take_back_guesses(self) -> None:
+        """The step in progress needs its weights once more, as they were."""
+        if taken_back := self._pipeline.stop_speculating():
+            self.clip_history.never_speculate()
+            self._ring.forget(taken_back)
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         self._pipeline.submit(arrived, is_final=self.is_final_backward())
@@ -124,6 +133,7 @@ class OffloadEngine:
     def _drop_broken_backward(self) -> None:
         touched, remains = self.transaction.drop()
         self._ring.forget(touched)
+        self._is_half_a_step = self._is_half_a_step or remains
         logger.warning(
             "the last backward did not finish; its step's gradients are dropped%s",
             f", but {len(touched)} blocks had been updated in it already" if remains else "",
@@ -160,18 +170,31 @@ class OffloadEngine:
 
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
-        self._hooks.recover_if_broken()
-        result = self.transaction.commit(self._bound_groups().as_they_are_now())
+        self._recover()
+        group_of = self._bound_groups().as_they_are_now()
+        self._is_in_step = True
+        result = self.transaction.commit(group_of)
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
         self.step_was_skipped = result.not_finite is not None
+        self._is_in_step = self._is_half_a_step = False
         if self.commits_each_step:
             self.commit()
         if result.not_finite is not None:
             self.skipped_steps.note(result.not_finite)
         else:
             self.skipped_steps.note_good_step()
+
+    def _recover(self) -> None:
+        """If an exception ended the last forward, backward or step, start clean."""
+        self._hooks.recover_if_broken()
+        if self._is_in_step:
+            # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
+            self._is_in_step = False
+            self._pipeline.settle()
+            self.transaction.drop()
+            self.forget_weights()
 
     def _choose_clipping(self, result: StepResult) -> None:
         history = self.clip_history
@@ -183,6 +206,8 @@ class OffloadEngine:
             history.note_updates(self._pipeline.last_update_s)
         if result.outcome in ("accepted", "redone"):
             history.note_speculation(redone=result.outcome == "redone")
+        if result.outcome == "redone" and not result.clipped:
+            history.never_speculate()  # the loop changes hyperparameters between backward and step
         self._pipeline.speculates = history.speculates_next()
 
     @property
@@ -221,14 +246,15 @@ class OffloadEngine:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
-        self._hooks.recover_if_broken()
+        self._recover()
         return self.transaction.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
-        self._hooks.recover_if_broken()
+        self._recover()
         touched, remains = self.transaction.drop()
         self._ring.forget(touched)
+        self._is_half_a_step = self._is_half_a_step or remains
         if remains:
             logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
 
@@ -272,6 +298,7 @@ class OffloadEngine:
             and self.commits_each_step
             and self._pipeline.failure is None
             and self._hooks.is_idle
+            and not (self._is_in_step or self._is_half_a_step)
             and not self._pipeline.has_begun_updates
         )
 

@@ -24,8 +24,8 @@ from hf_lohan.runtime.step_clock import StepClock
 class ModelHooks:
     """Knows whether the model is in a forward or a backward, and what has to happen where.
 
-    `before_forward(is_training)` is called before each forward of the whole model, `backward_broke` when one is found
-    not to have finished.
+    `before_forward(is_training)` is called before each forward of the whole model, `before_backward` when a backward
+    needs its first block, `backward_broke` when one is found not to have finished.
     """
 
     def __init__(
@@ -39,6 +39,7 @@ class ModelHooks:
         clock: StepClock,
         *,
         before_forward: Callable[[bool], None],
+        before_backward: Callable[[], None],
         backward_broke: Callable[[], None],
     ) -> None:
         self._ring = ring
@@ -46,6 +47,7 @@ class ModelHooks:
         self._arrivals = arrivals
         self._clock = clock
         self._before_forward = before_forward
+        self._begin_backward = before_backward
         self._backward_broke = backward_broke
         self._in_use = BlocksInUse(ring, prefetcher)
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
@@ -167,6 +169,7 @@ class ModelHooks:
     def _enter_backward(self) -> None:
         if not self._is_in_backward:
             self._is_in_backward = True
+            self._begin_backward()
             self._clock.begin()
             # Private, but what FSDP and DDP use: runs when the whole backward is done.
             Variable._execution_engine.queue_callback(self._end_backward)

@@ -188,7 +188,8 @@ class Prefetcher:
                 ready = self._loader.load(block, slot)
             except BaseException as error:
                 with self._ring.changed:
-                    self._failure = error
+                    if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
+                        self._failure = error
                     self._ring.abandon(slot)
             else:
                 with self._ring.changed:

@@ -60,7 +60,8 @@ class ChunkGradient:
     def refuse_not_finite(self) -> None:
         """Raises NonFiniteGradientError, for where an update cannot be undone."""
         for piece in self.chunk.pieces:
-            if not torch.isfinite(self.values[piece.start_in_chunk : piece.stop_in_chunk]).all():
+            has_gradient = piece.param_slice in self.slices  # else the buffer holds anything there
+            if has_gradient and not torch.isfinite(self.values[piece.start_in_chunk : piece.stop_in_chunk]).all():
                 raise NonFiniteGradientError(
                     f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
                     "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "

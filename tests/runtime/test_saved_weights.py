@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import Block, OffloadEngine
-from hf_lohan.runtime import model_hooks
+from hf_lohan.runtime import Block, OffloadEngine, model_hooks
 from hf_lohan.runtime.saved_weights import WeightHandle, saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model

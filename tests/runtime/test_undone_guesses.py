@@ -93,7 +93,8 @@ def test_hyperparameters_set_between_backward_and_step(max_norm: float, make_twi
             group["weight_decay"] += 0.1
         twins.step()
     twins.assert_equal()
-    assert counts(twins) == (3, 3)
+    # A guess that was wrong though nothing clips is wrong every time: such a loop guesses once.
+    assert counts(twins) == ((3, 3) if max_norm == CLIPS else (1, 1))
 
 
 def test_weights_loaded_between_backward_and_step_stay_loaded(make_twins: TwinsFactory) -> None:
