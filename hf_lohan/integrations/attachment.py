@@ -124,7 +124,7 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
     if engine.config.activations == "recompute":
         enable_recompute(model)
     _warn_of_slow_bfloat16(engine)
-    describe_model(model, engine)
+    engine.before_first_commit = functools.partial(describe_model, model, engine)
     return engine
 
 

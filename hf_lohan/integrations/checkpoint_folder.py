@@ -38,15 +38,15 @@ _FULL_BELOW_BYTES = 1 << 20
 
 
 @contextmanager
-def unfinished_checkpoint(run_dir: str, name: str) -> Iterator[Path]:
+def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME) -> Iterator[Path]:
     """Give a folder to use in place of `run_dir`: what the body writes to `<it>/<name>` becomes `<run_dir>/<name>`,
     in place of one that is there, when all of it is on the medium.
 
     If anything fails, what was written is removed and `run_dir` is as before. A full disk raises `StorageError`.
     """
     target = Path(run_dir, name)
-    unfinished = Path(run_dir, UNFINISHED_NAME)
-    remove_unfinished(run_dir)
+    unfinished = Path(run_dir, unfinished_name)
+    remove_unfinished(run_dir, unfinished_name)
     try:
         unfinished.mkdir(parents=True)
         yield unfinished
@@ -57,7 +57,7 @@ def unfinished_checkpoint(run_dir: str, name: str) -> Iterator[Path]:
     except BaseException as error:
         left_bytes, written_bytes = _free_bytes(run_dir), _occupied_bytes(unfinished)
         with suppress(OSError):
-            remove_unfinished(run_dir)
+            remove_unfinished(run_dir, unfinished_name)
         is_told = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
         if is_told or not _is_disk_full(error, left_bytes):
             raise
@@ -71,9 +71,9 @@ def unfinished_checkpoint(run_dir: str, name: str) -> Iterator[Path]:
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
-def remove_unfinished(run_dir: str) -> None:
+def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> None:
     """Remove what a killed save left in `run_dir`; a checkpoint it had moved aside to replace it comes back."""
-    unfinished = Path(run_dir, UNFINISHED_NAME)
+    unfinished = Path(run_dir, unfinished_name)
     if not os.path.lexists(unfinished):
         return
     replaced = unfinished / _REPLACED_NAME

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load
 
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.integrations.checkpoint_folder import unfinished_checkpoint
-from hf_lohan.integrations.model_description import build_described, described_tokenizer
+from hf_lohan.integrations.model_description import BUFFERS_NAME, build_described, described_tokenizer
 from hf_lohan.integrations.resumption import store_paths_of_run
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.runtime import ParameterAccess, stored_form
@@ -32,8 +33,8 @@ def export(run: str | Path, out: str | Path) -> int | None:
     The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use,
     `StoreInUseError` while the run goes on, and `CorruptionError` if a byte of the weights is not what was written.
     """
-    if os.path.isdir(out) and os.listdir(out):
-        raise ValueError(f"{str(out)!r} is not empty; give a new folder")
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
     paths = store_paths(run)
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:
@@ -41,7 +42,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
             if store.committed is None:
                 raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
             target = Path(os.path.abspath(out))
-            with unfinished_checkpoint(str(target.parent), target.name) as unfinished:
+            with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
                 _export_store(store, unfinished / target.name)
             step = store.committed.facts.get("global_step")
             return int(step) if step is not None else None
@@ -64,6 +65,9 @@ def _export_store(store: Store, out: Path) -> None:
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "
             "version of transformers or hf_lohan); use that version, or a checkpoint"
         )
+    assert store.committed is not None
+    if BUFFERS_NAME in store.committed.journal:  # as they were at that step
+        model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
     access = ParameterAccess(store, form.model_blocks.blocks, form.master, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model

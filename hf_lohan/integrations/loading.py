@@ -19,6 +19,7 @@ from torch.nn.modules.module import (
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.integrations.attachment import attach, open_tiers_or_take_over, resolve_config
+from hf_lohan.integrations.model_description import copy_buffers
 from hf_lohan.runtime import OffloadEngine, OffloadLayout, ParameterAccess, lay_out
 
 logger = logging.getLogger(__name__)
@@ -107,6 +108,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
                 sink(name, parameter)
+        copy_buffers(model, loaded.state_dict())
         expected = set(engine.parameters.slices)
     engine.forget_weights()
     missing = sorted(expected - written)

@@ -8,7 +8,8 @@ import errno
 import json
 import logging
 import os
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,25 +25,54 @@ logger = logging.getLogger(__name__)
 
 FOLDER_NAME = "model"
 _FACTS_NAME = "lohan_model.json"
-_BUFFERS_NAME = "buffers.safetensors"
+BUFFERS_NAME = "buffers.safetensors"
 _FORMAT_VERSION = 1
 _CONFIGS_BYTES = 64 << 10
 """About what the configs of a model take."""
 
 
-def describe_model(model: Any, engine: OffloadEngine) -> None:
-    """Write down class, config, generation config, adapters and persistent buffers beside the records.
-
-    Raises `CapacityError` or `StorageError` if they cannot be written.
-    """
-    folder = _folder_of(engine)
+def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> None:
+    """Write class, config, generation config, adapters, persistent buffers and the tokenizer beside the records, in
+    place of what was there. Raises `CapacityError` or `StorageError` if they cannot be written."""
+    folder = Path(engine.tiers.store.paths[0].path) / FOLDER_NAME
+    fresh, old = folder.with_name(f"{FOLDER_NAME}.new"), folder.with_name(f"{FOLDER_NAME}.old")
     buffers = _persistent_buffers(model)
     with _written(folder, sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES):
-        _describe(model, engine, folder, buffers)
+        for leftover in (fresh, old):
+            shutil.rmtree(leftover, ignore_errors=True)
+        _describe(model, engine, fresh, buffers)
+        if hasattr(tokenizer, "save_pretrained"):
+            tokenizer.save_pretrained(fresh)
+        for path in fresh.rglob("*"):
+            os.chmod(path, 0o700 if path.is_dir() else 0o600)
+        if folder.exists():
+            folder.rename(old)
+        fresh.rename(folder)
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def save_buffers(model: nn.Module, folder: str | Path) -> None:
+    """Write a model's persistent buffers, which no store holds, if it has any."""
+    if buffers := _persistent_buffers(model):
+        save_file(buffers, Path(folder) / BUFFERS_NAME)
+
+
+def load_buffers(model: nn.Module, folder: str | Path) -> None:
+    """Read back what `save_buffers` wrote."""
+    file = Path(folder) / BUFFERS_NAME
+    if file.is_file():
+        copy_buffers(model, load_file(file))
+
+
+def copy_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
+    """Set those of a model's buffers that are in `values`, by their names in its state dict."""
+    for name, buffer in model.named_buffers():
+        if name in values:
+            buffer.copy_(values[name])
 
 
 def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str, Tensor]) -> None:
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder.mkdir(mode=0o700)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     configs: list[Any] = [getattr(base, "config", None), getattr(base, "generation_config", None)]
     for config in configs:
@@ -54,7 +84,7 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
     adapters = list(getattr(model, "peft_config", {}))
     for adapter in adapters:
         model.peft_config[adapter].save_pretrained(folder / adapter)
-    save_file(buffers, folder / _BUFFERS_NAME)
+    save_file(buffers, folder / BUFFERS_NAME)
     facts = {
         "format_version": _FORMAT_VERSION,
         "model_class": type(base).__name__,
@@ -66,23 +96,13 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
 
 @contextlib.contextmanager
 def _written(folder: Path, needed_bytes: int) -> Iterator[None]:
-    """What is written in it is private, and errors tell what was needed."""
+    """Errors tell what was needed."""
     try:
         yield
-        for path in folder.rglob("*"):
-            os.chmod(path, 0o700 if path.is_dir() else 0o600)
     except OSError as error:
         raise write_failure(str(folder), needed_bytes, error) from error
     except SafetensorError as error:  # how its writer tells of a full disk
         raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
-
-
-def describe_tokenizer(tokenizer: Any, engine: OffloadEngine) -> None:
-    """Put the tokenizer (or processor) of a run there as well."""
-    if hasattr(tokenizer, "save_pretrained"):
-        folder = _folder_of(engine)
-        with _written(folder, _CONFIGS_BYTES):
-            tokenizer.save_pretrained(folder)
 
 
 def build_described(store_folder: str | Path) -> Any:
@@ -108,7 +128,7 @@ def build_described(store_folder: str | Path) -> Any:
     trainable = set(facts["trainable"])
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
-    model.load_state_dict(load_file(folder / _BUFFERS_NAME), strict=False, assign=True)
+    model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
     base = model.get_base_model() if facts["adapters"] else model
     if (folder / "generation_config.json").is_file():
         base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
@@ -123,10 +143,6 @@ def described_tokenizer(store_folder: str | Path) -> Any | None:
     if not (folder / "tokenizer_config.json").is_file():
         return None
     return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def _folder_of(engine: OffloadEngine) -> Path:
-    return Path(engine.tiers.store.paths[0].path) / FOLDER_NAME
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

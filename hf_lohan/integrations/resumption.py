@@ -45,8 +45,8 @@ def last_step(output_dir: str | Path) -> int | None:
     return int(commit.facts["global_step"]) if commit is not None and _is_resumable(commit) else None
 
 
-def resumable_commit(paths: Sequence[str]) -> Commit:
-    """The last commit of the store in `paths`. Raises ValueError if a run cannot go on from it."""
+def resumable_commit(paths: Sequence[str], output_dir: str) -> Commit:
+    """The last commit of the store in `paths`. Raises ValueError if the run in `output_dir` cannot go on from it."""
     commit = last_commit(paths)
     where = " and ".join(paths)
     if commit is None or (not commit.is_torn and not commit.facts.get("is_resumable")):
@@ -56,8 +56,14 @@ def resumable_commit(paths: Sequence[str]) -> Commit:
     if not _is_resumable(commit):
         checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
         raise ValueError(
-            f"the store in {where} keeps one version (durability: checkpoint), which loading the model overwrites; "
+            f"the store in {where} has kept one version only of what has been overwritten since (all of it under "
+            "durability: checkpoint, else frozen weights, which are others now); "
             f"resume from {checkpoint}, or use durability='step'"
+        )
+    if not _is_of_run(commit, paths, output_dir):
+        raise ValueError(
+            f"the store in {where} holds steps of the run in {commit.facts['output_dir']}, not of that in "
+            f"{os.path.realpath(output_dir)}; set output_dir to that one, or give this run an ssd path of its own"
         )
     return commit
 
@@ -65,7 +71,7 @@ def resumable_commit(paths: Sequence[str]) -> Commit:
 def is_last_step_newest(paths: Sequence[str], output_dir: str) -> bool:
     """Whether the run in `output_dir` has committed a step after its last checkpoint, or that very one."""
     commit = last_commit(paths)
-    if commit is None or not _is_resumable(commit) or commit.facts["output_dir"] != os.path.realpath(output_dir):
+    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
         return False
     checkpoint = get_last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
     if checkpoint is None:
@@ -73,6 +79,13 @@ def is_last_step_newest(paths: Sequence[str], output_dir: str) -> bool:
     found = re.search(r"(\d+)$", checkpoint)
     assert found is not None, "get_last_checkpoint returns checkpoint-N"
     return int(commit.facts["global_step"]) >= int(found.group(1))
+
+
+def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:
+    """Whether the run in `output_dir` made the commit; a store in that folder is its own also after it was moved."""
+    folder = os.path.realpath(output_dir)
+    inside = os.path.realpath(os.path.join(output_dir, STORE_FOLDER))
+    return commit.facts["output_dir"] == folder or [os.path.realpath(path) for path in paths] == [inside]
 
 
 def _is_resumable(commit: Commit) -> bool:

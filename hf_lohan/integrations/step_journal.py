@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lohan.integrations.termination import Termination
 from hf_lohan.runtime import Journal, OffloadEngine
@@ -55,6 +56,8 @@ class StepJournal(TrainerCallback):
     def resume(self, commit: Commit) -> None:
         """This run goes on from `commit`."""
         self._resumed = commit.facts[_TRAINER_FACTS]
+        self._num_logged = commit.facts["num_logged"]
+        self._last_checkpoint = commit.facts["last_checkpoint"]
         self._begins_log = False
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -63,12 +66,13 @@ class StepJournal(TrainerCallback):
             # What was loaded, over what an earlier run left: from here on its steps are gone.
             self._engine.commit(Journal(self._facts(resumable=False), begins_log=True), even_in_place=True)
             return
-        self._num_logged = len(state.log_history)
         self._restore_sums(self._resumed)
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
-        self._last_checkpoint = os.path.abspath(self._trainer.last_whole_checkpoint)
+        folder = self._trainer.last_whole_checkpoint  # None where a subclass saves in its own way
+        folder = folder or os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+        self._last_checkpoint = os.path.abspath(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._engine.keeps_commits:
@@ -102,7 +106,7 @@ class StepJournal(TrainerCallback):
         begins_log = self._begins_log or len(history) < self._num_logged
         new = history if begins_log else history[self._num_logged :]
         self._num_logged, self._begins_log = len(history), False
-        lines = "".join(json.dumps(entry) + "\n" for entry in new)
+        lines = "".join(json.dumps(entry, default=_as_json) + "\n" for entry in new)
         return Journal(self._facts(resumable=True), files, lines.encode(), begins_log)
 
     def _facts(self, *, resumable: bool) -> dict[str, Any]:
@@ -116,6 +120,7 @@ class StepJournal(TrainerCallback):
         }
         if resumable:
             sums = {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)}
+            facts["num_logged"] = self._num_logged
             facts[_TRAINER_FACTS] = {name: float(value) for name, value in sums.items()}
         return facts
 
@@ -139,6 +144,11 @@ class StepJournal(TrainerCallback):
                     trainer._total_loss_scalar -= sums[name]
                 else:
                     setattr(trainer, name, type(value)(sums[name]))
+
+
+def _as_json(value: Any) -> Any:
+    """Callbacks log tensors and numpy's numbers, too."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 def unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.checkpoint_folder import WholeCheckpoints, remove_unfinished
 from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.integrations.loading import from_pretrained, reload_weights
-from hf_lohan.integrations.model_description import describe_tokenizer
+from hf_lohan.integrations.model_description import describe_model, load_buffers, save_buffers
 from hf_lohan.integrations.optimizer_checkpoint import (
     load_master_residuals,
     load_optimizer_states,
@@ -134,7 +135,13 @@ class OffloadTrainerMixin(WholeCheckpoints):
         resume_from_checkpoint = self._choose_resume(resume_from_checkpoint)
         self._termination = Termination()
         with self._termination:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+            output = super().train(resume_from_checkpoint, *args, **kwargs)
+        if self._termination.is_requested:  # after the last step, whose commit may be on its way
+            engine = self.offload_engine
+            if engine is not None:
+                engine.close()
+            self._termination.exit()
+        return output
 
     def _choose_resume(self, asked: str | bool | None) -> str | bool | None:
         """The folder to resume from, as upstream wants it."""
@@ -147,7 +154,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
         paths = self._store_paths()
         if asked is True and not is_last_step_newest(paths, self.args.output_dir):
             return True
-        self._resumes = resumable_commit(paths)
+        self._resumes = resumable_commit(paths, self.args.output_dir)
         return unpack(self._resumes, committed_log(paths), self.args.output_dir)
 
     def _store_paths(self) -> list[str]:
@@ -170,7 +177,8 @@ class OffloadTrainerMixin(WholeCheckpoints):
     def _keep_journal(self, engine: OffloadEngine) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
-        describe_tokenizer(self.processing_class, engine)
+        if engine.before_first_commit is not None:
+            engine.before_first_commit = functools.partial(describe_model, self.model, engine, self.processing_class)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         if self._resumes is not None:
             self._journal.resume(self._resumes)
@@ -180,6 +188,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
         super()._save_optimizer_and_scheduler(folder)
         self._save_scaler(folder)
         self._save_rng_state(folder)
+        save_buffers(self.model, folder)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         if self._resumes is not None and self.state.global_step >= self.state.max_steps:
@@ -240,7 +249,14 @@ class OffloadTrainerMixin(WholeCheckpoints):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine
         if engine is not None and self._resumes is not None:
-            engine.go_back_to_commit()
+            found = engine.go_back_to_commit()
+            if found.number != self._resumes.number:
+                raise RuntimeError(
+                    f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
+                    "was tried that failed later); resume once more, with a batch size that fits"
+                )
+            assert checkpoint is not None
+            load_buffers(self.model, checkpoint)
         elif engine is not None and checkpoint is not None:
             load_optimizer_states(engine, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)

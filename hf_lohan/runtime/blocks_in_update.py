@@ -32,6 +32,12 @@ class BlocksInUpdate:
                 del self._chunks[chunk.block]
                 self._changed.notify_all()
 
+    def clear(self) -> None:
+        """No update is outstanding any more."""
+        with self._changed:
+            self._chunks.clear()
+            self._changed.notify_all()
+
     def wait_for(self, block: Block) -> None:
         """Return when the block is current. Raises what made that impossible."""
         with self._changed:

@@ -80,6 +80,8 @@ class OffloadEngine:
         self.step_log = StepLog(tiers.store, self._block_of)
         self.commits_each_step = True
         """Whether `step` commits by itself; whoever has a journal to go with it turns this off and calls `commit`."""
+        self.before_first_commit: Callable[[], None] | None = None
+        """Writes what belongs beside the records of this model; until then what an earlier run wrote stays."""
         self.clip_history = ClipHistory(config.clip)
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self.step_was_skipped = False
@@ -108,7 +110,7 @@ class OffloadEngine:
 
     # Between the hooks and the pipeline.
 
-    def _before_forward(self, is_training: bool) -> None:
+    def _before_forward(self) -> None:
         self._recover()
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
@@ -116,10 +118,14 @@ class OffloadEngine:
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
         self._take_back_guesses()
-        if is_training and not self._has_begun:
+
+    def _commit_what_was_loaded(self) -> None:
+        """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
+        steps of the run before are there to go back to."""
+        if not self._has_begun:
             self._has_begun = True
             if self.commits_each_step:
-                self.commit(even_in_place=True)  # what was loaded: the first step can then be undone as any other
+                self.commit(even_in_place=True)
 
     def _take_back_guesses(self) -> None:
         """The step in progress needs its weights once more, as they were."""
@@ -128,6 +134,8 @@ class OffloadEngine:
             self._ring.forget(taken_back)
 
     def _submit(self, arrived: ArrivedChunk) -> None:
+        if not self._pipeline.holds_gradients or self._pipeline.speculates:
+            self._commit_what_was_loaded()
         self._pipeline.submit(arrived, is_final=self.is_final_backward())
 
     def _drop_broken_backward(self) -> None:
@@ -172,6 +180,7 @@ class OffloadEngine:
         """
         self._recover()
         group_of = self._bound_groups().as_they_are_now()
+        self._commit_what_was_loaded()
         self._is_in_step = True
         result = self.transaction.commit(group_of)
         self._ring.forget(result.changed)
@@ -193,7 +202,8 @@ class OffloadEngine:
             # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
             self._is_in_step = False
             self._pipeline.settle()
-            self.transaction.drop()
+            _, remains = self.transaction.drop()
+            self._is_half_a_step = self._is_half_a_step or remains
             self.forget_weights()
 
     def _choose_clipping(self, result: StepResult) -> None:
@@ -219,7 +229,13 @@ class OffloadEngine:
         """Make the steps so far last, as soon as their updates are written; does not wait for that. `journal` is
         found again by `go_back_to_commit`. Where the next update would overwrite it, only if `even_in_place`."""
         if self.keeps_commits or even_in_place:
-            self._pipeline.when_written(lambda: self.step_log.commit(journal or Journal()))
+            self._pipeline.when_written(lambda: self._commit_now(journal or Journal()))
+
+    def _commit_now(self, journal: Journal) -> None:
+        if self.before_first_commit is not None:
+            self.before_first_commit()
+            self.before_first_commit = None
+        self.step_log.commit(journal)
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""

@@ -96,13 +96,14 @@ class GradientPipeline:
         order, each before it is read (`wait_until_current`). `group_of` must give the hyperparameters of this step
         also then. Call `measure` before.
         """
-        chunks, self._announced = self._announced, set()
         outcome, waiting = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
         self._forget_guesses()
         is_deferred = self.holds_gradients and self._schedule == "optimized"
         if is_deferred:
             self._applying.add(waiting)
         self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
+        # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
+        chunks, self._announced = self._announced, set()
         if not is_deferred:
             self.settle()
         return {chunk.block for chunk in chunks}, outcome
@@ -149,12 +150,14 @@ class GradientPipeline:
         """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
         blocks whose records go back."""
         with self._guesses_lock:
-            blocks, self._guesses = self._guesses, set()
+            blocks = set(self._guesses)
             if not blocks:
                 return blocks
             self.speculates = False
             self._thread.put(self._stop_speculating)
         self._thread.barrier()
+        with self._guesses_lock:  # not before: whoever else reads these blocks has to wait as well
+            self._guesses -= blocks
         return blocks
 
     def drop(self) -> tuple[set[Block], bool]:
@@ -162,9 +165,10 @@ class GradientPipeline:
         touched, and whether updates remain in them."""
         if not self._announced:
             return set(), False  # and do not wait for the last step's updates
-        chunks, self._announced = self._announced, set()
         has_updated, remains = self._thread.call(self._drop_held)
+        self._applying.clear()
         self._forget_guesses()
+        chunks, self._announced = self._announced, set()
         return ({chunk.block for chunk in chunks} if has_updated else set()), remains
 
     def close(self) -> None:

@@ -24,7 +24,7 @@ from hf_lohan.runtime.step_clock import StepClock
 class ModelHooks:
     """Knows whether the model is in a forward or a backward, and what has to happen where.
 
-    `before_forward(is_training)` is called before each forward of the whole model, `before_backward` when a backward
+    `before_forward` is called before each forward of the whole model, `before_backward` when a backward
     needs its first block, `backward_broke` when one is found not to have finished.
     """
 
@@ -38,7 +38,7 @@ class ModelHooks:
         arrivals: GradientArrivals,
         clock: StepClock,
         *,
-        before_forward: Callable[[bool], None],
+        before_forward: Callable[[], None],
         before_backward: Callable[[], None],
         backward_broke: Callable[[], None],
     ) -> None:
@@ -108,8 +108,8 @@ class ModelHooks:
 
     def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
         self.recover_if_broken()
+        self._before_forward()
         is_training = torch.is_grad_enabled()
-        self._before_forward(is_training)
         self._is_in_forward = True
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)

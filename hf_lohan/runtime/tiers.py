@@ -102,12 +102,13 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
     plan = layout.plan
     logger.info(
-        "%s: %d parameters in %d blocks; store %s, and %s for spilled gradients, on %s; host pools %s "
+        "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
         "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, of %d spilled",
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),
         format_bytes(tiers.store_bytes),
+        tiers.store.durability,
         format_bytes(tiers.scratch_bytes),
         ", ".join(path.path for path in tiers.store.paths),
         format_bytes(plan.cpu_pool_bytes),

@@ -150,6 +150,11 @@ def open_or_create_parts(
     num_homes = _num_homes(durability)
     if durability == "auto" and not fits(paths, records, num_homes, scratch):
         num_homes = 1
+        logger.warning(
+            "%s: no room for two versions of this model's state, so the store keeps one (durability: checkpoint): a "
+            "run that dies goes on from its last checkpoint, not from its last step",
+            " and ".join(path.path for path in paths),
+        )
     stripe_bytes = DEFAULT_STRIPE_BYTES
     return create_parts(
         paths, records, model=model, engine=engine, stripe_bytes=stripe_bytes, num_homes=num_homes

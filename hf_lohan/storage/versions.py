@@ -58,9 +58,12 @@ class Versions:
         self._has_second = np.zeros(starts[-1], bool)
         self._is_in_flux = np.zeros(starts[-1], bool)
         """Being written, or left half written by a write that failed."""
-        if num_homes > 1:
-            for record, start in zip(records, starts, strict=False):
-                self._has_second[start : start + _versioned_granules(record, granule_numel)] = True
+        self._is_frozen = np.ones(starts[-1], bool)
+        for record, start in zip(records, starts, strict=False):
+            in_granules = _versioned_granules if num_homes > 1 else _trained_granules
+            trained = slice(start, start + in_granules(record, granule_numel))
+            self._has_second[trained] = num_homes > 1
+            self._is_frozen[trained] = False
         self._has_drafts = False
         self._is_torn = False
         self._lock = Lock()
@@ -123,10 +126,15 @@ class Versions:
             self._is_in_flux[part] = False
 
     def begin_anew(self) -> None:
-        """All records are zeros from now on, until written; what is committed stays so. No write may be under way."""
+        """All records are zeros from now on, until written; what is committed stays so. No write may be under way.
+
+        Frozen parts stay as they are committed: small parameters share granules, and are loaded one after the other,
+        which must not pass through contents that overwrite the only version there is.
+        """
         with self._lock:
-            self._live_home[:] = Home.NOWHERE
-            self._live_checksum[:] = 0
+            stays = self._is_frozen & (self._committed_home == Home.FIRST) & (not self._is_torn)
+            self._live_home[:] = np.where(stays, self._committed_home, np.uint8(Home.NOWHERE))
+            self._live_checksum[:] = np.where(stays, self._committed_checksum, np.uint64(0))
             self._is_in_flux[:] = False
             self._has_drafts = True
 
@@ -184,6 +192,10 @@ class Versions:
     def _part(self, block: str, kind: str, first: int, stop: int) -> slice:
         start = self._first[block, kind]
         return slice(start + first, start + stop)
+
+
+def _trained_granules(record: RecordSpec, granule_numel: int) -> int:
+    return granules_of(record.versioned_numel, granule_numel)
 
 
 def _versioned_granules(record: RecordSpec, granule_numel: int) -> int:

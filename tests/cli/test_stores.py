@@ -102,4 +102,4 @@ def test_a_folder_in_use_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "notes.txt").write_text("mine")
     code, output = lohan("export", run, tmp_path / "out")
-    assert code == 2 and "is not empty" in output
+    assert code == 2 and "is no empty folder" in output

@@ -92,6 +92,78 @@ def test_broken_off_again_and_again(clip: str, tmp_path: Path, uninterrupted: An
     assert_same(outcome(trainer), uninterrupted)
 
 
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_an_interrupt_within_step(
+    clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever in it: the step counts whole or not at all, and what was held for it is gone."""
+    from hf_lohan.runtime.work_thread import WorkThread
+
+    breaks = Breaks(-1)
+    trainer = a_trainer(tmp_path / "run", breaks, offload={"clip": clip})
+    stock_call = WorkThread.call
+    num_calls = when = 0
+
+    def interrupted_call(thread: Any, command: Any) -> Any:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == when:
+            thread.put(command)  # it runs, but nobody waits for it
+            raise KeyboardInterrupt
+        return stock_call(thread, command)
+
+    resume = None
+    for number in (4, 5, 6, 2, 3, 4):
+        num_calls, when = 0, number
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(WorkThread, "call", interrupted_call)
+            trainer.train(resume_from_checkpoint=resume)
+        resume = "last_step" if hf_lohan.last_step(tmp_path / "run") is not None else None
+    trainer.train(resume_from_checkpoint="last_step")
+    assert_same(outcome(trainer), uninterrupted)
+
+
+def lora_model() -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    return get_peft_model(tiny_model("llama"), LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+
+
+def half_frozen_model() -> Any:
+    """Frozen parameters that share a granule, which only has one home."""
+    model = tiny_model("llama")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("norm" not in name and "mlp" not in name)
+    return model
+
+
+@pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
+def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
+    def trainer(folder: str, *callbacks: TrainerCallback) -> Any:
+        return hf_lohan.Trainer(
+            make_model(),
+            arguments(tmp_path / folder, **SETTINGS),
+            train_dataset=dataset(),
+            callbacks=list(callbacks),
+            offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+        )
+
+    whole = trainer("whole")
+    whole.train()
+    broken = trainer("run", Breaks(5))
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    broken.offload_engine.close()
+    looked_at = trainer("run")
+    looked_at.evaluate(dataset(2))  # loads the frozen weights over themselves
+    looked_at.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path / "run") == 5
+    again = trainer("run")
+    again.train(resume_from_checkpoint="last_step")
+    assert_same(outcome(again), outcome(whole))
+
+
 def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
     """What a notebook does after an interrupt."""
     breaks = Breaks(4)
@@ -199,6 +271,81 @@ def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
     assert hf_lohan.last_step(tmp_path / "run") is None
 
 
+def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> None:
+    offload = {"ssd": str(tmp_path / "drive")}
+    first = a_trainer(tmp_path / "first", max_steps=2, offload=offload)
+    first.train()
+    first.offload_engine.close()
+    second = a_trainer(tmp_path / "second", offload=offload)
+    with pytest.raises(ValueError, match=r"holds steps of the run in .*first, not of that in .*second"):
+        second.train(resume_from_checkpoint="last_step")
+
+
+def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
+    old = a_trainer(tmp_path / "run", max_steps=2)
+    old.train()
+    old.offload_engine.close()
+    new = a_trainer(tmp_path / "run", max_steps=3)
+    new.evaluate(dataset(2))
+    new.model.train()(**tiny_batch(seed=0)).loss.backward()
+    new.model.zero_grad()
+    new.offload_engine.settle()
+    assert hf_lohan.last_step(tmp_path / "run") == 2
+    new.train(resume_from_checkpoint="last_step")
+    assert new.state.global_step == 3
+    new.offload_engine.close()
+
+
+def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> None:
+    class Own(hf_lohan.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"seen": torch.tensor(float(self.state.global_step))})
+            return super().training_step(*args, **kwargs)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            Path(self.args.output_dir, "mine").mkdir(exist_ok=True)
+
+    trainer = Own(
+        tiny_model("llama"),
+        arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1),
+        train_dataset=dataset(),
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+    )
+    trainer.train()
+    trainer.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path) == 3
+
+
+def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
+    """Router biases, running statistics: no parameter, but part of the model's state."""
+    from hf_lohan.integrations.export import export
+
+    def trainer(*callbacks: TrainerCallback) -> Any:
+        model = tiny_model("llama")
+        model.register_buffer("num_forwards", torch.zeros(()))
+        model.register_forward_pre_hook(lambda module, _: module.num_forwards.add_(1) and None)
+        return hf_lohan.Trainer(
+            model,
+            arguments(tmp_path, max_steps=4),
+            train_dataset=dataset(),
+            callbacks=list(callbacks),
+            offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+        )
+
+    class Stops(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = state.global_step == 3
+
+    first = trainer(Stops())
+    first.train()
+    first.offload_engine.close()
+    second = trainer()
+    second.train(resume_from_checkpoint="last_step")
+    assert second.model.num_forwards.item() == 4
+    second.offload_engine.close()
+    export(tmp_path, tmp_path / "out")
+
+
 def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
     """Not before it begins to train: loading alone costs nothing."""
     old = a_trainer(tmp_path / "run", max_steps=2)
@@ -220,7 +367,7 @@ def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) 
         trainer.train()
     trainer.offload_engine.close()
     again = a_trainer(tmp_path / "run", **settings)
-    with pytest.raises(ValueError, match=r"one version .*resume from .*checkpoint-2"):
+    with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
         again.train(resume_from_checkpoint="last_step")
     from hf_lohan.integrations.export import export
 
