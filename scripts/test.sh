@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Install into .venv (made if there is none), then ruff, mypy and pytest. Arguments go to pytest:
 #   bash scripts/test.sh tests/config -k ssd
-# Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
+# Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0";
+# WORKERS, how many processes run tests (0: pytest itself).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -25,4 +26,5 @@ fi
 
 echo "ruff";   ruff check .
 echo "mypy";   mypy
-echo "pytest"; python -m pytest "$@"
+# Two at a time: many tests wait for a drive or for a process that is to be killed.
+echo "pytest"; python -m pytest --numprocesses="${WORKERS:-2}" --dist=worksteal "$@"

@@ -46,7 +46,9 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):
                 bases = tuple(offloading if base is stock else base for base in derived.__bases__)
-                _replace(undo, derived, "__bases__", bases)
+                # Some class derived from it has the mixin already, in an order that this would contradict.
+                with contextlib.suppress(TypeError):
+                    _replace(undo, derived, "__bases__", bases)
         yield
 
 

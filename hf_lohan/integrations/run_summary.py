@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from hf_lohan.profiler import AnonymousMemoryPeak
 from hf_lohan.runtime import OffloadEngine
-from hf_lohan.storage import replace_durably
+from hf_lohan.storage import replace_durably, write_failure
 
 FOLDER = Path("lohan")
 SUMMARY_NAME = "summary.json"
@@ -64,9 +64,13 @@ class RunSummary(TrainerCallback):
 
     def _write(self, args: Any, name: str, content: dict[str, Any]) -> None:
         folder = Path(args.output_dir) / FOLDER
-        folder.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(content, indent=2) + "\n"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_failure(str(folder), len(text), error) from error
         # Whole or not at all: a run that is killed here is resumed by what is written here.
-        replace_durably(str(folder / name), (json.dumps(content, indent=2) + "\n").encode())
+        replace_durably(str(folder / name), text.encode())
 
     def figures(self) -> dict[str, float | int]:
         """The numbers so far. Times are medians over steps; bytes count since the store was opened."""

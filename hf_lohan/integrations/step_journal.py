@@ -18,7 +18,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lohan.integrations.termination import Termination
 from hf_lohan.runtime import Journal, OffloadEngine
-from hf_lohan.storage import Commit
+from hf_lohan.storage import Commit, write_failure
 
 LAST_STEP = "last_step"
 PRIVATE_FOLDER = Path("_lohan")
@@ -152,18 +152,24 @@ def _as_json(value: Any) -> Any:
 
 
 def unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:
-    """Lay a committed journal out as the folder that Trainer resumes from; returns its path."""
+    """Lay a committed journal out as the folder that Trainer resumes from; returns its path.
+
+    Raises `CapacityError` or `StorageError` if it cannot be written.
+    """
     folder = Path(output_dir) / FOLDER
-    if folder.exists():
-        shutil.rmtree(folder)
-    folder.mkdir(parents=True, mode=0o700)
-    for name, content in commit.journal.items():
-        if Path(name).name != name:
-            raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_bytes(content)
-    state_file = folder / TRAINER_STATE_NAME
-    state = json.loads(state_file.read_text())
+    files = dict(commit.journal)
+    state = json.loads(files[TRAINER_STATE_NAME])
     state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]
-    state_file.write_text(json.dumps(state, indent=2, sort_keys=True) + "\n")
+    files[TRAINER_STATE_NAME] = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, mode=0o700)
+        for name, content in files.items():
+            if Path(name).name != name:
+                raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise write_failure(str(folder), sum(map(len, files.values())), error) from error
     return str(folder)

@@ -29,4 +29,4 @@ def speculative_step_s(times: StepTimes, clip_rate: float) -> float:
 
 def should_speculate(times: StepTimes, clip_rate: float) -> bool:
     """Whether speculating is expected to be faster. Where both take the same, deferring moves fewer bytes."""
-    return speculative_step_s(times, clip_rate) < deferred_step_s(times)
+    return speculative_step_s(times, clip_rate) < deferred_step_s(times) * (1 - 1e-9)

@@ -8,7 +8,7 @@ import uuid
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from typing import Literal
 
 from hf_lohan.storage.commit import COMMIT_NAME, Commit, read_commit
@@ -84,7 +84,7 @@ def create_parts(
             logger.warning("replacing the store of the same model in %s", ", ".join(directories))
         remove_store(directories)
         homes: list[HomeFiles] = []
-        created = datetime.now(UTC).isoformat(timespec="seconds")
+        created = datetime.now(timezone.utc).isoformat(timespec="seconds")
         manifest = Manifest(uuid.uuid4().hex, created, model, layout, num_homes)
         try:
             for home_layout, name in zip(layouts, HOME_NAMES, strict=False):

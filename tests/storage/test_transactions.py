@@ -141,6 +141,16 @@ class Transactions(RuleBasedStateMachine):
     def begin_anew(self) -> None:
         self.store.begin_anew()
         self.live.content, self.live.written = zeros(RECORDS), set()
+        for record in RECORDS if not self.is_torn else ():
+            size = GRANULE_NUMEL * record.itemsize
+            frozen = range(record.versioned_numel // GRANULE_NUMEL, -(-record.numel // GRANULE_NUMEL))
+            for granule in frozen:  # what is frozen stays
+                if (record.block, record.kind, granule) in self.committed.written:
+                    key, start = (record.block, record.kind), granule * size
+                    content = bytearray(self.live.content[key])
+                    content[start : start + size] = self.committed.granule(record, granule)
+                    self.live.content[key] = bytes(content)
+                    self.live.written.add((*key, granule))
 
     @rule(in_reverse=st.booleans())
     def close_and_reopen(self, in_reverse: bool) -> None:
