@@ -131,8 +131,18 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
         run("llama", mode, watching, tmp_path)
         assert watching.wait_sites
         for site in sorted(watching.wait_sites, key=lambda site: (site.file, site.line)):
-            device = AsyncDevice(0, max_delay_s=2e-2, ignored=frozenset([site]))
-            with contextlib.suppress(Exception):
-                if same(run("llama", mode, device, tmp_path), references["llama", mode]):
-                    needless.append(site)
+            if not any(goes_wrong_without(site, mode, attempt, references, tmp_path) for attempt in range(5)):
+                needless.append(site)
     assert not needless
+
+
+def goes_wrong_without(
+    site: WaitSite, mode: str, attempt: int, references: dict[tuple[str, str], Outcome], folder: Path
+) -> bool:
+    """Whether a run shows that the wait is missing. On a busy machine not every race is lost: copies that are later
+    still show the others."""
+    device = AsyncDevice(attempt, max_delay_s=2e-2 * 2**attempt, ignored=frozenset([site]))
+    try:
+        return not same(run("llama", mode, device, folder), references["llama", mode])
+    except Exception:
+        return True
