@@ -14,6 +14,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 MASTER_ITEMSIZE_BYTES = 4
 """Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
@@ -55,7 +56,7 @@ class BlockShape:
     num_trainable_params: int
 
     def num_chunks(self, chunk_numel: int) -> int:
-        return len(cut_units(self.unit_numels, chunk_numel))
+        return _num_chunks(self.unit_numels, chunk_numel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -119,6 +120,20 @@ def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, i
     if start < stop:
         chunks.append((start, stop))
     return chunks
+
+
+@cache
+def _num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
+    """How many chunks `cut_units` makes, without making them: a layer of a large model has a hundred thousand."""
+    count = held = 0
+    for numel in unit_numels:
+        if held and held + numel > chunk_numel:
+            count, held = count + 1, 0
+        held += numel
+        if held > chunk_numel:
+            whole = (held - 1) // chunk_numel
+            count, held = count + whole, held - whole * chunk_numel
+    return count + (held > 0)
 
 
 def plan_pools(request: PoolRequest) -> PoolPlan:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import cut_units
+from hf_lohan.planner import BlockShape, SizeClass, cut_units
 
 numels = st.integers(1, 400)
 often = settings(max_examples=200, deadline=None)
@@ -64,3 +64,13 @@ def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], in
 )
 def test_examples(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
     assert cut_units(units, chunk_numel) == expected
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_are_counted_without_being_made(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    block = BlockShape(
+        name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0
+    )
+    assert block.num_chunks(chunk_numel) == len(cut_units(units, chunk_numel))

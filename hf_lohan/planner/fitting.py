@@ -1,0 +1,187 @@
+"""What must fit where, whether it does, and the smallest change that would make it fit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.step_costs import GRADIENT_ITEMSIZE_BYTES
+from hf_lohan.planner.training_setup import TrainingSetup
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What the tiers have for activations, once all else has its place. Negative where all else does not fit."""
+
+    kept_bytes: int
+    """On the device."""
+    cpu_bytes: int
+    """In RAM, for swapped activations and records together."""
+    ssd_bytes: int
+    """For swapped activations beyond RAM."""
+
+
+def layer_working_bytes(model: ModelProfile) -> int:
+    """What the backward of the largest layer holds on the device at once: all that autograd saves of it, the gradients
+    of its input and output, and of its weights."""
+    return max(
+        (
+            layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
+            for layer in model.layers
+        ),
+        default=0,
+    )
+
+
+def outer_working_bytes(model: ModelProfile) -> int:
+    """What the largest module outside the layers holds at once: the head with its logits, unless they are cut."""
+    layers = {layer.name for layer in model.layers}
+    return max((block.saved_bytes for block in model.blocks if block.name not in layers), default=0)
+
+
+def gradient_spill_bytes(setup: TrainingSetup) -> int:
+    return setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
+
+
+def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
+    """On the SSDs, in all homes. Frozen weights have one."""
+    trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
+    frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
+    return int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes)
+
+
+def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
+    if setup.ssd_capacity_bytes is None:
+        return hardware.ssd_capacity_bytes
+    return min(setup.ssd_capacity_bytes, hardware.ssd_capacity_bytes)
+
+
+def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
+    """The device is at its fullest when forward turns into backward: what is kept, and a layer's or the head's work."""
+    working_bytes = max(layer_working_bytes(model), outer_working_bytes(model))
+    return Room(
+        kept_bytes=min(setup.gpu_memory_bytes, hardware.device.memory_bytes - working_bytes) - setup.gpu_fixed_bytes,
+        cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes,
+        ssd_bytes=ssd_limit_bytes(hardware, setup) - record_bytes(model, setup) - gradient_spill_bytes(setup),
+    )
+
+
+def explain_refusal(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, kept_bytes: int, least_swapped_bytes: int
+) -> str | None:
+    """Why no plan fits and what would, or None. `kept_bytes` are to be kept, and at least `least_swapped_bytes`
+    swapped."""
+    if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
+        return (
+            f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
+            f"at least {_shown(setup.gpu_fixed_bytes)}"
+        )
+    return (
+        _refuse_device(model, hardware, setup, kept_bytes)
+        or _refuse_cpu(setup)
+        or _refuse_ssd(model, hardware, setup, least_swapped_bytes)
+    )
+
+
+def warn(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> tuple[str, ...]:
+    """What may go wrong although the plan fits."""
+    working_bytes, available = outer_working_bytes(model), hardware.device.memory_bytes
+    if setup.gpu_fixed_bytes + working_bytes <= available:
+        return ()
+    batch = _largest_batch(model, working_bytes, available - setup.gpu_fixed_bytes)
+    smaller = f", or use a batch size of at most {batch}" if batch else ""
+    return (
+        f"a module outside the layers (the head with its logits) saves {_shown(working_bytes)} at once for this batch, "
+        f"and with the slots that is more than the {_shown(available)} of the device; cut the loss in chunks{smaller}",
+    )
+
+
+def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int) -> str | None:
+    working_bytes = layer_working_bytes(model)
+    needed = setup.gpu_fixed_bytes + working_bytes + kept_bytes
+    if setup.gpu_fixed_bytes + kept_bytes > setup.gpu_memory_bytes:
+        return (
+            f"the activations of {_shown(kept_bytes)} that are to be kept do not fit gpu_memory of "
+            f"{_shown(setup.gpu_memory_bytes)}; set it to at least {_shown(setup.gpu_fixed_bytes + kept_bytes)}, or "
+            "activations to auto"
+        )
+    if needed <= hardware.device.memory_bytes:
+        return None
+    # Gradients of weights are as large for a smaller batch, all else shrinks with it.
+    gradient_bytes = max(layer.num_trainable_params for layer in model.layers) * model.param_itemsize
+    room_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes - gradient_bytes
+    batch = _largest_batch(model, working_bytes + kept_bytes - gradient_bytes, room_bytes)
+    smaller = f"use a batch size of at most {batch}, or " if batch else ""
+    return (
+        f"a layer needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
+        f"tokens, and with the slots and what is kept that is {_shown(needed)}, more than the "
+        f"{_shown(hardware.device.memory_bytes)} of the device; {smaller}a device with at least that much memory"
+    )
+
+
+def _refuse_cpu(setup: TrainingSetup) -> str | None:
+    if setup.cpu_fixed_bytes <= setup.cpu_memory_bytes:
+        return None
+    return (
+        f"cpu_memory of {_shown(setup.cpu_memory_bytes)} is too small for the buffers; set cpu_memory to at least "
+        f"{_shown(setup.cpu_fixed_bytes)}"
+    )
+
+
+def _refuse_ssd(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, least_swapped_bytes: int
+) -> str | None:
+    limit, room = ssd_limit_bytes(hardware, setup), measure_room(model, hardware, setup)
+    cap = setup.activation_cpu_bytes
+    least_spill = max(0, least_swapped_bytes - (room.cpu_bytes if cap is None else min(room.cpu_bytes, cap)))
+    missing = least_spill - room.ssd_bytes
+    if missing <= 0:
+        return None
+    saved_by_one_home = record_bytes(model, setup) // 2 if setup.durability == "step" else 0
+    ways = [f"give the SSDs {_shown(missing)} more ({_shown(limit + missing)} in all)"]
+    if missing <= least_spill and setup.activation_cpu_bytes is None:
+        ways.append(f"set cpu_memory to at least {_shown(setup.cpu_memory_bytes + missing)}")
+    if missing <= saved_by_one_home:
+        ways.append("set durability to checkpoint, which keeps one version of the state instead of two")
+    spilled = f" and {_shown(least_spill)} of activations that RAM cannot hold" if least_spill else ""
+    return (
+        f"the SSDs' {_shown(limit)} cannot hold the training state of "
+        f"{_shown(record_bytes(model, setup) + gradient_spill_bytes(setup))}{spilled}; {', or '.join(ways)}"
+    )
+
+
+def _largest_batch(model: ModelProfile, needed_bytes: int, available_bytes: int) -> int:
+    return max(0, model.batch_size * available_bytes // needed_bytes) if needed_bytes else model.batch_size
+
+
+def _shown(num_bytes: int) -> str:
+    for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2)):
+        if num_bytes >= size:
+            return f"{num_bytes} bytes ({num_bytes / size:.2f} {unit})"
+    return f"{num_bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryFit:
+    """Whether a model trains without offloading."""
+
+    fits: bool
+    needed_bytes: int
+    """Of the way named by `activations`; of the smaller one if neither fits."""
+    memory_bytes: int
+    activations: Literal["keep", "recompute"]
+
+
+def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:
+    """Whether weights, gradients, masters and moments (`bytes_per_param` in all: 16, or 18 with float32 gradients
+    beside bfloat16 weights) and the activations fit `memory_bytes` together; with recomputation if not without it."""
+    frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
+    state_bytes = int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
+    kept_bytes = state_bytes + model.inter_block_bytes + sum(block.saved_bytes for block in model.blocks)
+    working_bytes = max(max((layer.saved_bytes for layer in model.layers), default=0), outer_working_bytes(model))
+    recomputed_bytes = min(kept_bytes, state_bytes + model.inter_block_bytes + working_bytes)
+    if kept_bytes <= memory_bytes:
+        return InMemoryFit(True, kept_bytes, memory_bytes, "keep")
+    return InMemoryFit(recomputed_bytes <= memory_bytes, recomputed_bytes, memory_bytes, "recompute")

@@ -1,0 +1,102 @@
+"""What a model's step consists of, as numbers: per block and per operation, for one shape of batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hf_lohan.planner.pool_plan import SizeClass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OperationProfile:
+    """One matrix product or attention of a block's forward: what is worth keeping, because making it again takes
+    many FLOPs a byte. All other operations (norms, activations, residuals) are always made again."""
+
+    name: str
+    """The operation and its how-manieth of the block it is, as the runtime counts them: "aten.mm#0"."""
+    flops: float
+    output_bytes: int
+    module: str = ""
+    """For people: the module within the block, "mlp.down_proj"."""
+    forward_s: float | None = None
+    """Measured; None until then."""
+
+    @property
+    def offloading_benefit(self) -> float:
+        """FLOPs a byte (LoHan's OB)."""
+        return self.flops / self.output_bytes if self.output_bytes else float("inf")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProfile:
+    """One block: a decoder layer, or a module outside the layers."""
+
+    name: str
+    size_class: SizeClass
+    num_params: int
+    num_trainable_params: int
+    param_bytes: int
+    """In working precision."""
+    flops: float
+    """Of its forward, of all operations."""
+    input_bytes: int = 0
+    """What its recomputation starts from (LoHan's A_inter); 0 for modules outside the layers."""
+    operations: tuple[OperationProfile, ...] = ()
+    """In the order in which the forward runs them. Empty for modules outside the layers, which keep what they save."""
+    saved_bytes: int = 0
+    """All that autograd keeps of it when nothing is recomputed, without weights and without its input."""
+    moved_bytes: int = 0
+    """What its other operations read and write in a forward: they take the device's memory bandwidth, not its FLOPs."""
+    forward_s: float | None = None
+    """Measured; None until then."""
+
+    @property
+    def output_bytes(self) -> int:
+        """All outputs that can be kept or swapped instead of being made again."""
+        return sum(operation.output_bytes for operation in self.operations)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelProfile:
+    """A model under one shape of micro-batch, blocks in forward order."""
+
+    blocks: tuple[BlockProfile, ...]
+    batch_size: int
+    sequence_length: int
+    param_itemsize: int
+    """Bytes of a working parameter."""
+
+    @property
+    def layers(self) -> tuple[BlockProfile, ...]:
+        return tuple(block for block in self.blocks if block.size_class is SizeClass.LAYER)
+
+    @property
+    def num_params(self) -> int:
+        return sum(block.num_params for block in self.blocks)
+
+    @property
+    def num_trainable_params(self) -> int:
+        return sum(block.num_trainable_params for block in self.blocks)
+
+    @property
+    def param_bytes(self) -> int:
+        return sum(block.param_bytes for block in self.blocks)
+
+    @property
+    def flops(self) -> float:
+        """FLOP_f: of one forward of one micro-batch."""
+        return sum(block.flops for block in self.blocks)
+
+    @property
+    def inter_block_bytes(self) -> int:
+        """A_inter: the inputs of all layers."""
+        return sum(block.input_bytes for block in self.blocks)
+
+    @property
+    def activation_bytes(self) -> int:
+        """A_all: the layers' inputs and all outputs that can be swapped."""
+        return self.inter_block_bytes + sum(block.output_bytes for block in self.blocks)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.batch_size * self.sequence_length

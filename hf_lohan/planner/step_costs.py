@@ -1,0 +1,247 @@
+"""How long a step takes: LoHan's equations for T_f and T_b, and what they leave out. Works on numbers and on arrays of
+candidates alike.
+
+    T_f = max( FLOP_f/THP_G , A/BW_G , 2P/BW_G , 2P/BW_S2M + aA/BW_M2S )
+    T_b = max( (2 FLOP_f + FLOP_r)/THP_G , 2P/BW_G , (2P + A)/BW_G , (14P + aA)/BW_S2M + 14P/BW_M2S )
+
+Beyond the paper: the CPU's time for the optimizer, links that are no full duplex, records that stay in RAM, updates
+that wait for the norm and run under the next forward, several micro-batches a step, a device that is the CPU, and what
+does not overlap: the first block must arrive before it computes, and the last one's traffic ends after it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.training_setup import ClipMode, TrainingSetup
+
+Values: TypeAlias = npt.NDArray[np.float64]
+"""One number, or one for each candidate; they broadcast."""
+
+GRADIENT_ITEMSIZE_BYTES = 4
+"""Of a gradient on the host and on the SSD."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What candidates differ in, as far as it costs time."""
+
+    swapped_bytes: Values
+    """A: of activations, out of the device and back in each micro-batch."""
+    spilled_bytes: Values
+    """aA: the part of it that goes on to the SSD."""
+    recompute_s: Values
+    """Of the operations that backward makes again (FLOP_r/THP_G)."""
+    resident_param_bytes: Values
+    """Of weights that have a copy in RAM."""
+    resident_update_read_bytes: Values
+    """What the optimizer finds in RAM. It writes to the SSDs all the same: commits need it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one forward or backward asks of each resource."""
+
+    compute_s: Values
+    h2d_bytes: Values
+    d2h_bytes: Values
+    ssd_read_bytes: Values
+    ssd_write_bytes: Values
+    updated_params: Values
+
+    def __add__(self, other: Load) -> Load:
+        return Load(
+            self.compute_s + other.compute_s,
+            self.h2d_bytes + other.h2d_bytes,
+            self.d2h_bytes + other.d2h_bytes,
+            self.ssd_read_bytes + other.ssd_read_bytes,
+            self.ssd_write_bytes + other.ssd_write_bytes,
+            self.updated_params + other.updated_params,
+        )
+
+    def __mul__(self, factor: float) -> Load:
+        return Load(
+            self.compute_s * factor,
+            self.h2d_bytes * factor,
+            self.d2h_bytes * factor,
+            self.ssd_read_bytes * factor,
+            self.ssd_write_bytes * factor,
+            self.updated_params * factor,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """`count` equal forwards or backwards of a step."""
+
+    count: int
+    is_forward: bool
+    load: Load
+
+
+def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
+    """To run one product or attention once."""
+    if operation.forward_s is not None:
+        return operation.forward_s
+    return operation.flops / hardware.device.flops_per_s
+
+
+def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """To run a block's forward once."""
+    if block.forward_s is not None:
+        return block.forward_s
+    return block.flops / hardware.device.flops_per_s + _elementwise_s(block, hardware)
+
+
+def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """For what is always made again in a layer's backward: all but products and attention."""
+    operations_s = [operation.forward_s for operation in block.operations]
+    if block.forward_s is None or None in operations_s:
+        return _elementwise_s(block, hardware)
+    listed_s = sum(seconds for seconds in operations_s if seconds is not None)
+    not_listed_flops = block.flops - sum(operation.flops for operation in block.operations)
+    return max(0.0, block.forward_s - listed_s - not_listed_flops / hardware.device.flops_per_s)
+
+
+def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    rate = hardware.device.memory_bytes_per_s
+    return block.moved_bytes / rate if rate else 0.0
+
+
+class StepCosts:
+    """The cost model of one model on one machine under one setup."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+        self._hardware = hardware
+        self._setup = setup
+        self._forward_s = sum(block_forward_s(block, hardware) for block in model.blocks)
+        # A frozen weight needs no gradient: of the two products of its backward, one remains.
+        self._backward_s = sum(
+            block_forward_s(block, hardware) * (1 + _trainable_fraction(block)) for block in model.blocks
+        )
+        if setup.activations != "keep":
+            self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
+        self._num_blocks = max(1, len(model.blocks))
+        self._param_bytes = model.param_bytes
+        trainable_bytes = model.num_trainable_params * model.param_itemsize
+        state_bytes = model.num_trainable_params * setup.state_bytes_per_param
+        self._gradient_bytes = trainable_bytes
+        self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
+        self._update_write_bytes = state_bytes + trainable_bytes
+        self._num_trainable_params = model.num_trainable_params
+
+    def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
+        """The step's forwards and backwards, and which of them the updates run under."""
+        forward, backward, update = self._forward(choice), self._backward(choice), self._update(choice)
+        count = self._setup.num_micro_batches
+        if clip == "defer":
+            loads = [(1, True, forward + update), (count - 1, True, forward), (count, False, backward)]
+        else:
+            loads = [(count, True, forward), (count - 1, False, backward), (1, False, backward + update)]
+        return [Phase(*load) for load in loads if load[0]]
+
+    def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
+        """Forward (T_f) and backward (T_b) of a step, all micro-batches."""
+        forward_s, backward_s = np.zeros(1), np.zeros(1)
+        for phase in self.phases(choice, clip):
+            if phase.is_forward:
+                forward_s = forward_s + phase.count * self.phase_s(phase.load)
+            else:
+                backward_s = backward_s + phase.count * self.phase_s(phase.load)
+        if clip == "speculate":
+            # A wrong guess is done over under the next forward.
+            forward = self._forward(choice)
+            done_over_s = self.phase_s(forward + self._update(choice)) - self.phase_s(forward)
+            forward_s = forward_s + self._setup.clip_rate * done_over_s
+        return forward_s, backward_s
+
+    def lanes(self, load: Load) -> dict[str, Values]:
+        """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest."""
+        hardware = self._hardware
+        lanes = {
+            "compute": load.compute_s,
+            "h2d": load.h2d_bytes / hardware.h2d_bytes_per_s,
+            "d2h": load.d2h_bytes / hardware.d2h_bytes_per_s,
+            "ssd": self._ssd_s(load.ssd_read_bytes, load.ssd_write_bytes),
+            "cpu": load.updated_params / hardware.cpu.optimizer_params_per_s,
+        }
+        if hardware.cpu.checksum_bytes_per_s:
+            hashed_bytes = load.ssd_read_bytes + load.ssd_write_bytes
+            lanes["cpu"] = lanes["cpu"] + hashed_bytes / hardware.cpu.checksum_bytes_per_s
+        if hardware.device.shares_cpu:
+            # The same cores compute, copy, update and hash, so these times add.
+            busy = lanes["compute"] + lanes["h2d"] + lanes["d2h"] + lanes["cpu"]
+            return {"compute": busy, "ssd": lanes["ssd"]}
+        if hardware.duplex_bytes_per_s:
+            lanes["link"] = (load.h2d_bytes + load.d2h_bytes) / hardware.duplex_bytes_per_s
+        return lanes
+
+    def phase_s(self, load: Load) -> Values:
+        """The longest lane, and of each other lane the share of one block, in which the pipeline fills or drains."""
+        longest: Values = np.zeros(1)
+        total: Values = np.zeros(1)
+        for name, seconds in self.lanes(load).items():
+            longest = np.maximum(longest, seconds)
+            total = total if name == "link" else total + seconds  # the link is counted as its two directions
+        if not self._setup.counts_fill:
+            return longest
+        return longest + np.maximum(0.0, total - longest) / self._num_blocks
+
+    def _forward(self, choice: Choice) -> Load:
+        return Load(
+            compute_s=np.full(1, float(self._forward_s)),
+            h2d_bytes=np.full(1, float(self._param_bytes)),
+            d2h_bytes=choice.swapped_bytes,
+            ssd_read_bytes=self._param_bytes - choice.resident_param_bytes,
+            ssd_write_bytes=choice.spilled_bytes,
+            updated_params=np.zeros(1),
+        )
+
+    def _backward(self, choice: Choice) -> Load:
+        turnaround_bytes = self._setup.turnaround_bytes
+        read_again = np.maximum(0.0, self._param_bytes - choice.resident_param_bytes - turnaround_bytes)
+        spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
+        # Each backward after the first adds to what was spilled before, so brings it back.
+        brought_back = spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
+        return Load(
+            compute_s=self._backward_s + choice.recompute_s,
+            h2d_bytes=max(0, self._param_bytes - turnaround_bytes) + choice.swapped_bytes,
+            d2h_bytes=np.full(1, float(self._gradient_bytes)),
+            ssd_read_bytes=read_again + choice.spilled_bytes + brought_back,
+            ssd_write_bytes=np.full(1, float(spilled_gradient_bytes)),
+            updated_params=np.zeros(1),
+        )
+
+    def _update(self, choice: Choice) -> Load:
+        spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
+        return Load(
+            compute_s=np.zeros(1),
+            h2d_bytes=np.zeros(1),
+            d2h_bytes=np.zeros(1),
+            ssd_read_bytes=self._update_read_bytes - choice.resident_update_read_bytes + spilled_gradient_bytes,
+            ssd_write_bytes=np.full(1, float(self._update_write_bytes)),
+            updated_params=np.full(1, float(self._num_trainable_params)),
+        )
+
+    def _ssd_s(self, read_bytes: Values, write_bytes: Values) -> Values:
+        """Reading and writing share a drive's time (simplex), unless the mix of both was measured."""
+        hardware = self._hardware
+        read_s = read_bytes / hardware.ssd_read_bytes_per_s
+        write_s = write_bytes / hardware.ssd_write_bytes_per_s
+        if not hardware.ssd_mixed_bytes_per_s:
+            return read_s + write_s
+        both_bytes = np.minimum(read_bytes, write_bytes)
+        mixed_s = 2 * both_bytes / hardware.ssd_mixed_bytes_per_s
+        rest_s = (read_bytes - both_bytes) / hardware.ssd_read_bytes_per_s
+        rest_s = rest_s + (write_bytes - both_bytes) / hardware.ssd_write_bytes_per_s
+        return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))
+
+
+def _trainable_fraction(block: BlockProfile) -> float:
+    return block.num_trainable_params / block.num_params if block.num_params else 1.0

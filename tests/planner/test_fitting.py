@@ -1,0 +1,156 @@
+"""What does not fit is refused with a change that helps, and not with one that does not."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+
+import pytest
+from decoder_shapes import GB, decoder, machine, machines, paper_setup, setups, tiny_model, tiny_models
+from hypothesis import given, settings
+
+from hf_lohan.planner import (
+    BudgetError,
+    HardwareProfile,
+    ModelProfile,
+    OffloadPlan,
+    TrainingSetup,
+    fits_without_offloading,
+    plan_offload,
+)
+
+MODEL = tiny_model([(600.0, 100), (400.0, 200)])
+
+
+def numbers_after(words: str, plan: OffloadPlan) -> int:
+    assert plan.refusal is not None
+    match = re.search(rf"{words} (\d+) bytes", plan.refusal)
+    assert match, plan.refusal
+    return int(match.group(1))
+
+
+def test_what_fits_is_not_refused() -> None:
+    plan = plan_offload(MODEL, machine(), paper_setup())
+    assert plan.fits and plan.refusal is None and plan.warnings == ()
+    plan.check()
+
+
+def test_slots_larger_than_gpu_memory() -> None:
+    setup = paper_setup(gpu_memory_bytes=999, gpu_fixed_bytes=1000)
+    plan = plan_offload(MODEL, machine(), setup)
+    with pytest.raises(BudgetError, match="set it to at least 1000 bytes"):
+        plan.check()
+    assert plan_offload(MODEL, machine(), replace(setup, gpu_memory_bytes=1000)).fits
+
+
+def test_buffers_larger_than_cpu_memory() -> None:
+    setup = paper_setup(cpu_memory_bytes=999, cpu_fixed_bytes=1000)
+    needed = numbers_after("set cpu_memory to at least", plan_offload(MODEL, machine(), setup))
+    assert plan_offload(MODEL, machine(), replace(setup, cpu_memory_bytes=needed)).fits
+
+
+def test_a_batch_whose_layers_are_larger_than_the_device() -> None:
+    def plan(batch_size: int) -> OffloadPlan:
+        hardware = machine(gpu_memory_bytes=24 * GB, cpu_memory_bytes=600 * GB, ssd_capacity_bytes=1000 * GB)
+        setup = paper_setup(gpu_memory_bytes=20 * GB, gpu_fixed_bytes=2 * GB, cpu_memory_bytes=600 * GB)
+        return plan_offload(decoder(5120, 40, batch_size, 1024, 50257), hardware, setup)
+
+    refused = plan(200)
+    assert refused.refusal is not None
+    batch = re.search(r"use a batch size of at most (\d+)", refused.refusal)
+    assert batch, refused.refusal
+    assert 64 <= int(batch.group(1)) < 200
+    assert plan(int(batch.group(1))).fits
+
+
+def test_more_kept_than_the_device_has() -> None:
+    setup = paper_setup(gpu_memory_bytes=349, activations="keep")
+    needed = numbers_after("set it to at least", plan_offload(MODEL, machine(), setup))
+    assert needed == 350
+    assert plan_offload(MODEL, machine(), replace(setup, gpu_memory_bytes=350)).fits
+    assert plan_offload(MODEL, machine(), replace(setup, activations="auto")).fits
+
+
+def test_states_larger_than_the_drives() -> None:
+    plan = plan_offload(MODEL, machine(ssd_capacity_bytes=1399), paper_setup())
+    assert numbers_after("give the SSDs", plan) == 1
+    assert plan_offload(MODEL, machine(ssd_capacity_bytes=1400), paper_setup()).fits
+
+
+def test_two_versions_larger_than_the_drives() -> None:
+    setup = paper_setup(durability="step")
+    plan = plan_offload(MODEL, machine(ssd_capacity_bytes=2000), setup)
+    assert plan.refusal is not None and "set durability to checkpoint" in plan.refusal
+    assert numbers_after("give the SSDs", plan) == 800
+    assert plan_offload(MODEL, machine(ssd_capacity_bytes=2000), replace(setup, durability="checkpoint")).fits
+
+
+def test_the_limit_on_the_drives_counts_if_it_is_less() -> None:
+    for limit, fits in ((1399, False), (1400, True), (10**15, True)):
+        assert plan_offload(MODEL, machine(), paper_setup(ssd_capacity_bytes=limit)).fits == fits
+
+
+def test_inputs_that_have_room_nowhere() -> None:
+    model = tiny_model([(600.0, 100)], num_layers=4)
+    setup, hardware = paper_setup(cpu_memory_bytes=100), machine(ssd_capacity_bytes=4 * 1400 + 50)
+    plan = plan_offload(model, hardware, setup)
+    assert numbers_after("give the SSDs", plan) == 50
+    needed = numbers_after("set cpu_memory to at least", plan)
+    assert needed == 150
+    assert plan_offload(model, hardware, replace(setup, cpu_memory_bytes=needed)).fits
+
+
+def test_swapping_never_fills_the_drives_beyond_their_end() -> None:
+    setup = paper_setup(cpu_memory_bytes=0)
+    for spare_bytes, spilled in ((49, None), (50, 50), (149, 50), (150, 150), (349, 150), (350, 350)):
+        hardware = machine(flops_per_s=1.0, ssd_capacity_bytes=1400 + spare_bytes)
+        plan = plan_offload(MODEL, hardware, setup)
+        assert plan.fits == (spilled is not None)
+        assert not plan.fits or plan.prediction.spilled_bytes == spilled
+
+
+@settings(max_examples=200, deadline=None)
+@given(tiny_models, machines, setups)
+def test_doing_as_told_helps(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+    hardware = replace(hardware, ssd=(replace(hardware.ssd[0], capacity_bytes=2000),))
+    plan = plan_offload(model, hardware, setup)
+    if plan.refusal is None or "the SSDs'" not in plan.refusal:
+        return
+    missing = numbers_after("give the SSDs", plan)
+    larger = replace(hardware.ssd[0], capacity_bytes=2000 + missing)
+    assert plan_offload(model, replace(hardware, ssd=(larger,)), setup).fits
+    too_small = replace(larger, capacity_bytes=2000 + missing - 1)
+    assert not plan_offload(model, replace(hardware, ssd=(too_small,)), setup).fits
+    if "set durability to checkpoint" in plan.refusal:
+        assert plan_offload(model, hardware, replace(setup, durability="checkpoint")).fits
+    if "set cpu_memory" in plan.refusal:
+        enough = numbers_after("set cpu_memory to at least", plan)
+        assert plan_offload(model, hardware, replace(setup, cpu_memory_bytes=enough)).fits
+
+
+def test_logits_larger_than_the_device_are_a_warning() -> None:
+    """They are autograd's own and depend on how the loss is computed, so they do not decide."""
+    head = replace(MODEL.blocks[0], name="head", size_class=MODEL.blocks[0].size_class.OUTER, saved_bytes=5000)
+    model = replace(MODEL, blocks=(*MODEL.blocks, head))
+    plan = plan_offload(model, machine(gpu_memory_bytes=3000), paper_setup(gpu_memory_bytes=2500))
+    assert plan.fits
+    assert len(plan.warnings) == 1 and "5000 bytes" in plan.warnings[0]
+    assert plan.prediction.kept_bytes == 0, "what is kept must leave room for them"
+
+
+@pytest.mark.parametrize(
+    ("memory_bytes", "fits", "activations", "needed"),
+    [(1950, True, "keep", 1950), (1949, False, "recompute", 1950), (10**6, True, "keep", 1950)],
+)
+def test_one_layer_in_memory(memory_bytes: int, fits: bool, activations: str, needed: int) -> None:
+    found = fits_without_offloading(MODEL, memory_bytes)
+    assert (found.fits, found.activations, found.needed_bytes) == (fits, activations, needed)
+
+
+def test_many_layers_fit_if_they_are_recomputed() -> None:
+    model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=10)
+    recomputed = fits_without_offloading(model, 10 * 1600 + 10 * 50 + 300)
+    assert recomputed.fits and recomputed.activations == "recompute"
+    assert fits_without_offloading(model, 10 * (1600 + 350)).activations == "keep"
+    assert not fits_without_offloading(model, 10 * 1600 + 10 * 50 + 299).fits
+    assert not fits_without_offloading(model, 10 * 1600 + 10 * 50 + 300, bytes_per_param=18).fits

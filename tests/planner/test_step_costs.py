@@ -1,0 +1,202 @@
+"""The cost model against sums done by hand: LoHan's equations, and each thing that they leave out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from decoder_shapes import machine, paper_setup, tiny_model, tiny_models
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.planner import (
+    HardwareProfile,
+    ModelProfile,
+    OperationProfile,
+    StepPrediction,
+    TrainingSetup,
+    plan_offload,
+)
+
+# One layer: P = 100 parameters (200 bytes), 1000 FLOPs in products, 10 elsewhere; input 50 bytes, outputs 100 and 200.
+MODEL = tiny_model([(600.0, 100), (400.0, 200)])
+P = 100
+
+
+def predict(
+    hardware: HardwareProfile, setup: TrainingSetup, model: ModelProfile = MODEL, swapped_bytes: int = 150
+) -> StepPrediction:
+    """With the input and the first operation swapped."""
+    return plan_offload(model, hardware, setup, swapped_bytes=swapped_bytes).prediction
+
+
+rates = st.floats(1.0, 500.0)
+
+
+@settings(max_examples=300, deadline=None)
+@given(rates, rates, rates, rates, st.integers(0, 300), tiny_models, st.floats(0, 1))
+def test_lohans_equations(
+    flops_per_s: float, link: float, read: float, write: float, activation_ram: int, model: ModelProfile, part: float
+) -> None:
+    hardware = machine(
+        flops_per_s=flops_per_s, link_bytes_per_s=link, ssd_read_bytes_per_s=read, ssd_write_bytes_per_s=write
+    )
+    setup = paper_setup(activation_cpu_bytes=activation_ram)
+    step = predict(hardware, setup, model, swapped_bytes=int(part * model.activation_bytes))
+    swapped, spilled = step.swapped_bytes, max(0, step.swapped_bytes - activation_ram)
+    params = model.num_params
+    forward_s = max(model.flops / flops_per_s, swapped / link, 2 * params / link, 2 * params / read + spilled / write)
+    backward_s = max(
+        (2 * model.flops + step.recomputed_flops) / flops_per_s,
+        2 * params / link,
+        (2 * params + swapped) / link,
+        (14 * params + spilled) / read + 14 * params / write,
+        params / 1e9,
+    )
+    assert step.spilled_bytes == spilled
+    assert step.forward_s == pytest.approx(forward_s)
+    assert step.backward_s == pytest.approx(backward_s)
+
+
+def test_recomputation_is_what_is_neither_kept_nor_swapped() -> None:
+    assert predict(machine(), paper_setup()).recomputed_flops == 400
+    assert predict(machine(), paper_setup(), swapped_bytes=50).recomputed_flops == 1000
+    assert predict(machine(), paper_setup(), swapped_bytes=350).recomputed_flops == 0
+    assert predict(machine(), paper_setup(), swapped_bytes=350).backward_s == pytest.approx(1400 / 20 + 1400 / 10)
+
+
+@pytest.mark.parametrize(
+    ("clip", "forward_reads", "forward_writes", "backward_reads", "backward_writes"),
+    [
+        ("none", 200, 0, 200 + 1200, 1200),
+        ("speculate", 200, 0, 200 + 1200, 1200),
+        ("defer", 200 + 1200, 1200, 200, 0),
+    ],
+)
+def test_where_updates_run(
+    clip: str, forward_reads: int, forward_writes: int, backward_reads: int, backward_writes: int
+) -> None:
+    """Ours: an update reads weight, residual and moments, 12 bytes a parameter, and writes as many."""
+    setup = paper_setup(clip=clip, state_bytes_per_param=10, update_reads_param=True)
+    step = predict(machine(), setup)
+    assert step.forward_s == pytest.approx(max(1010 / 100, forward_reads / 20 + forward_writes / 10))
+    assert step.backward_s == pytest.approx(max(2420 / 100, backward_reads / 20 + backward_writes / 10))
+    assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (1600, 1200)
+    lanes = step.forward if clip == "defer" else step.backward
+    assert lanes.optimizer_s == pytest.approx(P / 1e9)
+
+
+def test_wrong_guesses_cost_the_update_again() -> None:
+    setup = paper_setup(clip="speculate")
+    right, wrong = (predict(machine(), replace(setup, clip_rate=rate)) for rate in (0.0, 0.5))
+    forward_s, forward_with_update_s = 1010 / 100, 200 / 20 + 1200 / 20 + 1400 / 10
+    assert wrong.step_s == pytest.approx(right.step_s + 0.5 * (forward_with_update_s - forward_s))
+
+
+def test_auto_clips_the_faster_way() -> None:
+    often_wrong, never_wrong = (
+        plan_offload(MODEL, machine(), paper_setup(clip="auto", clip_rate=rate)) for rate in (1.0, 0.0)
+    )
+    assert (often_wrong.clip, never_wrong.clip) == ("defer", "speculate")
+
+
+def test_weights_move_with_each_micro_batch_and_states_once() -> None:
+    one, three = (predict(machine(), paper_setup(num_micro_batches=count)) for count in (1, 3))
+    plain_backward_s = max((2 * 1010 + 400) / 100, (200 + 150) / 50, 200 / 20)
+    assert three.forward_s == pytest.approx(3 * one.forward_s)
+    assert three.backward_s == pytest.approx(one.backward_s + 2 * plain_backward_s)
+    assert three.ssd_read_bytes_per_step == one.ssd_read_bytes_per_step + 2 * 2 * 200
+    assert three.ssd_write_bytes_per_step == one.ssd_write_bytes_per_step
+    assert three.recomputed_flops == 3 * one.recomputed_flops
+    assert three.num_tokens == 3 * one.num_tokens
+    assert three.tflops == pytest.approx(3 * 3 * 1010 / three.step_s / 1e12)
+
+
+def test_spilled_gradients_go_out_and_come_back() -> None:
+    plain, spilling = (predict(machine(), paper_setup(clip="defer", spilled_gradient_numel=n)) for n in (0, 50))
+    assert spilling.ssd_write_bytes_per_step - plain.ssd_write_bytes_per_step == 4 * 50
+    assert spilling.ssd_read_bytes_per_step - plain.ssd_read_bytes_per_step == 4 * 50
+    several = paper_setup(clip="defer", spilled_gradient_numel=50, num_micro_batches=3)
+    without = replace(several, spilled_gradient_numel=0)
+    more = predict(machine(), several).ssd_read_bytes_per_step - predict(machine(), without).ssd_read_bytes_per_step
+    assert more == 3 * 4 * 50, "twice to add to it, once to apply it"
+
+
+def test_the_optimizer_takes_its_time() -> None:
+    step = predict(machine(optimizer_params_per_s=0.2), paper_setup())
+    assert step.backward_s == pytest.approx(P / 0.2)
+    assert (step.backward_bottleneck, step.bottleneck) == ("cpu", "cpu")
+
+
+def test_checksums_take_the_same_cpu() -> None:
+    hardware = machine(optimizer_params_per_s=0.2)
+    hardware = replace(hardware, cpu=replace(hardware.cpu, checksum_bytes_per_s=4.0))
+    assert predict(hardware, paper_setup()).backward_s == pytest.approx(P / 0.2 + (1400 + 1400) / 4)
+
+
+def test_a_link_that_is_no_full_duplex() -> None:
+    slow_link = machine(link_bytes_per_s=1.0)
+    assert predict(slow_link, paper_setup()).backward_s == pytest.approx(350.0)
+    both_ways = replace(slow_link, duplex_bytes_per_s=1.1)
+    step = predict(both_ways, paper_setup())
+    assert step.backward_s == pytest.approx((350 + 200) / 1.1)
+    assert step.backward_bottleneck == "link"
+
+
+@pytest.mark.parametrize(("mixed_bytes_per_s", "seconds"), [(None, 210.0), (10.0, 280.0), (20.0, 140.0), (1e9, 140.0)])
+def test_drives_measured_reading_and_writing_at_once(mixed_bytes_per_s: float | None, seconds: float) -> None:
+    """1400 bytes each way; never faster than the writing alone."""
+    assert predict(machine(ssd_mixed_bytes_per_s=mixed_bytes_per_s), paper_setup()).backward_s == pytest.approx(seconds)
+
+
+def test_on_a_cpu_the_times_of_one_phase_add() -> None:
+    hardware = machine(optimizer_params_per_s=10.0, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, device=replace(hardware.device, shares_cpu=True))
+    step = predict(hardware, paper_setup())
+    assert step.forward_s == pytest.approx(1010 / 100 + 200 / 50 + 150 / 50)
+    assert step.backward_s == pytest.approx((2 * 1010 + 400) / 100 + (200 + 150) / 50 + 200 / 50 + P / 10)
+    assert step.bottleneck == "compute"
+
+
+def test_what_elementwise_operations_move_takes_time_and_is_made_again() -> None:
+    hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    hardware = replace(hardware, device=replace(hardware.device, memory_bytes_per_s=25.0))
+    model = replace(MODEL, blocks=tuple(replace(block, moved_bytes=100) for block in MODEL.blocks))
+    step = predict(hardware, paper_setup(), model)
+    assert step.forward_s == pytest.approx(1010 / 100 + 4)
+    assert step.backward_s == pytest.approx(2 * (1010 / 100 + 4) + 400 / 100 + 4)
+
+
+def measured(operation: OperationProfile) -> OperationProfile:
+    return replace(operation, forward_s=operation.flops / 50)
+
+
+def test_what_was_measured_counts_instead() -> None:
+    operations = tuple(measured(operation) for operation in MODEL.layers[0].operations)
+    block = replace(MODEL.blocks[0], operations=operations, forward_s=25.0)
+    hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    step = predict(hardware, paper_setup(), replace(MODEL, blocks=(block,)))
+    # Of 25 s, 12 and 8 are the operations and 0.1 is a product that is not listed; the rest is always made again.
+    assert step.forward_s == pytest.approx(25)
+    assert step.backward_s == pytest.approx(2 * 25 + 8 + 4.9)
+
+
+def test_frozen_weights_have_no_gradients_and_no_states() -> None:
+    block = replace(MODEL.blocks[0], num_trainable_params=0)
+    step = predict(machine(), paper_setup(), replace(MODEL, blocks=(block,)))
+    assert step.backward_s == pytest.approx((1010 + 400) / 100)
+    assert step.backward.d2h_s == 0
+    assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (400, 0)
+
+
+def test_weights_that_are_still_in_their_slots_are_not_read_again() -> None:
+    plain, turned = (predict(machine(), paper_setup(turnaround_bytes=size)) for size in (0, 120))
+    assert plain.ssd_read_bytes_per_step - turned.ssd_read_bytes_per_step == 120
+    assert plain.backward.h2d_s - turned.backward.h2d_s == pytest.approx(120 / 50)
+
+
+def test_filling_the_pipeline_takes_one_block_of_each_other_lane() -> None:
+    model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=2)
+    step = predict(machine(), paper_setup(counts_fill=True), model, swapped_bytes=300)
+    compute_s, d2h_s, h2d_s, read_s = 2020 / 100, 300 / 50, 400 / 50, 400 / 20
+    assert step.forward_s == pytest.approx(compute_s + (d2h_s + h2d_s + read_s) / 2)
