@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 import torch
@@ -37,12 +38,13 @@ class CudaDevice(Device):
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.torch_device)
 
     def host_empty(self, num_bytes: int) -> Tensor:
-        host = mapped_empty(num_bytes)
-        if not self._pinning_refused:
-            self._pin(host)
+        pinned: list[int] = []
+        host = mapped_empty(num_bytes, before_unmap=lambda: _unpin(pinned))
+        if not self._pinning_refused and self._pin(host):
+            pinned.append(host.data_ptr())
         return host
 
-    def _pin(self, host: Tensor) -> None:
+    def _pin(self, host: Tensor) -> bool:
         """cudaHostRegister, which pins exactly these bytes; WSL2 and low memlock limits refuse it."""
         status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)
         if int(status) != 0:
@@ -53,6 +55,7 @@ class CudaDevice(Device):
                 host.numel(),
                 int(status),
             )
+        return int(status) == 0
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
@@ -72,6 +75,12 @@ class CudaDevice(Device):
         assert isinstance(event, _CudaEvent)
         self._stream(lane).wait_event(event.event)
 
+    def rng_state(self) -> Tensor:
+        return torch.cuda.get_rng_state(self.torch_device)
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.cuda.set_rng_state(state, self.torch_device)
+
     def total_memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
@@ -84,3 +93,10 @@ class CudaDevice(Device):
             "cuda_version": torch.version.cuda,
             "pinned_host_memory": not self._pinning_refused,
         }
+
+
+def _unpin(addresses: list[int]) -> None:
+    """Before the memory is unmapped: an address that stays registered could not be pinned again."""
+    for address in addresses:
+        with contextlib.suppress(Exception):  # the interpreter, or CUDA, may be going away
+            torch.cuda.cudart().cudaHostUnregister(address)

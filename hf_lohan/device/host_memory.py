@@ -7,6 +7,8 @@ buffers are anonymous mappings instead; a device that profits from pinning regis
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -14,15 +16,33 @@ import torch
 from torch import Tensor
 
 
-def mapped_empty(num_bytes: int) -> Tensor:
-    """A page-aligned uint8 tensor [num_bytes] over an anonymous mapping: no page is resident before it is touched."""
+class _Mapping(mmap.mmap):
+    """An anonymous mapping that tells somebody before it is unmapped."""
+
+    before_unmap: Callable[[], object] = staticmethod(lambda: None)
+
+    def __del__(self) -> None:
+        self.before_unmap()
+
+
+def mapped_empty(num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
+    """A page-aligned uint8 tensor [num_bytes] over an anonymous mapping: no page is resident before it is touched.
+
+    `before_unmap` is called when nobody refers to the memory any more, while it is still there.
+    """
     if num_bytes <= 0:
         raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
     # Private: shared mappings, mmap's default, are not counted as the anonymous memory that they are.
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if before_unmap is not None:
+        mapping.before_unmap = before_unmap
     if hasattr(mmap, "MADV_DONTFORK"):
         # A forked data loader would get copies of the pools, and private pages must not be shared under direct I/O.
         mapping.madvise(mmap.MADV_DONTFORK)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        # Everything here is streamed through: fewer, larger pages are found faster, and pinned faster for direct I/O.
+        with suppress(OSError):  # a kernel without them
+            mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 

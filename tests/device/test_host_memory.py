@@ -57,3 +57,13 @@ def test_a_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert available_host_memory_bytes() == 300
     used.write_text("1200\n")
     assert available_host_memory_bytes() == 0
+
+
+def test_memory_says_when_it_goes_and_is_still_there_then() -> None:
+    said: list[int] = []
+    host = mapped_empty(8192, before_unmap=lambda: said.append(1))
+    part = host[4096:].view(torch.float32)
+    del host
+    assert not said  # a view still looks at it
+    del part
+    assert said == [1]

@@ -1,0 +1,64 @@
+"""Measuring a CUDA device: real streams, pinned memory, and a device that a run can use afterwards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import device_for
+from hf_lohan.profiler import MatrixShape, MeasuringEffort, examine_machine, measure_hardware
+
+SHAPES = [
+    MatrixShape(2048, 2048, 2048, count=2),
+    MatrixShape(2048, 2048, 5632),
+    MatrixShape(256, 512, 512, num_matrices=4),
+]
+
+
+def make_config(folder: Path) -> OffloadConfig:
+    return OffloadConfig.load({"ssd": str(folder)}).resolve(
+        host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=4, default_ssd_path=str(folder)
+    )
+
+
+def test_a_profile_of_the_device(tmp_path: Path) -> None:
+    device = device_for("cuda")
+    rng_before = torch.cuda.get_rng_state()
+    profile = measure_hardware(
+        make_config(tmp_path),
+        device,
+        matrix_shapes=SHAPES,
+        dtype=torch.bfloat16,
+        effort=MeasuringEffort(budget_s=1.0, scratch_bytes=16 << 20),
+    )
+    assert not profile.device.shares_cpu
+    assert profile.device.name == torch.cuda.get_device_name()
+    assert 0 < profile.device.memory_bytes <= torch.cuda.get_device_properties(0).total_memory
+    # No GPU that runs this is slower, and no rate is one of enqueueing alone.
+    assert 1e12 < profile.device.flops_per_s < 1e16
+    assert 1e10 < (profile.device.memory_bytes_per_s or 0) < 1e14
+    assert 1e8 < profile.h2d_bytes_per_s < 1e12
+    assert 1e8 < profile.d2h_bytes_per_s < 1e12
+    assert torch.equal(torch.cuda.get_rng_state(), rng_before)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_pools_can_be_pinned_after_measuring(tmp_path: Path) -> None:
+    """What was pinned to measure with is given back: else its addresses, used again, could not be."""
+    device = device_for("cuda")
+    effort = MeasuringEffort(budget_s=0.0, scratch_bytes=16 << 20)
+    for _ in range(3):
+        measure_hardware(make_config(tmp_path), device, matrix_shapes=SHAPES, dtype=torch.bfloat16, effort=effort)
+        device.host_empty(effort.copy_bytes)
+        device.host_empty(effort.io_buffer_bytes)
+    assert device.describe()["pinned_host_memory"]
+
+
+def test_the_facts(tmp_path: Path) -> None:
+    facts = examine_machine(make_config(tmp_path), device_for("cuda"))
+    assert facts.device_type == "cuda"
+    assert facts.device_name == torch.cuda.get_device_name()
+    assert facts.is_pinned
+    assert facts.gpudirect_problem != "there is no GPU"
