@@ -29,6 +29,7 @@ import typer
 from bench_step import STEPS_PER_TURN, Shape, offloaded_step, timed, turn
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.integrations.attachment import offload_model
@@ -49,17 +50,17 @@ class Hashing:
         self.hashed_bytes = 0
         self.cpu_s = 0.0
 
-    def __call__(self, view: memoryview, granule_bytes: int) -> Checksums:
+    def __call__(self, source: Tensor, granule_bytes: int) -> Checksums:
         began_s = time.thread_time()
-        values = checksums(view, granule_bytes)
+        values = checksums(source, granule_bytes)
         self.cpu_s += time.thread_time() - began_s
-        self.hashed_bytes += view.nbytes
+        self.hashed_bytes += source.nbytes
         return values
 
 
-def no_checksums(view: memoryview, granule_bytes: int) -> Checksums:
+def no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
     """In its place on the side without: what it would return for every granule, and for any content."""
-    return np.zeros(-(-view.nbytes // granule_bytes), np.uint64)
+    return np.zeros(-(-source.nbytes // granule_bytes), np.uint64)
 
 
 class Contender:
@@ -79,7 +80,7 @@ class Contender:
     def _without_checksums(self, real: Callable[..., None], side: Side) -> Callable[..., None]:
         def init(files: RecordFiles, *args: Any, **kwargs: Any) -> None:
             real(files, *args, **kwargs)
-            files.checksums = self.hashing if side == "on" else no_checksums
+            files.hash_granules = self.hashing if side == "on" else no_checksums
 
         return init
 
@@ -110,10 +111,13 @@ def measure(
     hashing, engine = contenders["on"].hashing, contenders["on"].engine
     hashing.hashed_bytes, hashing.cpu_s = 0, 0.0
     times: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     commit_s = []
     for _ in range(num_turns):
         for side, one_turn in turns.items():
+            began_s = time.process_time()
             times[side].append(timed(device, one_turn) / STEPS_PER_TURN)
+            cpu[side].append((time.process_time() - began_s) / STEPS_PER_TURN)
         commit_s.append(engine.step_log.last_commit_s)
     num_steps = num_turns * STEPS_PER_TURN
     medians = {side: statistics.median(values) for side, values in times.items()}
@@ -124,6 +128,8 @@ def measure(
         "step_s_all": times,
         "ratio": medians["on"] / medians["off"],
         "ratio_of_pairs": statistics.median(a / b for a, b in zip(times["on"], times["off"], strict=True)),
+        "cpu_s": {side: statistics.median(values) for side, values in cpu.items()},
+        "cpu_s_all": cpu,
         "commit_s": statistics.median(commit_s),
         "hashed_bytes_per_step": hashing.hashed_bytes / num_steps,
         "hashing_cpu_s_per_step": hashing.cpu_s / num_steps,
@@ -156,12 +162,16 @@ def peak_bytes(
 
 def show(result: dict[str, Any]) -> None:
     table = Table(title="what checksums and commits cost (medians, interleaved)")
-    for heading in ("on", "off", "ratio", "commit", "hashed a step", "hashing, CPU time a step", "peak RAM on", "off"):
+    for heading in ("on", "off", "ratio", "CPU time on", "off", "commit", "hashed a step", "hashing, CPU time a step"):
+        table.add_column(heading, justify="right")
+    for heading in ("peak RAM on", "off"):
         table.add_column(heading, justify="right")
     table.add_row(
         f"{result['step_s']['on']:.3f} s",
         f"{result['step_s']['off']:.3f} s",
         f"{result['ratio']:.3f}",
+        f"{result['cpu_s']['on']:.2f} s",
+        f"{result['cpu_s']['off']:.2f} s",
         f"{1000 * result['commit_s']:.1f} ms",
         format_bytes(int(result["hashed_bytes_per_step"])),
         f"{result['hashing_cpu_s_per_step']:.3f} s",

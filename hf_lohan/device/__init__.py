@@ -10,7 +10,9 @@ from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.factory import default_torch_device, device_for
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
-from hf_lohan.device.threads import set_compute_threads, usable_cpus
+from hf_lohan.device.host_stack import HostStack, IntervalStack
+from hf_lohan.device.kernel_names import Operation, anchor_name
+from hf_lohan.device.threads import KernelThreads, set_compute_threads, usable_cpus
 
 __all__ = [
     "Buffer",
@@ -18,8 +20,13 @@ __all__ = [
     "CpuDevice",
     "Device",
     "Event",
+    "HostStack",
+    "IntervalStack",
+    "KernelThreads",
     "Lane",
+    "Operation",
     "PoolAborted",
+    "anchor_name",
     "available_host_memory_bytes",
     "default_torch_device",
     "device_for",

@@ -37,6 +37,8 @@ class Device(ABC):
     """
 
     torch_device: torch.device
+    memory_is_host: bool = False
+    """Whether what `empty` gives is page-aligned host memory that I/O may fill: then nothing has to be copied to it."""
 
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
@@ -57,6 +59,14 @@ class Device(ABC):
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Work enqueued on `lane` from now on starts only after `event`. Does not block the host on a GPU."""
+
+    @abstractmethod
+    def rng_state(self) -> Tensor:
+        """State of the generator that random operations on this device draw from."""
+
+    @abstractmethod
+    def set_rng_state(self, state: Tensor) -> None:
+        """Go on drawing from a state that `rng_state` returned."""
 
     @abstractmethod
     def total_memory_bytes(self) -> int:

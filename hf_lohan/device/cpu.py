@@ -22,6 +22,7 @@ class CpuDevice(Device):
     """Host memory plays the part of device memory, under the same budget and in the same slots."""
 
     torch_device = torch.device("cpu")
+    memory_is_host = True
 
     def empty(self, num_bytes: int) -> Tensor:
         return mapped_empty(num_bytes)
@@ -37,6 +38,12 @@ class CpuDevice(Device):
 
     def wait(self, lane: Lane, event: Event) -> None:
         event.synchronize()
+
+    def rng_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
 
     def total_memory_bytes(self) -> int:
         return available_host_memory_bytes()

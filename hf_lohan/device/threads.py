@@ -7,10 +7,17 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from threading import Barrier
+from typing import TypeVar
 
 import torch
 
 logger = logging.getLogger(__name__)
+
+_Part = TypeVar("_Part")
+_Result = TypeVar("_Result")
 
 
 def usable_cpus() -> int:
@@ -31,3 +38,29 @@ def set_compute_threads(num_threads: int) -> None:
         os.environ.get("OMP_NUM_THREADS", "unset"),
     )
     torch.set_num_threads(num_threads)
+
+
+class KernelThreads:
+    """Threads that each run torch's CPU kernels alone: what is more than one kernel can be done part by part, without
+    having all threads meet after each. They end with this object."""
+
+    def __init__(self, num_threads: int) -> None:
+        self.num_threads = num_threads
+        self._threads = ThreadPoolExecutor(num_threads, "lohan-kernels", initializer=_run_kernels_alone)
+        of_others = torch.get_num_threads()
+        all_started = Barrier(num_threads)
+        for started in [self._threads.submit(all_started.wait) for _ in range(num_threads)]:
+            started.result()
+        # What a thread sets for itself also holds for threads that come after it: take that back.
+        torch.set_num_threads(of_others)
+
+    def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
+        """What `work` makes of each part; where it fails, the first error, once all are done."""
+        calls = [self._threads.submit(work, part) for part in parts]
+        wait(calls)
+        return [call.result() for call in calls]
+
+
+def _run_kernels_alone() -> None:
+    torch.get_num_threads()  # before its first use a thread forgets what it was told
+    torch.set_num_threads(1)

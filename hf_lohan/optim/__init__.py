@@ -3,7 +3,7 @@
 Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
 """
 
-from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_
+from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_, within
 from hf_lohan.optim.optimizer import OffloadAdamW
 from hf_lohan.optim.precision import (
     MasterFormat,
@@ -23,4 +23,5 @@ __all__ = [
     "encode_master_",
     "master_format",
     "widen_in_place",
+    "within",
 ]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from hf_lohan.device import BufferPool
 from hf_lohan.runtime.state_update import ChunkGradient, RecordStore
-from hf_lohan.storage import IoRequest
+from hf_lohan.storage import RecordRead
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,8 +30,8 @@ class GradientHome:
         gradient.spill_write.add_done_callback(lambda request: buffer.release())
         gradient.buffer = None
 
-    def bring_back(self, gradient: ChunkGradient) -> list[IoRequest]:
-        """Reads that must be done before its values are in its buffer again."""
+    def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
+        """Reads that must be done, and verified, before its values are in its buffer again."""
         if gradient.buffer is not None:
             return []
         assert self.spill is not None and gradient.spill_write is not None

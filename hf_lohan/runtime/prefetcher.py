@@ -15,17 +15,18 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block, ranges
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
-from hf_lohan.storage import IoRequest
+from hf_lohan.storage import RecordRead
 
 
 class RecordReader(Protocol):
     """Reads part of a record into aligned host memory."""
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest: ...
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead: ...
 
 
 class ParameterLoader:
-    """Brings one block's parameters from the store through staging buffers into a slot."""
+    """Brings one block's parameters from the store into a slot: through staging buffers, or at once where the device's
+    memory is the host's."""
 
     def __init__(
         self,
@@ -48,14 +49,17 @@ class ParameterLoader:
         self._wait_until_current(block)
         if slot.last_use is not None:
             self._device.wait(Lane.H2D, slot.last_use)
-        reading: deque[tuple[IoRequest, Buffer, int, int]] = deque()
+        if self._device.memory_is_host:
+            self._read_into(block, slot)
+            return self._device.record(Lane.H2D)
+        reading: deque[tuple[RecordRead, Buffer, int, int]] = deque()
         try:
             for start, stop in ranges(block.numel, self._chunk_numel):
                 while self._staging.num_free == 0:
                     self._free_one(reading, slot)
                 buffer = self._staging.acquire()
-                request = self._store.read(block.name, "param", start, buffer.view(self._dtype, stop - start))
-                reading.append((request, buffer, start, stop))
+                read = self._store.read(block.name, "param", start, buffer.view(self._dtype, stop - start))
+                reading.append((read, buffer, start, stop))
             while reading:
                 self._copy_one(reading, slot)
         except BaseException:
@@ -63,24 +67,37 @@ class ParameterLoader:
             raise
         return self._device.record(Lane.H2D)
 
-    def _drain(self, reading: deque[tuple[IoRequest, Buffer, int, int]]) -> None:
+    def _read_into(self, block: Block, slot: Slot) -> None:
+        reads: list[RecordRead] = []
+        try:
+            for start, stop in ranges(block.numel, self._chunk_numel):
+                reads.append(self._store.read(block.name, "param", start, slot.weights[start:stop]))
+            for read in reads:
+                read.wait()
+        except BaseException:
+            for read in reads:  # the others still write into the slot
+                with contextlib.suppress(Exception):
+                    read.arrive()
+            raise
+
+    def _drain(self, reading: deque[tuple[RecordRead, Buffer, int, int]]) -> None:
         """After an error: the other reads still write into their buffers; take them back when they are done."""
         while reading:
-            request, buffer, _, _ = reading.popleft()
+            read, buffer, _, _ = reading.popleft()
             with contextlib.suppress(Exception):
-                request.wait()
+                read.arrive()
             buffer.release()
 
-    def _free_one(self, reading: deque[tuple[IoRequest, Buffer, int, int]], slot: Slot) -> None:
+    def _free_one(self, reading: deque[tuple[RecordRead, Buffer, int, int]], slot: Slot) -> None:
         if not self._copying:
             self._copy_one(reading, slot)
         event, buffer = self._copying.popleft()
         event.synchronize()
         buffer.release()
 
-    def _copy_one(self, reading: deque[tuple[IoRequest, Buffer, int, int]], slot: Slot) -> None:
-        request, buffer, start, stop = reading[0]
-        request.wait()
+    def _copy_one(self, reading: deque[tuple[RecordRead, Buffer, int, int]], slot: Slot) -> None:
+        read, buffer, start, stop = reading[0]
+        read.wait()
         reading.popleft()
         self._device.copy(Lane.H2D, slot.weights[start:stop], buffer.view(self._dtype, stop - start))
         self._copying.append((self._device.record(Lane.H2D), buffer))

@@ -10,11 +10,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_lohan.device import Buffer, BufferPool
-from hf_lohan.optim import AdamWGroup, MasterFormat, Segment, adamw_, decode_master_, encode_master_
+from hf_lohan.device import Buffer, BufferPool, KernelThreads
+from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
 from hf_lohan.runtime.block import Chunk, ParamSlice
 from hf_lohan.runtime.non_finite import NonFiniteGradientError
-from hf_lohan.storage import IoRequest
+from hf_lohan.runtime.split_update import SplitUpdate
+from hf_lohan.storage import Checksums, IoRequest, RecordRead
 
 
 class Drafts(Protocol):
@@ -32,9 +33,13 @@ class Drafts(Protocol):
 class RecordStore(Protocol):
     """Reads and writes parts of records."""
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest: ...
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead: ...
 
-    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest: ...
+    def write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+    ) -> IoRequest: ...
+
+    def checksums(self, source: Tensor) -> Checksums: ...
 
 
 @dataclass(eq=False)
@@ -76,7 +81,7 @@ class ChunkUpdate:
     gradient: ChunkGradient
     records: dict[str, Tensor]
     buffers: list[Buffer]
-    reads: list[IoRequest]
+    reads: list[RecordRead]
     keeps_gradient: bool = False
     """The update may have to be done over: its gradient stays in its buffer."""
     private: list[Buffer] = field(default_factory=list)
@@ -90,11 +95,12 @@ class StateUpdater:
         self._store = store
         self._pool = pool
         self._master = master
+        self._threads = KernelThreads(torch.get_num_threads())
 
     def begin(
-        self, gradient: ChunkGradient, reads: Sequence[IoRequest], *, keep_gradient: bool = False
+        self, gradient: ChunkGradient, reads: Sequence[RecordRead], *, keep_gradient: bool = False
     ) -> ChunkUpdate:
-        """Issue the reads. `reads` are further requests that must be done before the update."""
+        """Issue the reads. `reads` are those that bring the gradient back, if it was away."""
         chunk = gradient.chunk
         buffers = [self._pool.acquire() for _ in range(3)]
         views = {
@@ -122,33 +128,34 @@ class StateUpdater:
     ) -> list[IoRequest]:
         """Wait for the reads, update, and issue the writes. When they are done the buffers are given back and
         `written` is called with the first error, or None, on an I/O thread."""
-        for request in update.reads:
-            request.wait()
+        for read in update.reads:
+            read.arrive()
         gradient = update.gradient
-        if clip_coefficient != 1.0:  # also where it is NaN, as torch does
-            gradient.values.mul_(clip_coefficient)
-        numel = gradient.chunk.numel
-        records = update.records
-        segments = merge_segments(gradient, group_of)
-        if self._master.has_residual:
-            master_buffer, scratch_buffer = update.private
-            master = master_buffer.view(torch.float32, numel)
-            scratch = scratch_buffer.view(torch.int32, numel)
-            decode_master_(master, records["param"], records["master_residual"])
-            adamw_(master, gradient.values, records["exp_avg"], records["exp_avg_sq"], segments)
-            encode_master_(master, records["param"], records["master_residual"], scratch)
-        else:
-            adamw_(records["param"], gradient.values, records["exp_avg"], records["exp_avg_sq"], segments)
+        split = SplitUpdate(
+            records=update.records,
+            gradient=gradient.values,
+            reads=update.reads,
+            segments=merge_segments(gradient, group_of),
+            clip_coefficient=clip_coefficient,
+            private=[buffer.bytes for buffer in update.private],
+            checksums_of=self._store.checksums,
+        )
+        checksums = split.run(self._threads)
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()
-        return self._write(gradient.chunk, update, written)
+        return self._write(gradient.chunk, update, checksums, written)
 
     def _write(
-        self, chunk: Chunk, update: ChunkUpdate, written: Callable[[BaseException | None], None]
+        self,
+        chunk: Chunk,
+        update: ChunkUpdate,
+        checksums: dict[str, Checksums],
+        written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
         writes = [
-            self._store.write(chunk.block.name, kind, chunk.start, view) for kind, view in update.records.items()
+            self._store.write(chunk.block.name, kind, chunk.start, view, checksums=checksums[kind])
+            for kind, view in update.records.items()
         ]
         finished = _AfterAll(len(writes), update.buffers, written)
         for request in writes:

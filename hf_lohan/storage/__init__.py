@@ -3,7 +3,7 @@
 An `IoEngine` moves bytes between aligned host memory and files with a few threads and O_DIRECT, within a byte
 budget. A `StoreLayout` says where each record's bytes lie, striped over the SSD paths. A `Store` puts the two
 together: preallocated files, a manifest, a lock, and tensors read and written by (block, kind), in versions: what is
-written is a draft until it is committed, and every read is checked against the checksum of what was written. Nothing
+written is a draft until it is committed, and what is read is checked against the checksum of what was written. Nothing
 here knows of models, steps or devices; whoever reads or writes brings the memory.
 """
 
@@ -20,7 +20,7 @@ from hf_lohan.storage.errors import (
     TornStoreError,
 )
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
-from hf_lohan.storage.granules import GRANULE_NUMEL
+from hf_lohan.storage.granules import GRANULE_NUMEL, Checksums
 from hf_lohan.storage.io_engine import IoEngine, Transfer
 from hf_lohan.storage.last_commit import committed_log, last_commit
 from hf_lohan.storage.layout import (
@@ -34,6 +34,7 @@ from hf_lohan.storage.layout import (
 )
 from hf_lohan.storage.manifest import ModelIdentity
 from hf_lohan.storage.record_files import RecordFiles
+from hf_lohan.storage.record_read import RecordRead
 from hf_lohan.storage.request import IoRequest
 from hf_lohan.storage.store import Store
 from hf_lohan.storage.verification import VerifiedRecord, verify
@@ -45,6 +46,7 @@ __all__ = [
     "RECORD_ALIGN_NUMEL",
     "SECTOR_BYTES",
     "CapacityError",
+    "Checksums",
     "Commit",
     "CorruptionError",
     "DataFile",
@@ -56,6 +58,7 @@ __all__ = [
     "ModelIdentity",
     "PosixBackend",
     "RecordFiles",
+    "RecordRead",
     "RecordSpec",
     "Shortfall",
     "StorageError",

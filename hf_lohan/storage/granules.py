@@ -7,7 +7,9 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
-import xxhash
+from torch import Tensor
+
+from hf_lohan.storage.xxh3 import digest_function
 
 GRANULE_NUMEL = 16 * 1024
 """Small enough that small parameters waste little when they are rewritten, large enough that 8 bytes of checksum and
@@ -21,11 +23,15 @@ def granules_of(numel: int, granule_numel: int = GRANULE_NUMEL) -> int:
     return -(-numel // granule_numel)
 
 
-def checksums(view: memoryview, granule_bytes: int) -> Checksums:
-    """xxh3 (64 bits) of each granule of ``view``, the last of which may be short."""
-    starts = range(0, view.nbytes, granule_bytes)
-    values = (xxhash.xxh3_64_intdigest(view[start : start + granule_bytes]) for start in starts)
-    return np.fromiter(values, dtype=np.uint64, count=len(starts))
+def checksums(source: Tensor, granule_bytes: int) -> Checksums:
+    """xxh3 (64 bits) of each granule of ``source``, contiguous and in RAM, the last of which may be short."""
+    digest, start = digest_function(), source.data_ptr()
+    stop = start + source.nbytes
+    whole = stop - source.nbytes % granule_bytes
+    values = [digest(address, granule_bytes) for address in range(start, whole, granule_bytes)]
+    if whole < stop:
+        values.append(digest(whole, stop - whole))
+    return np.array(values, np.uint64)
 
 
 def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:

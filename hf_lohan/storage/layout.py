@@ -14,8 +14,8 @@ from hf_lohan.storage.errors import CapacityError, Shortfall
 RECORD_ALIGN_NUMEL = 2048
 """Records are padded to a multiple of this, which makes whole sectors of every dtype they may have."""
 DEFAULT_STRIPE_BYTES = 4 << 20
-KINDS = ("param", "master_residual", "exp_avg", "exp_avg_sq", "gradient")
-DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2}
+KINDS = ("param", "master_residual", "exp_avg", "exp_avg_sq", "gradient", "activation")
+DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
 
 
 @dataclass(frozen=True)

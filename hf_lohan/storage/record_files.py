@@ -16,13 +16,14 @@ from hf_lohan.storage.granules import GRANULE_NUMEL, Checksums, checksums, granu
 from hf_lohan.storage.home_files import HomeFiles
 from hf_lohan.storage.io_engine import IoEngine
 from hf_lohan.storage.layout import Extent, RecordSpec, StoreLayout
+from hf_lohan.storage.record_read import RecordRead
 from hf_lohan.storage.request import IoRequest
 from hf_lohan.storage.unaligned import Units, read_range, write_range
 from hf_lohan.storage.versions import Home, Homes, Versions
 
 
 class RecordFiles:
-    """Records in one or two homes, with a checksum for each granule: taken when it is written, checked when it is read.
+    """Records in one or two homes, with a checksum for each granule: taken when it is written, checked after each read.
 
     Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or the
     record's end) at sector-aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer. Two
@@ -34,8 +35,8 @@ class RecordFiles:
         self.layout = homes[0].layout
         self.before_write: Callable[[bool], None] | None = None
         """Called before each write is started, with whether it overwrites what is committed with something else."""
-        self.checksums: Callable[[memoryview, int], Checksums] = checksums
-        """What hashes granules; benchmarks put something else in its place."""
+        self.hash_granules: Callable[[Tensor, int], Checksums] = checksums
+        """Hashes memory granule by granule; benchmarks put something else in its place."""
         self._homes = tuple(homes)
         self._engine = engine
         self._requests: set[IoRequest] = set()
@@ -77,43 +78,52 @@ class RecordFiles:
     def has(self, block: str, kind: str) -> bool:
         return self.layout.has(block, kind)
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
         """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on.
 
-        The request fails with `CorruptionError` if they are not what was written.
+        Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
         """
         first, stop = self._granules(block, kind, start_numel, out)
-        view = sector_view(out)
+        view, content = sector_view(out), byte_tensor(out)
         homes, expected = self.versions.live(block, kind, first, stop)
         granule_bytes = self.versions.granule_numel * out.element_size()
         transfers = []
         for run in homes:
-            start_byte = (run.first - first) * granule_bytes
-            part = view[start_byte : (run.stop - first) * granule_bytes]
+            part = slice((run.first - first) * granule_bytes, (run.stop - first) * granule_bytes)
             if run.home is Home.NOWHERE:
-                byte_tensor(out)[start_byte : start_byte + part.nbytes].zero_()
+                content[part].zero_()
             else:
-                transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
+                transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, view[part])
 
-        def verify() -> None:
+        def check(low: int, high: int) -> None:
             for run in homes:
-                if run.home is not Home.NOWHERE:
-                    part = view[(run.first - first) * granule_bytes : (run.stop - first) * granule_bytes]
-                    is_wrong = self.checksums(part, granule_bytes) != expected[run.first - first : run.stop - first]
+                begin, end = max(run.first - first, low), min(run.stop - first, high)
+                if begin < end and run.home is not Home.NOWHERE:
+                    found = self.hash_granules(content[begin * granule_bytes : end * granule_bytes], granule_bytes)
+                    is_wrong = found != expected[begin:end]
                     if is_wrong.any():
-                        raise self._corruption(block, kind, run.home, run.first + int(np.argmax(is_wrong)))
+                        raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
 
-        return self._track(self._engine.read(transfers, verify))
+        request = self._track(self._engine.read(transfers))
+        return RecordRead(request, out.numel(), self.versions.granule_numel, check)
 
-    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
+    def write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+    ) -> IoRequest:
         """Start to put ``source`` [numel] at the record's elements from ``start_numel`` on.
 
-        If the request fails, these elements must be written again, or dropped, before a commit.
+        ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
+        written again, or dropped, before a commit.
         """
         first, stop = self._granules(block, kind, start_numel, source)
+        assert checksums is None or len(checksums) == stop - first, "a checksum for each granule"
         view = sector_view(source)
         granule_bytes = self.versions.granule_numel * source.element_size()
-        self._announce_write(block, kind, first, stop, view, granule_bytes)
+        if self.versions.overwrites(block, kind, first, stop):
+            checksums = self.checksums(source) if checksums is None else checksums
+            self._announce_write(block, kind, first, checksums)
+        else:
+            self._announce_write(block, kind, first, None)
         targets = self.versions.begin_write(block, kind, first, stop) if first < stop else []
         transfers = []
         for run in targets:
@@ -121,9 +131,15 @@ class RecordFiles:
             transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
 
         def note() -> None:
-            self.versions.end_write(block, kind, first, targets, self.checksums(view, granule_bytes))
+            of_source = self.checksums(source) if checksums is None else checksums
+            self.versions.end_write(block, kind, first, targets, of_source)
 
         return self._track(self._engine.write(transfers, note))
+
+    def checksums(self, source: Tensor) -> Checksums:
+        """Of each granule of ``source`` [numel]. To be given to `write`, by who has it in his cache just now."""
+        assert source.is_contiguous() and source.device.type == "cpu"
+        return self.hash_granules(source, self.versions.granule_numel * source.element_size())
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done.
@@ -233,7 +249,7 @@ class RecordFiles:
         return Units(self.versions.granule_numel * record.itemsize, record.num_bytes)
 
     def _mover(
-        self, move: Callable[[str, str, int, Tensor], IoRequest], block: str, kind: str, like: Tensor
+        self, move: Callable[[str, str, int, Tensor], IoRequest | RecordRead], block: str, kind: str, like: Tensor
     ) -> Callable[[int, Tensor], None]:
         """``move`` for bytes, that waits."""
 
@@ -242,14 +258,10 @@ class RecordFiles:
 
         return moved
 
-    def _announce_write(
-        self, block: str, kind: str, first: int, stop: int, view: memoryview, granule_bytes: int
-    ) -> None:
+    def _announce_write(self, block: str, kind: str, first: int, checksums: Checksums | None) -> None:
         """Tell `before_write`. What overwrites committed bytes with the same ones, as loading frozen weights again
         does, harms no commit."""
-        tears = self.versions.overwrites(block, kind, first, stop) and self.versions.tears(
-            block, kind, first, self.checksums(view, granule_bytes)
-        )
+        tears = checksums is not None and self.versions.tears(block, kind, first, checksums)
         if self.before_write is not None:
             self.before_write(tears)
         if tears:

@@ -32,6 +32,11 @@ class IoRequest:
         if num_pieces == 0:
             self._finished.set()
 
+    @classmethod
+    def finished(cls) -> IoRequest:
+        """One of nothing, which is done."""
+        return cls(0, 0, lambda num_bytes: None)
+
     @property
     def failed(self) -> bool:
         """Whether a piece of it has failed."""

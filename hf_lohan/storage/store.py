@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_lohan.storage.commit import Commit
 from hf_lohan.storage.commit_sequence import CommitSequence
 from hf_lohan.storage.errors import TornStoreError
+from hf_lohan.storage.granules import Checksums
 from hf_lohan.storage.io_engine import IoEngine
 from hf_lohan.storage.layout import DEFAULT_STRIPE_BYTES, Extent, RecordSpec, StoreLayout, StorePath
 from hf_lohan.storage.manifest import ModelIdentity
@@ -24,6 +25,7 @@ from hf_lohan.storage.opening import (
     open_parts,
 )
 from hf_lohan.storage.record_files import RecordFiles
+from hf_lohan.storage.record_read import RecordRead
 from hf_lohan.storage.request import IoRequest
 from hf_lohan.storage.store_files import HOME_NAMES, SCRATCH_NAME, check_room, scratch_file_name
 
@@ -155,13 +157,19 @@ class Store:
     def has(self, block: str, kind: str) -> bool:
         return self._files.has(block, kind)
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
         """See `RecordFiles.read`. Drafts are read where there are some."""
         return self._files.read(block, kind, start_numel, out)
 
-    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
+    def write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+    ) -> IoRequest:
         """See `RecordFiles.write`. A draft, until `commit`."""
-        return self._files.write(block, kind, start_numel, source)
+        return self._files.write(block, kind, start_numel, source, checksums=checksums)
+
+    def checksums(self, source: Tensor) -> Checksums:
+        """See `RecordFiles.checksums`."""
+        return self._files.checksums(source)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """See `RecordFiles.read_unaligned`."""

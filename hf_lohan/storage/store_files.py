@@ -18,13 +18,14 @@ from hf_lohan.storage.manifest import ModelIdentity, home_layouts, read_manifest
 
 HOME_NAMES = ("records-0.bin", "records-1.bin")
 SCRATCH_NAME = "gradients"
+SCRATCH_NAMES = (SCRATCH_NAME, "activations")
 
 
 def scratch_file_name(name: str) -> str:
     return f"{name}.bin"
 
 
-DATA_NAMES = (*HOME_NAMES, scratch_file_name(SCRATCH_NAME))
+DATA_NAMES = (*HOME_NAMES, *map(scratch_file_name, SCRATCH_NAMES))
 """What takes room."""
 
 
@@ -67,7 +68,8 @@ def remove_store(directories: Sequence[str]) -> None:
 def remove_scratch(directories: Sequence[str]) -> None:
     """Remove what a killed run could not delete. Only called where lock and model are ours. Raises `StorageError`."""
     for directory in directories:
-        remove_durably(os.path.join(directory, scratch_file_name(SCRATCH_NAME)))
+        for name in SCRATCH_NAMES:
+            remove_durably(os.path.join(directory, scratch_file_name(name)))
 
 
 def refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:

@@ -1,0 +1,69 @@
+"""The receipt for a read whose bytes are checked by whoever uses them, best while they are in his cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hf_lohan.storage.granules import granules_of
+from hf_lohan.storage.request import IoRequest
+
+Check = Callable[[int, int], None]
+"""Raises `CorruptionError` if one of the granules [first, stop) of what was read is not what was written."""
+
+
+class RecordRead:
+    """One read of ``numel`` elements. Nothing of it may be used before it has been verified.
+
+    `wait` sees to that at once. Who works through the elements part by part calls `arrive`, and `verify` before each
+    part: hashing costs least where the bytes are needed next. Parts may be verified on several threads.
+    """
+
+    def __init__(self, request: IoRequest, numel: int = 0, granule_numel: int = 1, check: Check | None = None) -> None:
+        """Without a ``check`` there is nothing to verify."""
+        self._request = request
+        self._numel = numel
+        self._granule_numel = granule_numel
+        self._check = check
+        self._is_verified = np.zeros(granules_of(numel, granule_numel), bool)
+
+    @classmethod
+    def of_memory(cls) -> RecordRead:
+        """One of what was in memory all the time: it is done, and there is nothing to verify."""
+        return cls(IoRequest.finished())
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come from a drive."""
+        return self._request.num_bytes
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether all of it is."""
+        return bool(self._is_verified.all())
+
+    def done(self) -> bool:
+        """Whether no thread touches its memory any more, be it filled or not."""
+        return self._request.done()
+
+    def arrive(self) -> None:
+        """Return when the bytes are there, not verified; raises `StorageError` if they are not to be had."""
+        self._request.wait()
+
+    def verify(self, start_numel: int, stop_numel: int) -> None:
+        """Check elements [start, stop) of what was read, whole granules, once they have arrived. Raises
+        `CorruptionError`."""
+        if self._check is None:
+            return
+        first, stop = start_numel // self._granule_numel, granules_of(stop_numel, self._granule_numel)
+        assert start_numel % self._granule_numel == 0, f"element {start_numel} begins no granule"
+        assert stop_numel % self._granule_numel == 0 or stop_numel == self._numel, f"element {stop_numel} ends none"
+        self._check(first, stop)
+        self._is_verified[first:stop] = True
+
+    def wait(self) -> None:
+        """Return when all is there and verified. Raises `StorageError` or `CorruptionError`, again on every call."""
+        self.arrive()
+        if not self.is_verified:
+            self.verify(0, self._numel)

@@ -1,0 +1,161 @@
+"""Parts change no bit of an update, verify all that goes in and hash all that comes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from hf_lohan.device import KernelThreads, mapped_empty
+from hf_lohan.optim import AdamWGroup, Segment, decode_master_, encode_master_, master_format
+from hf_lohan.runtime.split_update import MIN_PART_NUMEL, SplitUpdate
+from hf_lohan.storage import (
+    GRANULE_NUMEL,
+    CorruptionError,
+    IoEngine,
+    ModelIdentity,
+    RecordRead,
+    RecordSpec,
+    Store,
+    StorePath,
+)
+
+GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
+OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)
+PART_NUMEL = MIN_PART_NUMEL
+NUMEL = 5 * PART_NUMEL + GRANULE_NUMEL + 2048
+SEGMENTS = (
+    Segment(0, 2 * PART_NUMEL + 7, GROUP, 1),  # ends in a part, off every vector
+    Segment(2 * PART_NUMEL + 32, 2 * PART_NUMEL + 33, OTHER, 3),
+    Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from a part's end to another's
+    Segment(5 * PART_NUMEL + 96, NUMEL - 3, GROUP, 2),
+)
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    dtype: torch.dtype = request.param
+    return dtype
+
+
+@pytest.fixture
+def store(dtype: torch.dtype, tmp_path: Path) -> Iterator[Store]:
+    """Random states of one block."""
+    master = master_format(dtype)
+    specs = [
+        RecordSpec("block", kind, str(master.state_dtype(kind)).removeprefix("torch."), NUMEL)
+        for kind in ("param", *master.state_kinds)
+    ]
+    engine = IoEngine(2, 1 << 20, 1 << 26)
+    model = ModelIdentity("Tested", NUMEL, "0" * 64)
+    generator = torch.Generator().manual_seed(0)
+    with Store.create([StorePath(str(tmp_path / "store"), None)], specs, model=model, engine=engine) as store:
+        for spec in specs:
+            values = torch.randn(NUMEL, generator=generator).abs_() * 100
+            store.write("block", spec.kind, 0, aligned(values.to(getattr(torch, spec.dtype)))).wait()
+        yield store
+    engine.close()
+
+
+def aligned(values: Tensor) -> Tensor:
+    return mapped_empty(values.nbytes).view(values.dtype).copy_(values)
+
+
+def gradient() -> Tensor:
+    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+
+
+def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
+    records = {
+        record.kind: mapped_empty(record.num_bytes).view(getattr(torch, record.dtype)) for record in store.records
+    }
+    return records, [store.read("block", kind, 0, out) for kind, out in records.items()]
+
+
+def split(store: Store, segments: tuple[Segment, ...] = SEGMENTS, clip: float = 1.0) -> SplitUpdate:
+    records, reads = read_all(store)
+    for read in reads:
+        read.arrive()
+    private = [mapped_empty(4 * NUMEL) for _ in range(2)] if "master_residual" in records else []
+    return SplitUpdate(records, gradient(), reads, segments, clip, private, store.checksums)
+
+
+def in_one_piece(store: Store, clip: float) -> dict[str, Tensor]:
+    """By torch's own function, from all of the chunk at once."""
+    records, reads = read_all(store)
+    for read in reads:
+        read.wait()
+    scaled = gradient() * clip
+    master = records["param"]
+    if "master_residual" in records:
+        master = torch.empty(NUMEL)
+        decode_master_(master, records["param"], records["master_residual"])
+    for segment in SEGMENTS:
+        part, group = slice(segment.start, segment.stop), segment.group
+        adamw(
+            [master[part]],
+            [scaled[part]],
+            [records["exp_avg"][part]],
+            [records["exp_avg_sq"][part]],
+            [],
+            [torch.tensor(float(segment.step - 1))],
+            fused=True,
+            amsgrad=False,
+            maximize=False,
+            lr=group.lr,
+            beta1=group.beta1,
+            beta2=group.beta2,
+            eps=group.eps,
+            weight_decay=group.weight_decay,
+        )
+    if "master_residual" in records:
+        scratch = torch.empty(NUMEL, dtype=torch.int32)
+        encode_master_(master, records["param"], records["master_residual"], scratch)
+    return records
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 9])
+@pytest.mark.parametrize("clip", [1.0, 0.3])
+def test_parts_change_no_bit(store: Store, num_threads: int, clip: float) -> None:
+    update = split(store, clip=clip)
+    before = {kind: record.clone() for kind, record in update.records.items()}
+    checksums = update.run(KernelThreads(num_threads))
+    for kind, expected in in_one_piece(store, clip).items():
+        found = update.records[kind]
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+        assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
+        assert checksums[kind].tolist() == store.checksums(expected).tolist()
+
+
+@pytest.mark.parametrize("granule", [0, 5, NUMEL // GRANULE_NUMEL])
+def test_no_granule_of_any_input_is_used_unseen(store: Store, granule: int, flip: Callable[[str, int], None]) -> None:
+    for record in store.records:
+        flip(record.kind, granule * GRANULE_NUMEL * record.itemsize + 3)
+        with pytest.raises(
+            CorruptionError, match=f"{record.kind} of block is damaged: .* from {granule * GRANULE_NUMEL} on"
+        ):
+            split(store).run(KernelThreads(2))
+        flip(record.kind, granule * GRANULE_NUMEL * record.itemsize + 3)
+    split(store).run(KernelThreads(2))
+
+
+@pytest.fixture
+def flip(store: Store) -> Callable[[str, int], None]:
+    """Flips a bit of a byte of a record on the disk."""
+
+    def flipped(kind: str, byte: int) -> None:
+        for path, extent in store.extents("block", kind) or []:
+            if extent.record_byte_offset <= byte < extent.record_byte_offset + extent.num_bytes:
+                with open(path, "r+b") as stream:
+                    offset = extent.file_offset + byte - extent.record_byte_offset
+                    stream.seek(offset)
+                    changed = stream.read(1)[0] ^ 4
+                    stream.seek(offset)
+                    stream.write(bytes([changed]))
+
+    return flipped
