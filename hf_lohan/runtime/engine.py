@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
+from hf_lohan.runtime.activation_memory import ActivationMemory
+from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import ParamSlice
 from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
@@ -87,11 +89,20 @@ class OffloadEngine:
         self.step_was_skipped = False
         self._clock = StepClock()
         self._pipeline.speculates = self.clip_history.speculates_next()
+        names = {module: name for name, module in model.named_modules()}
+        self.activations = ActivationTiers(
+            self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
+        )
+        self.activation_memory = ActivationMemory(
+            self.activations, config.activations, tiers, layout.activation_bytes
+        )
         self._groups: ParamGroups | None = None
         self._has_begun = False
         self._is_in_step = False
         self._is_half_a_step = False
         """Whether updates of a step that was dropped could not be undone."""
+        self.after_step: Callable[[], None] = lambda: None
+        """Called when a step is finished, but for updates that run on."""
         self.is_closed = False
         self._hooks = ModelHooks(
             model,
@@ -101,6 +112,7 @@ class OffloadEngine:
             self._prefetcher,
             arrivals,
             self._clock,
+            self.activations,
             before_forward=self._before_forward,
             before_backward=self._take_back_guesses,
             backward_broke=self._drop_broken_backward,
@@ -186,10 +198,12 @@ class OffloadEngine:
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
+        self.activation_memory.end_step()
         self.step_was_skipped = result.not_finite is not None
         self._is_in_step = self._is_half_a_step = False
         if self.commits_each_step:
             self.commit()
+        self.after_step()
         if result.not_finite is not None:
             self.skipped_steps.note(result.not_finite)
         else:
@@ -275,6 +289,11 @@ class OffloadEngine:
             logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
 
     @property
+    def last_backward_s(self) -> float:
+        """How long the backwards of the last step took, as the computing thread saw it."""
+        return self._clock.last_backward_s
+
+    @property
     def parameter_slices(self) -> list[ParamSlice]:
         return list(self._block_of)
 
@@ -301,6 +320,7 @@ class OffloadEngine:
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
+        self.activations.close()
         if self._is_whole_in_place:
             self.commit(even_in_place=True)
         self._pipeline.close()

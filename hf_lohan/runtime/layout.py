@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.optim import MasterFormat, master_format
-from hf_lohan.planner import PoolPlan, PoolRequest, plan_pools
+from hf_lohan.planner import (
+    BudgetError,
+    PoolPlan,
+    PoolRequest,
+    RecordTraffic,
+    choose_resident_records,
+    plan_pools,
+    step_traffic,
+)
+from hf_lohan.planner.placement import activation_share
 from hf_lohan.runtime.block import Block, Chunk
 from hf_lohan.runtime.discovery import ModelBlocks, discover_blocks
 from hf_lohan.storage import ModelIdentity, RecordSpec
@@ -27,6 +36,10 @@ class OffloadLayout:
     identity: ModelIdentity
     holds_gradients: bool
     """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
+    resident_records: tuple[RecordTraffic, ...] = ()
+    """Records that have a copy in the RAM that the pools leave."""
+    activation_bytes: int = 0
+    """RAM that swapped activations may take."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -35,6 +48,16 @@ class OffloadLayout:
     @property
     def num_parameters(self) -> int:
         return self.identity.num_parameters
+
+    @property
+    def resident_bytes(self) -> int:
+        """RAM that the copies of records take."""
+        return sum(record.num_bytes for record in self.resident_records)
+
+    @property
+    def cpu_bytes(self) -> int:
+        """All host memory that is taken at the start: pools and copies."""
+        return self.plan.cpu_pool_bytes + self.resident_bytes
 
     def chunks(self) -> list[Chunk]:
         """All chunks with optimizer states, in forward order."""
@@ -81,17 +104,35 @@ def lay_out(
     hold_gradients = hold_gradients or config.schedule == "serial"
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    plan = plan_pools(
-        PoolRequest(
-            blocks=[block.shape(working_dtype.itemsize) for block in model_blocks.blocks],
-            gpu_memory_bytes=config.gpu_memory,
-            cpu_memory_bytes=config.cpu_memory,
-            prefetch_blocks=config.prefetch_blocks,
-            num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
-            hold_gradients=hold_gradients,
-        )
+    shapes = [block.shape(working_dtype.itemsize) for block in model_blocks.blocks]
+    activation_bytes = activation_share(config.cpu_memory) if config.activations in ("swap", "auto") else 0
+    request = PoolRequest(
+        blocks=shapes,
+        gpu_memory_bytes=config.gpu_memory,
+        cpu_memory_bytes=config.cpu_memory,
+        prefetch_blocks=config.prefetch_blocks,
+        num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
+        hold_gradients=hold_gradients,
     )
-    return OffloadLayout(model_blocks, master, plan, form.records, form.identity, hold_gradients)
+    try:
+        plan = plan_pools(replace(request, cpu_memory_bytes=config.cpu_memory - activation_bytes))
+    except BudgetError:  # no room for activations: what cannot do without comes first
+        activation_bytes = 0
+        plan = plan_pools(request)
+    # Gradients came first: one that is held saves a write and a read. A copy of a record saves reads alone.
+    resident = choose_resident_records(
+        step_traffic(
+            shapes,
+            param_itemsize=working_dtype.itemsize,
+            state_itemsizes={kind: master.state_dtype(kind).itemsize for kind in master.state_kinds},
+            num_slots=plan.num_slots,
+        ),
+        free_bytes=config.cpu_memory - plan.cpu_pool_bytes if config.resident_records == "auto" else 0,
+        reserve_bytes=activation_bytes if config.resident_records == "auto" else 0,
+    )
+    return OffloadLayout(
+        model_blocks, master, plan, form.records, form.identity, hold_gradients, resident, activation_bytes
+    )
 
 
 def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:

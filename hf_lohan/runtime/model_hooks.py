@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_lohan.device import Device, PoolAborted
+from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.discovery import ModelBlocks
@@ -37,6 +38,7 @@ class ModelHooks:
         prefetcher: Prefetcher,
         arrivals: GradientArrivals,
         clock: StepClock,
+        activations: ActivationTiers,
         *,
         before_forward: Callable[[], None],
         before_backward: Callable[[], None],
@@ -46,6 +48,7 @@ class ModelHooks:
         self._prefetcher = prefetcher
         self._arrivals = arrivals
         self._clock = clock
+        self._activations = activations
         self._before_forward = before_forward
         self._begin_backward = before_backward
         self._backward_broke = backward_broke
@@ -114,7 +117,8 @@ class ModelHooks:
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)
         if is_training:
-            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward)
+            self._activations.begin_forward()
+            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations)
             self._saved_weights.__enter__()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -126,6 +130,7 @@ class ModelHooks:
             return  # called because the forward raised: the next one recovers
         self._is_in_forward = False
         if is_training:
+            self._activations.expect_backward()
             self._clock.end_forward()
         else:
             self._prefetcher.end_pass()

@@ -11,6 +11,8 @@ class StepClock:
     def __init__(self) -> None:
         self.forward_s = 0.0
         self.backward_s = 0.0
+        self.last_backward_s = 0.0
+        """Of the step before."""
         self._began_s = 0.0
 
     def begin(self) -> None:
@@ -25,4 +27,5 @@ class StepClock:
 
     def end_step(self) -> None:
         """Begin to count anew."""
+        self.last_backward_s = self.backward_s
         self.forward_s = self.backward_s = 0.0

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.runtime.layout import OffloadLayout
-from hf_lohan.storage import IoEngine, RecordFiles, Store, StorePath
+from hf_lohan.runtime.resident_records import ResidentStore
+from hf_lohan.storage import IoEngine, RecordFiles, StorePath
 
 logger = logging.getLogger(__name__)
 
@@ -19,7 +20,7 @@ class Tiers:
 
     device: Device
     io: IoEngine
-    store: Store
+    store: ResidentStore
     spill: RecordFiles | None
     staging: BufferPool
     states: BufferPool
@@ -62,7 +63,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
-        store = Store.open_or_create(
+        store = ResidentStore.open_or_create(
             paths,
             layout.records,
             model=layout.identity,
@@ -73,7 +74,9 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     except BaseException:
         io.close()
         raise
+    assert isinstance(store, ResidentStore)
     try:
+        store.keep_copies([(record.block, record.kind) for record in layout.resident_records], device.host_empty)
         store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
@@ -103,7 +106,7 @@ def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
     plan = layout.plan
     logger.info(
         "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
-        "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, of %d spilled",
+        "(%d-element chunks), copies of records %s; device slots %s; gradients of %d blocks held in RAM, of %d spilled",
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),
@@ -113,6 +116,7 @@ def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
         ", ".join(path.path for path in tiers.store.paths),
         format_bytes(plan.cpu_pool_bytes),
         plan.chunk_numel,
+        format_bytes(layout.resident_bytes),
         format_bytes(plan.gpu_pool_bytes),
         len(plan.held_blocks),
         len(plan.spilled_blocks),

@@ -69,6 +69,7 @@ class WorkThread:
                 command.set()
             elif self.failure is None:
                 self._try(command)
+            del command  # what it holds need not wait for the next one to come
 
     def _next(self) -> Command | threading.Event | None:
         while self._commands.empty() and self.failure is None:

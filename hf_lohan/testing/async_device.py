@@ -72,6 +72,7 @@ class AsyncDevice(CpuDevice):
     """See the module. `ignored` waits are dropped, to prove that each one is needed."""
 
     def __init__(self, seed: int = 0, *, max_delay_s: float = 2e-3, ignored: frozenset[WaitSite] = frozenset()) -> None:
+        self.memory_is_host = False
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
         self._ignored = ignored
@@ -92,7 +93,7 @@ class AsyncDevice(CpuDevice):
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         on_device = dst if lane is Lane.H2D else src
         host_knew = self.host_knows
-        dst.fill_(float("nan"))
+        _poison(dst)
         delay_s = self._random.uniform(0, self._max_delay_s)
 
         def run() -> None:
@@ -100,7 +101,7 @@ class AsyncDevice(CpuDevice):
             busy_until = self._busy_until.get(on_device.untyped_storage().data_ptr(), 0)
             if busy_until > max(self._lanes[lane].knows, host_knew):
                 self.num_races += 1
-                dst.fill_(float("nan"))
+                _poison(dst)
             else:
                 dst.copy_(src)
 
@@ -135,3 +136,8 @@ class AsyncDevice(CpuDevice):
 
     def describe(self) -> dict[str, object]:
         return {**super().describe(), "kind": "async double", "torch_device": str(torch.device("cpu"))}
+
+
+def _poison(tensor: Tensor) -> None:
+    """Make it NaN; all ones are the bytes of one in every floating-point type."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else 0xFF)

@@ -57,6 +57,7 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         "peak_cpu_pool_bytes": engine.tiers.peak_cpu_pool_bytes,
         "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
         "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
+        "cpu_bytes": engine.layout.cpu_bytes + engine.layout.activation_bytes,
         "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
         "num_parameters": engine.layout.num_parameters,
         "store_bytes": engine.tiers.store_bytes,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
 
-from hf_lohan.device import set_compute_threads, usable_cpus
+from hf_lohan.device import KernelThreads, set_compute_threads, usable_cpus
 
 
 @pytest.fixture(autouse=True)
@@ -39,3 +40,33 @@ def test_nothing_is_said_where_nothing_changes(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.INFO):
         set_compute_threads(2)
     assert not caplog.records
+
+
+def test_kernel_threads_run_kernels_alone_and_leave_others_as_they_were() -> None:
+    torch.set_num_threads(3)
+    threads = KernelThreads(2)
+    meeting = threading.Barrier(2)
+
+    def look(part: str) -> tuple[str, int]:
+        meeting.wait(60)  # each is on a thread of its own
+        return part, torch.get_num_threads()
+
+    assert threads.map(look, "abcd") == [("a", 1), ("b", 1), ("c", 1), ("d", 1)] and torch.get_num_threads() == 3
+    later = list[int]()
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [3]
+
+
+def test_the_first_error_is_raised_once_all_parts_are_done() -> None:
+    done = list[int]()
+
+    def work(part: int) -> None:
+        if part in (1, 2):
+            raise ValueError(f"part {part}")
+        done.append(part)
+
+    with pytest.raises(ValueError, match="part 1"):
+        KernelThreads(2).map(work, range(6))
+    assert sorted(done) == [0, 3, 4, 5]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,11 @@ from torch import Tensor
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
+from hf_lohan.integrations.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner.placement import Placement
 from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.runtime.activation_memory import ActivationMemory
 from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
@@ -23,6 +27,7 @@ NUM_STEPS = 4
 MODES: dict[str, dict[str, Any]] = {
     "held": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
     "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
+    "swap": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
 }
 Outcome = dict[str, Tensor]
 
@@ -31,6 +36,8 @@ def train(
     model: Any, optimizer: Any, *, max_norm: float, num_backwards: int, clip: Any, engine: OffloadEngine | None = None
 ) -> None:
     for step in range(NUM_STEPS):
+        if engine is not None and step and engine.config.activations == "swap":
+            swap_here_and_there(engine.activation_memory)
         for number in range(num_backwards):
             if engine is not None:
                 engine.is_final_backward = lambda number=number: number == num_backwards - 1
@@ -39,6 +46,12 @@ def train(
             clip(max_norm)
         optimizer.step()
         optimizer.zero_grad()
+
+
+def swap_here_and_there(memory: ActivationMemory) -> None:
+    """By turns to RAM and to the SSD."""
+    places = itertools.cycle([Placement.CPU, Placement.SSD])
+    memory.place({name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()})
 
 
 @pytest.fixture(scope="module")
@@ -74,12 +87,15 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
     settings = MODES[mode]
     model = _model(family, recompute=settings["recompute"])
     config = OffloadConfig.load(
-        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "ssd": str(folder), "io_threads": 2}
+        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "ssd": str(folder), "io_threads": 2},
+        activations="swap" if mode == "swap" else "recompute",
     ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
-    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=mode == "held")
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=mode != "in_backward")
     tiers = open_tiers(layout, config, device)
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
     engine = OffloadEngine(model, layout, tiers, config)
+    if mode == "swap":
+        enable_recompute(model, engine)
     try:
         yield engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
     finally:
@@ -112,9 +128,11 @@ def test_cpu_device_is_exact_to_the_bit(
     assert same(run(family, mode, CpuDevice(), tmp_path), references[family, mode])
 
 
-@pytest.mark.parametrize("seed", range(NUM_SEEDS))
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", FAMILIES)
+LATE = [(family, mode, seed) for family in FAMILIES for mode in ("held", "in_backward") for seed in range(NUM_SEEDS)]
+LATE += [(FAMILIES[seed % len(FAMILIES)], "swap", seed) for seed in range(NUM_SEEDS)]
+
+
+@pytest.mark.parametrize(("family", "mode", "seed"), LATE)
 def test_late_copies_change_no_bit(
     family: str, mode: str, seed: int, references: dict[tuple[str, str], Outcome], tmp_path: Path
 ) -> None:

@@ -51,7 +51,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def model_of(architecture: str) -> Any:
-    """Randomly initialised in the default device and dtype."""
+def model_of(architecture: str, *, attention: str | None = None, **overrides: Any) -> Any:
+    """Randomly initialised in the default device and dtype; ``overrides`` are settings of its config."""
     config_class, settings = ARCHITECTURES[architecture]
-    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**settings))
+    config = getattr(transformers, config_class)(**{**settings, **overrides})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation=attention)

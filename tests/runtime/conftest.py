@@ -15,7 +15,7 @@ from torch import Tensor
 import hf_lohan.runtime.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.integrations.attachment import enable_recompute
+from hf_lohan.integrations.attachment import enable_checkpointing, enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
 from hf_lohan.storage import FileBackend, IoEngine
@@ -94,13 +94,15 @@ class Twins:
     def models(self) -> tuple[Any, Any]:
         return self.stock, self.model
 
-    def losses(self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0) -> list[Tensor]:
-        """The losses of both on one batch, with equal random numbers."""
+    def losses(
+        self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int
+    ) -> list[Tensor]:
+        """The losses of both on one batch (``shape``: see `tiny_batch`), with equal random numbers."""
         losses = []
         for model in self.models:
             if rng_seed is not None:
                 torch.manual_seed(rng_seed)
-            losses.append(model(**tiny_batch(seed=batch_seed)).loss * scale)
+            losses.append(model(**tiny_batch(seed=batch_seed, **shape)).loss * scale)
         assert torch.equal(losses[0], losses[1]), f"loss {losses[1]} instead of {losses[0]}"
         return losses
 
@@ -151,9 +153,11 @@ def make_twins(build_engine: EngineFactory) -> TwinsFactory:
         **engine_settings: Any,
     ) -> Twins:
         models = [(model_factory or partial(tiny_model, family))().train() for _ in range(2)]
-        for model in models if recompute else ():
-            enable_recompute(model)
-        return Twins(models[0], build_engine(models[1], **engine_settings), **(hyperparameters or {}))
+        engine = build_engine(models[1], **engine_settings)
+        if recompute:
+            enable_checkpointing(models[0])
+            enable_recompute(models[1], engine)
+        return Twins(models[0], engine, **(hyperparameters or {}))
 
     return make
 

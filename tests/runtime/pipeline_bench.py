@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,7 @@ from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
 from hf_lohan.runtime.state_update import StateUpdater
 from hf_lohan.runtime.update_pipeline import Schedule
-from hf_lohan.storage import GRANULE_NUMEL, IoRequest
+from hf_lohan.storage import GRANULE_NUMEL, Checksums, IoRequest, RecordRead
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NUM_CHUNKS = 4
@@ -91,21 +92,26 @@ class MemoryStore:
         if not self.order or self.order[-1] != event:
             self.order.append(event)
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
         if self.fail is not None:
             raise self.fail
         assert self.may_read.wait(60)
         self._note("r", start_numel)
         out.copy_(self._part(kind, start_numel, out))
-        return IoRequest(0, 0, lambda num_bytes: None)
+        return RecordRead.of_memory()
 
-    def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
+    def checksums(self, source: Tensor) -> Checksums:
+        return np.zeros(source.numel() // GRANULE_NUMEL, np.uint64)
+
+    def write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+    ) -> IoRequest:
         self._note("w", start_numel)
         self._part(kind, start_numel, source).copy_(source)
         self.has_drafts = True
         match self.write_requests:
             case "at_once":
-                return IoRequest(0, 0, lambda num_bytes: None)
+                return IoRequest.finished()
             case "late_callbacks":
                 self.late.append(LateCallbacks())
                 return self.late[-1]

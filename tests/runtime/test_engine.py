@@ -193,6 +193,7 @@ def test_pools_never_exceed_the_budgets(cpu_memory: str, hold_gradients: bool, m
     twins.assert_equal()
     engine, plan = twins.engine, twins.engine.layout.plan
     assert 0 < engine.tiers.peak_cpu_pool_bytes <= plan.cpu_pool_bytes <= engine.config.cpu_memory
+    assert engine.layout.cpu_bytes + engine.layout.activation_bytes <= engine.config.cpu_memory
     assert 0 < engine.peak_gpu_pool_bytes <= plan.gpu_pool_bytes <= engine.config.gpu_memory
     engine.settle()
     for pool in engine.tiers.pools[1:]:

@@ -205,7 +205,8 @@ def test_a_drive_that_fails_for_a_while_to_read(when: str, recompute: bool, make
 @pytest.mark.parametrize("call", ["read", "write"])
 def test_a_drive_that_fails_in_the_update_stops_the_step(call: str, make_twins: TwinsFactory) -> None:
     backend = FaultyBackend(call, NEVER, errno.EIO, sticky=True)
-    twins = make_twins("llama", cpu_memory="64MiB", backend=backend)  # nothing is spilled
+    # Nothing is spilled, and nothing is read from RAM.
+    twins = make_twins("llama", cpu_memory="64MiB", resident_records="none", backend=backend)
     twins.train(1)
     twins.model(**tiny_batch(seed=77)).loss.backward()
     backend.fail_on = 1

@@ -16,7 +16,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import lay_out_block
 from hf_lohan.runtime.state_update import ChunkGradient, StateUpdater
 from hf_lohan.runtime.update_pipeline import Schedule
-from hf_lohan.storage import IoRequest
+from hf_lohan.storage import Checksums, IoRequest
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
@@ -116,7 +116,9 @@ def test_a_buffer_is_not_released_while_its_writes_run() -> None:
     told: list[object] = []
 
     class SlowStore(MemoryStore):
-        def write(self, block: str, kind: str, start_numel: int, source: Tensor) -> IoRequest:
+        def write(
+            self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+        ) -> IoRequest:
             pending.append(IoRequest(source.nbytes, 1, lambda num_bytes: None))
             return pending[-1]
 

@@ -23,8 +23,8 @@ from hf_lohan.storage import (
     GRANULE_NUMEL,
     FileBackend,
     IoEngine,
-    IoRequest,
     ModelIdentity,
+    RecordRead,
     RecordSpec,
     StorageError,
     Store,
@@ -46,7 +46,7 @@ class NotingReader:
         self.store = store
         self.loads: list[str] = []
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> IoRequest:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
         if start_numel == 0:
             self.loads.append(block)
         return self.store.read(block, kind, start_numel, out)

@@ -12,7 +12,7 @@ from torch.autograd.graph import Node
 
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime import Block, OffloadEngine, model_hooks
-from hf_lohan.runtime.saved_weights import WeightHandle, saved_weight_hooks
+from hf_lohan.runtime.saved_weights import WatchedTensor, WeightHandle, saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
@@ -61,17 +61,17 @@ def test_the_graph_holds_no_tensor_over_a_slot(
     family: str, build_engine: Callable[..., OffloadEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Handles are unpacked into a decoy here, so every tensor over a slot in the graph was kept as it is."""
-    packed: list[Tensor | WeightHandle] = []
+    packed: list[WatchedTensor | WeightHandle] = []
     decoys: dict[Block, Slot] = {}
 
-    def noting_hooks(ring: Any, _fetch: Any) -> Any:
+    def noting_hooks(ring: Any, _fetch: Any, activations: Any) -> Any:
         def decoy(block: Block) -> Slot:
             return decoys.setdefault(block, Slot(torch.zeros(block.numel), block.size_class, block))
 
-        hooks = saved_weight_hooks(ring, decoy)
+        hooks = saved_weight_hooks(ring, decoy, activations)
         pack = hooks.pack_hook
 
-        def note(tensor: Tensor) -> Tensor | WeightHandle:
+        def note(tensor: Tensor) -> WatchedTensor | WeightHandle:
             packed.append(pack(tensor))
             return packed[-1]
 
@@ -83,8 +83,8 @@ def test_the_graph_holds_no_tensor_over_a_slot(
     handles = [saved for saved in packed if isinstance(saved, WeightHandle)]
     layers = {block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER}
     assert layers <= {handle.block for handle in handles}
-    kept = [saved for saved in packed if isinstance(saved, Tensor)]
-    assert all(engine._ring.slot_behind(tensor) is None for tensor in kept)
+    kept = [saved.tensor for saved in packed if isinstance(saved, WatchedTensor)]
+    assert kept and all(engine._ring.slot_behind(tensor) is None for tensor in kept)
     found = [tensor for node in nodes_of(loss) for tensor in saved_tensors(node)]
     assert len(found) >= len(handles)
     assert all(engine._ring.slot_behind(tensor) is None for tensor in found)
@@ -94,7 +94,7 @@ def test_a_handle_finds_the_weight_in_whatever_slot_it_is(build_engine: Callable
     engine = build_engine(tiny_model("llama").train())
     ring, block = engine._ring, engine.layout.blocks[1]
     slot = engine._prefetcher.acquire(block)
-    hooks = saved_weight_hooks(ring, lambda wanted: elsewhere)
+    hooks = saved_weight_hooks(ring, lambda wanted: elsewhere, engine.activations)
     part = block.slices[1]
     view = slot.weights[part.start : part.stop].view(part.shape).t()[3:]
     handle = hooks.pack_hook(view)
@@ -105,4 +105,4 @@ def test_a_handle_finds_the_weight_in_whatever_slot_it_is(build_engine: Callable
     assert torch.equal(again, view + 1)
     ring.unpin(block)
     other = torch.randn(3)
-    assert hooks.unpack_hook(hooks.pack_hook(other)) is other
+    assert hooks.unpack_hook(hooks.pack_hook(other)).data_ptr() == other.data_ptr()

@@ -1,0 +1,191 @@
+"""Keep, swap or recompute what the layers leave for backward, as the plan says."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from hf_lohan.device import Device
+from hf_lohan.planner.placement import ActivationPlacements, Placement
+from hf_lohan.runtime.activation_swapper import ActivationSwapper
+from hf_lohan.runtime.activation_trace import LayerTrace, bytes_of
+from hf_lohan.runtime.layer_frame import LayerFrame
+
+_MAX_LAYERS_LEAVING = 2
+"""Layers whose swapped activations may still be on the device while the next one computes (MEMO's two buffers)."""
+
+
+class SavedInput:
+    """What autograd holds instead of a layer's input."""
+
+    def __init__(self, frame: LayerFrame, place: Any) -> None:
+        self.frame = frame
+        self.place = place
+
+
+class ActivationTiers:
+    """Runs layers so that their activations go where `placements` says; a `FrameObserver`.
+
+    Layers run under torch's non-reentrant checkpointing. With nothing to place and nothing to trace it is plain
+    recomputation, without a mode that sees each operation.
+    """
+
+    def __init__(self, device: Device, layer_names: Mapping[nn.Module, str]) -> None:
+        """``layer_names``: the name of each layer's block."""
+        self._device = device
+        self._layer_names = layer_names
+        self.swapper = ActivationSwapper(device)
+        self.placements: ActivationPlacements = {}
+        """Takes effect with the next forward."""
+        self.trace: dict[str, LayerTrace] | None = None
+        """Filled while it is not None."""
+        self._frames: list[weakref.ref[LayerFrame]] = []
+        self._forward_number = 0
+        self._saving: tuple[LayerFrame, int] | None = None
+
+    def run_layer(self, function: Any, *args: Any) -> Any:
+        """Stands in for `torch.utils.checkpoint.checkpoint` in a model's layers."""
+        layer = _layer_of(function)
+        name = self._layer_names.get(layer) if layer is not None else None
+        is_plain = name is None or (self.trace is None and not self.placements.get(name))
+        if name is None or is_plain or not torch.is_grad_enabled():
+            return checkpoint(function, *args, use_reentrant=False)
+        frame = LayerFrame(
+            name,
+            self.placements.get(name, {}),
+            self.swapper,
+            self._device,
+            observer=self,
+            forward_number=self._forward_number,
+        )
+        self._let_earlier_layers_leave()
+        self._frames.append(weakref.ref(frame))
+        hidden = args[0] if args and isinstance(args[0], Tensor) else None
+        if self.trace is not None:
+            seen = LayerTrace(tuple(hidden.shape), bytes_of(hidden)) if hidden is not None else LayerTrace()
+            seen.num_runs = self.trace[name].num_runs + 1 if name in self.trace else 1
+            self.trace[name] = seen
+        if hidden is not None:
+            self._saving = frame, hidden.data_ptr()
+        try:
+            output = checkpoint(function, *args, use_reentrant=False, context_fn=frame.contexts)
+        finally:
+            self._saving = None
+        # What the model gets it may write to, where nobody sees it.
+        frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        return output
+
+    def begin_forward(self) -> None:
+        """What became of earlier ones does not count: somebody may still have their losses, or their errors."""
+        self._saving = None
+        self._forward_number += 1
+
+    def expect_backward(self) -> None:
+        """The forward is over: what its last layer put away comes back first."""
+        frames = self._of_this_forward()
+        if frames:
+            self._expect(frames[-1])
+
+    def close(self) -> None:
+        """End the swapper's thread."""
+        self.swapper.close()
+
+    # What autograd saves outside the layers.
+
+    def pack(self, tensor: Tensor) -> Tensor | SavedInput:
+        """What to save instead of ``tensor``: a layer's input may be swapped, anything else stays."""
+        if self._saving is None or tensor.data_ptr() != self._saving[1] or not tensor.is_floating_point():
+            return tensor
+        frame = self._saving[0]
+        place = frame.put_input(tensor)
+        return tensor if place is tensor else SavedInput(frame, place)
+
+    def unpack(self, saved: SavedInput) -> Tensor:
+        """The tensor that `pack` took."""
+        return saved.frame.get_input(saved.place)
+
+    # FrameObserver.
+
+    def forward_begins(self, frame: LayerFrame) -> None:
+        self._saving = None
+
+    def saw(self, frame: LayerFrame, name: str, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
+        if self.trace is not None:
+            self.trace[frame.block_name].note(name, operation, args, kwargs, output)
+
+    def saw_again(self, frame: LayerFrame, name: str) -> None:
+        if self.trace is not None:
+            self.trace[frame.block_name].recomputed.add(name)
+
+    def backward_begins(self, frame: LayerFrame) -> None:
+        if frame.is_in_backward:
+            return
+        frame.is_in_backward = True
+        self._expect(frame)
+        frames = self._alive()
+        if frame in frames:
+            below = frames[: frames.index(frame)]
+            if below:
+                self._expect(below[-1])
+
+    def _expect(self, frame: LayerFrame) -> None:
+        if frame.is_expected_back:
+            return
+        frame.is_expected_back = True
+        for swapped in frame.swapped:
+            self.swapper.expect(swapped)
+
+    def _let_earlier_layers_leave(self) -> None:
+        frames = self._of_this_forward()
+        if len(frames) >= _MAX_LAYERS_LEAVING:
+            self.swapper.drain(frames[-_MAX_LAYERS_LEAVING].swapped)
+
+    def _of_this_forward(self) -> list[LayerFrame]:
+        return [frame for frame in self._alive() if frame.forward_number == self._forward_number]
+
+    def _alive(self) -> list[LayerFrame]:
+        frames = [frame for ref in self._frames if (frame := ref()) is not None]
+        self._frames = [weakref.ref(frame) for frame in frames]
+        return frames
+
+
+def _layer_of(function: Any) -> nn.Module | None:
+    """transformers calls ``checkpoint(partial(forward, layer, **kwargs), *args)``, or gives ``layer.__call__``."""
+    while isinstance(function, partial):
+        if function.args and isinstance(function.args[0], nn.Module):
+            return function.args[0]
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    return owner if isinstance(owner, nn.Module) else None
+
+
+def placed_bytes(trace: Mapping[str, LayerTrace], placements: ActivationPlacements) -> tuple[int, int]:
+    """Bytes that a micro-batch would put in RAM and on the SSD."""
+    totals = {Placement.CPU: 0, Placement.SSD: 0}
+    for name, layer in trace.items():
+        sizes = layer.sizes()
+        for operation, placement in placements.get(name, {}).items():
+            if placement in totals:
+                totals[placement] += sizes.get(operation, 0)
+    return totals[Placement.CPU], totals[Placement.SSD]
+
+
+def swap_everything(trace: Mapping[str, LayerTrace], ram_bytes: int) -> dict[str, dict[str, Placement]]:
+    """All inputs and outputs swapped; to RAM those that are needed first in backward, as far as it reaches."""
+    placements: dict[str, dict[str, Placement]] = {}
+    free_bytes = ram_bytes
+    for name in reversed(list(trace)):
+        layer = trace[name]
+        placements[name] = {}
+        for operation, num_bytes in layer.sizes().items():
+            fits = num_bytes <= free_bytes
+            free_bytes -= num_bytes if fits else 0
+            placements[name][operation] = Placement.CPU if fits else Placement.SSD
+    return placements

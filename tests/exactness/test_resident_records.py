@@ -1,0 +1,245 @@
+"""Which records have a copy in RAM changes no number, and exactly the SSD reads that copies spare."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trajectories import arguments, assert_equal, dataset, train_offloaded, train_stock
+from transformers import TrainerCallback
+
+import hf_lohan
+import hf_lohan.runtime.layout
+from hf_lohan.config import OffloadConfig
+from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import RecordTraffic, step_traffic
+from hf_lohan.runtime import OffloadEngine
+from hf_lohan.runtime.resident_records import ResidentStore
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+SMALL = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
+SOME = {"llama": 2.6, "opt": 1.7, "mixtral": 2.8}
+"""A `max_grad_norm` under which some of the 20 steps of these models clip."""
+
+
+@pytest.fixture
+def keep_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Give copies to a random part of the records, whatever the budget says."""
+
+    def keep(seed: int, fraction: float = 0.5) -> None:
+        random = Random(seed)
+
+        def choose(records: Sequence[RecordTraffic], **_: Any) -> tuple[RecordTraffic, ...]:
+            return tuple(record for record in records if random.random() < fraction)
+
+        monkeypatch.setattr(hf_lohan.runtime.layout, "choose_resident_records", choose)
+
+    return keep
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, "some"], ids=["no-clipping", "some-clip"])
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_equals_the_stock_trainer(
+    family: str, clip: str, max_grad_norm: Any, keep_some: Callable[..., None], tmp_path: Path
+) -> None:
+    if max_grad_norm == "some":
+        max_grad_norm = SOME[family]
+    elif clip == "speculate":
+        pytest.skip("there is nothing to speculate about")
+    settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
+    stock = train_stock(family, tmp_path / "stock", {}, **settings)
+    keep_some(seed=len(family) + len(clip))
+    assert_equal(train_offloaded(family, tmp_path / "ours", {}, offload={**SMALL, "clip": clip}, **settings), stock)
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.38])
+def test_with_accumulation_and_dropout(
+    max_grad_norm: float, durability: str, keep_some: Callable[..., None], tmp_path: Path
+) -> None:
+    settings = {"max_grad_norm": max_grad_norm, "gradient_accumulation_steps": 2, "max_steps": 10}
+    stock = train_stock("opt", tmp_path / "stock", {"dropout": 0.1}, **settings)
+    keep_some(seed=3)
+    offload = {**SMALL, "clip": "speculate", "durability": durability}
+    assert_equal(train_offloaded("opt", tmp_path / "ours", {"dropout": 0.1}, offload=offload, **settings), stock)
+
+
+class Breaks(TrainerCallback):
+    """Ends the run in the step after `step`."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
+
+
+def a_trainer(folder: Path, *callbacks: TrainerCallback, **offload: Any) -> Any:
+    settings = {"max_steps": 8, "gradient_accumulation_steps": 2, "max_grad_norm": 0.8, "lr_scheduler_type": "cosine"}
+    return hf_lohan.Trainer(
+        tiny_model("opt", dropout=0.1),
+        arguments(folder, **settings),
+        train_dataset=dataset(),
+        callbacks=list(callbacks),
+        offload={**SMALL, **offload},
+    )
+
+
+def outcome(trainer: Any) -> tuple[list[Any], dict[str, Tensor]]:
+    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+    access = trainer.offload_engine.parameters
+    tensors = {
+        f"{name}.{kind}": access.read_flat(name, kind)
+        for name, _ in trainer.model.named_parameters()
+        for kind in ("param", *access.state_kinds(name))
+    }
+    trainer.offload_engine.close()
+    return rows, tensors
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_going_on_from_the_last_step(clip: str, keep_some: Callable[..., None], tmp_path: Path) -> None:
+    """In the same engine, whose copies are ahead of the commit, and in new ones, each with copies of other records."""
+    whole = a_trainer(tmp_path / "whole", resident_records="none")
+    whole.train()
+    expected = outcome(whole)
+    resume = None
+    for step in (2, 4):
+        keep_some(seed=step)
+        trainer = a_trainer(tmp_path / "run", Breaks(step), clip=clip)
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                trainer.train(resume_from_checkpoint=resume)
+            resume = "last_step"
+            assert hf_lohan.last_step(tmp_path / "run") == step
+        trainer.offload_engine.close()
+    keep_some(seed=99)
+    trainer = a_trainer(tmp_path / "run", clip=clip)
+    trainer.train(resume_from_checkpoint="last_step")
+    ours = outcome(trainer)
+    assert ours[0] == expected[0]
+    assert all(torch.equal(ours[1][name], tensor) for name, tensor in expected[1].items())
+
+
+def an_engine(folder: Path, *, hold_gradients: bool, frozen: bool = False, **offload: Any) -> OffloadEngine:
+    model = tiny_model("llama", num_layers=6).train()
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+    settings = {"cpu_memory": "8MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "clip": "defer", "ssd": str(folder)}
+    config = OffloadConfig.load({**settings, "activations": "recompute", **offload})
+    return offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=hold_gradients)
+
+
+def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num_backwards: int) -> None:
+    """Some steps, until the blocks for the next one have been read as far ahead as there is room."""
+    model: Any = engine.model
+    for step in range(num_steps):
+        for number in range(num_backwards):
+            engine.is_final_backward = [lambda: False, lambda: True][number == num_backwards - 1]
+            model(**tiny_batch(seed=10 * step + number)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.settle()
+    ring, prefetcher = engine._ring, engine._prefetcher
+    with ring.changed:
+        ring.changed.wait_for(
+            lambda: prefetcher._next() is None and not any(slot.is_loading for slot in ring._all()), timeout=60
+        )
+
+
+def trained(engine: OffloadEngine) -> OffloadAdamW:
+    parameters = [parameter for parameter in engine.model.parameters() if parameter.requires_grad]
+    return OffloadAdamW(parameters, lr=1e-3, engine=engine)
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["all", "norms-only"])
+@pytest.mark.parametrize("num_backwards", [1, 3])
+def test_a_step_reads_what_the_planner_says(
+    num_backwards: int, frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: Counter[tuple[str, str]] = Counter()
+    real_read = ResidentStore.read
+
+    def counted(store: ResidentStore, block: str, kind: str, start_numel: int, out: Tensor) -> Any:
+        read[block, kind] += out.nbytes
+        return real_read(store, block, kind, start_numel, out)
+
+    engine = an_engine(tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, resident_records="none")
+    monkeypatch.setattr(ResidentStore, "read", counted)
+    optimizer = trained(engine)
+    steps(engine, optimizer, 2, num_backwards=num_backwards)
+    read.clear()
+    steps(engine, optimizer, 3, num_backwards=num_backwards)
+    layout = engine.layout
+    expected = step_traffic(
+        [block.shape(4) for block in layout.blocks],
+        param_itemsize=4,
+        state_itemsizes={"exp_avg": 4, "exp_avg_sq": 4},
+        num_slots=layout.plan.num_slots,
+        num_micro_batches=num_backwards,
+    )
+    assert {(r.block, r.kind): 3 * r.read_bytes_per_step for r in expected if r.read_bytes_per_step} == dict(read)
+    engine.close()
+
+
+@pytest.mark.parametrize("hold_gradients", [False, True])
+def test_copies_spare_exactly_the_reads_of_their_records(
+    hold_gradients: bool, keep_some: Callable[..., None], tmp_path: Path
+) -> None:
+    keep_some(seed=7)
+    read_bytes = {}
+    for mode in ("none", "auto"):
+        with pytest.MonkeyPatch.context() as patch:
+            if mode == "none":
+                patch.setattr(hf_lohan.runtime.layout, "choose_resident_records", lambda *_, **__: ())
+            engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients)
+        optimizer = trained(engine)
+        steps(engine, optimizer, 2, num_backwards=1)
+        before = engine.tiers.io.read_bytes, engine.tiers.io.write_bytes
+        steps(engine, optimizer, 3, num_backwards=1)
+        read_bytes[mode] = engine.tiers.io.read_bytes - before[0], engine.tiers.io.write_bytes - before[1]
+        resident = engine.layout.resident_records
+        engine.close()
+    saved = 3 * sum(record.read_bytes_per_step for record in resident)
+    assert 0 < saved < read_bytes["none"][0]
+    assert read_bytes["auto"] == (read_bytes["none"][0] - saved, read_bytes["none"][1])
+
+
+def test_with_room_for_all_nothing_is_read(tmp_path: Path) -> None:
+    engine = an_engine(tmp_path, hold_gradients=True, cpu_memory="64MiB")
+    assert len(engine.layout.resident_records) == len(engine.layout.records)
+    assert engine.layout.cpu_bytes <= 64 << 20
+    optimizer = trained(engine)
+    steps(engine, optimizer, 2, num_backwards=1)
+    before = engine.tiers.io.read_bytes
+    steps(engine, optimizer, 3, num_backwards=1)
+    assert engine.tiers.io.read_bytes == before
+    engine.close()
+
+
+@pytest.mark.parametrize("cpu_memory", ["3MiB", "5MiB", "7MiB", "64MiB"])
+@pytest.mark.parametrize("activations", ["recompute", "swap"])
+@pytest.mark.parametrize("hold_gradients", [False, True])
+def test_the_budget_holds_pools_and_copies(
+    hold_gradients: bool, activations: str, cpu_memory: str, tmp_path: Path
+) -> None:
+    engine = an_engine(tmp_path, hold_gradients=hold_gradients, cpu_memory=cpu_memory, activations=activations)
+    layout = engine.layout
+    assert layout.cpu_bytes == layout.plan.cpu_pool_bytes + sum(r.num_bytes for r in layout.resident_records)
+    assert isinstance(engine.config.cpu_memory, int)
+    left = engine.config.cpu_memory - layout.activation_bytes - layout.cpu_bytes
+    assert left >= 0
+    sizes = {(record.block, record.kind): record.num_bytes for record in layout.records}
+    resident = {(record.block, record.kind) for record in layout.resident_records}
+    assert all(num_bytes > left for name, num_bytes in sizes.items() if name not in resident)
+    engine.close()

@@ -1,0 +1,24 @@
+"""What may become of a layer's activations, drawn at random."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+
+from hf_lohan.planner.placement import INPUT, ActivationPlacements, Placement
+from hf_lohan.runtime.activation_trace import LayerTrace
+
+EVERYWHERE = tuple(Placement)
+
+
+def random_mixture(
+    trace: Mapping[str, LayerTrace], seed: int, places: Sequence[Placement] = EVERYWHERE
+) -> ActivationPlacements:
+    """One of ``places`` for each operation of each layer, also those that no recomputation would run."""
+    draw = random.Random(seed)
+    return {name: {what: draw.choice(places) for what in (INPUT, *layer.operations)} for name, layer in trace.items()}
+
+
+def all_in(trace: Mapping[str, LayerTrace], place: Placement) -> ActivationPlacements:
+    """Everything in one place."""
+    return random_mixture(trace, 0, [place])

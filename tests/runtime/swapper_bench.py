@@ -1,0 +1,68 @@
+"""A swapper over a scratch file of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from hf_lohan.device import BufferPool, CpuDevice, Device
+from hf_lohan.runtime.activation_swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
+from hf_lohan.storage import GRANULE_NUMEL, FileBackend, IoEngine, RecordFiles, RecordSpec, StoreLayout, StorePath
+
+GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte
+NUM_BUFFERS = 3
+
+
+class SwapperBench:
+    """`swapper` with ``ram_bytes`` of RAM and ``ssd_granules`` of SSD behind three buffers of two granules each."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        ram_bytes: int = 0,
+        ssd_granules: int = 0,
+        backend: FileBackend | None = None,
+        device: Device | None = None,
+        num_buffers: int = NUM_BUFFERS,
+    ) -> None:
+        self.device = device or CpuDevice()
+        self.swapper = ActivationSwapper(self.device)
+        self.swapper.take_ram(ram_bytes)
+        self.io = IoEngine(2, GRANULE_BYTES, 1 << 20, backend)
+        self.staging: BufferPool | None = None
+        self._files: RecordFiles | None = None
+        if ssd_granules:
+            record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", ssd_granules * GRANULE_BYTES)
+            layout = StoreLayout((record,), (StorePath(str(folder), 1 << 30),))
+            self._files = RecordFiles.create(layout, [str(folder)], "activations.bin", self.io, is_scratch=True)
+            self.staging = BufferPool(
+                self.device, name="staging", num_buffers=num_buffers, buffer_bytes=2 * GRANULE_BYTES
+            )
+            self.swapper.take_ssd(self._files, self.staging, record.numel)
+
+    def settle(self) -> None:
+        """Return when nothing is under way."""
+        self.swapper.settle()
+        if self._files is not None:
+            self._files.settle()
+
+    @property
+    def ram_in_use(self) -> int:
+        return self.swapper._ram.bytes_in_use
+
+    @property
+    def ssd_in_use(self) -> int:
+        spill = self.swapper._spill
+        return 0 if spill is None else spill.places.in_use
+
+    def is_empty(self) -> bool:
+        """Whether every place and every buffer has come back, once nothing is under way."""
+        self.settle()
+        buffers_are_back = self.staging is None or self.staging.num_free == self.staging.num_buffers
+        return buffers_are_back and self.ram_in_use == self.ssd_in_use == 0
+
+    def close(self) -> None:
+        self.swapper.close()
+        if self._files is not None:
+            self._files.close()
+        self.io.close()
