@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # OpenMP threads that wait by spinning take the cores from the engine's own threads, all the more on a busy machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+# What runs measure of this busy machine is no profile to keep; the processes of one test run share it.
+os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"))
+os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 

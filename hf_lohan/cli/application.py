@@ -78,6 +78,78 @@ def config(
 
 
 @app.command()
+def doctor(
+    offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    measure: Annotated[
+        bool, typer.Option(help="Measure rates, for some seconds, or read what was measured before.")
+    ] = True,
+    no_cache: Annotated[bool, typer.Option("--no-cache", help="Measure them again.")] = False,
+    output: Annotated[str | None, typer.Option(metavar="H.yaml", help="Also write the measured profile.")] = None,
+) -> None:
+    """Look at this machine and its drives: what is good, what is not, and what to do about it."""
+    with one_line_errors():
+        from hf_lohan.cli.doctor import run_doctor
+
+        run_doctor(offload, as_json=as_json, measure=measure, measure_again=no_cache, output=output)
+
+
+@app.command()
+def plan(
+    model: Annotated[str, typer.Option(metavar="PATH_OR_CONFIG", help="A checkpoint folder or a config.json.")],
+    batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")],
+    seq_len: Annotated[int, typer.Option(metavar="S", help="Tokens in each sequence.")],
+    offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
+    hardware: Annotated[
+        str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
+    ] = None,
+    gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
+    max_grad_norm: Annotated[float, typer.Option(metavar="G", help="As the run will clip; 0: it does not.")] = 1.0,
+    dtype: Annotated[str, typer.Option(help="Of the working weights: auto, bfloat16 or float32.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+    plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
+) -> None:
+    """Say without loading weights what a training step takes on a machine, why, and what would make it faster."""
+    with one_line_errors():
+        from hf_lohan.cli.plan_request import PlanRequest
+        from hf_lohan.cli.planning import run_plan
+
+        request = PlanRequest(
+            model=model,
+            batch_size=batch_size,
+            sequence_length=seq_len,
+            offload=offload,
+            hardware=hardware,
+            num_micro_batches=gradient_accumulation_steps,
+            max_grad_norm=max_grad_norm,
+            dtype=dtype,
+        )
+        run_plan(request, as_json=as_json, plot=plot)
+
+
+@app.command()
+def estimate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder or a config.json.")],
+    batch_size: Annotated[int, typer.Option(metavar="B", help="Sequences in each forward.")] = 8,
+    seq_len: Annotated[int | None, typer.Option(metavar="S", help="Default: 2048, or the model's most.")] = None,
+    offload: Annotated[str, typer.Option(metavar="X", help="lohan (everything automatic) or a YAML file.")] = "lohan",
+    hardware: Annotated[
+        str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
+) -> None:
+    """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
+    with one_line_errors():
+        from hf_lohan.cli.plan_request import PlanRequest
+        from hf_lohan.cli.planning import run_estimate
+
+        request = PlanRequest(
+            model=model, batch_size=batch_size, sequence_length=seq_len, offload=offload, hardware=hardware
+        )
+        run_estimate(request, as_json=as_json)
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],

@@ -14,11 +14,12 @@ from hf_lohan.config.sources import ALL_AUTO, file_named, read_file, unnest
 from hf_lohan.config.ssd_path import SsdPath, ssd_paths
 from hf_lohan.config.value_checks import AUTO, check_choice, check_count, check_number, check_piece_size, check_size
 
-Activations: TypeAlias = Literal["recompute", "keep"]
+Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 OptimizerStateDtype: TypeAlias = Literal["float32"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
+ResidentRecords: TypeAlias = Literal["auto", "none"]
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -38,6 +39,10 @@ class OffloadConfig:
     ssd: tuple[SsdPath, ...] | Literal["auto"] = AUTO
     """Where the store lives: a path, a list of paths or of {path, capacity}; "auto": one the run chooses."""
 
+    resident_records: ResidentRecords = AUTO
+    """Which records have a copy in host memory and are not read from the SSD: "auto" is as many as `cpu_memory`
+    has room for, those first that are read most often; "none" reads all from the SSD."""
+
     optimizer_state_dtype: OptimizerStateDtype = "float32"
     """Type in which `exp_avg` and `exp_avg_sq` are stored."""
 
@@ -50,8 +55,10 @@ class OffloadConfig:
     prefetch_blocks: int | Literal["auto"] = AUTO
     """How many blocks to read ahead of the one that computes; "auto" is 2."""
 
-    activations: Activations = "recompute"
-    """A block's activations: "recompute" drops them and makes them again in backward; "keep" keeps them."""
+    activations: Activations = AUTO
+    """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
+    outputs of its matrix products and attention to host memory and the SSD, and makes only the cheap rest again; "keep"
+    keeps it all on the device; "auto" takes for each what makes the step shortest, once the first step was seen."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
@@ -133,7 +140,7 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `durability` and `clip`."""
+        space), `resident_records`, `activations`, `durability` and `clip`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -150,7 +157,7 @@ class OffloadConfig:
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
-_DECIDED_LATER = ("durability", "clip")
+_DECIDED_LATER = ("resident_records", "activations", "durability", "clip")
 
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
 
@@ -158,6 +165,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gpu_memory": check_size,
     "cpu_memory": check_size,
     "ssd": lambda _name, value: ssd_paths(value),
+    "resident_records": partial(check_choice, allowed=get_args(ResidentRecords)),
     "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
     "io_threads": check_count,
     "io_piece_bytes": check_piece_size,

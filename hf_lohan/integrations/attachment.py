@@ -7,6 +7,7 @@ import logging
 import os
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,6 +15,7 @@ from torch import nn
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, device_for, set_compute_threads, usable_cpus
 from hf_lohan.integrations.model_description import describe_model
+from hf_lohan.integrations.run_plan import RunPlan
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.runtime import (
     OffloadEngine,
@@ -121,11 +123,20 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
             setattr(model, name, functools.partial(_refuse, name, advice))
-    if engine.config.activations == "recompute":
-        enable_recompute(model)
+    if engine.config.activations != "keep":
+        enable_recompute(model, engine)
     _warn_of_slow_bfloat16(engine)
+    _plans[engine] = RunPlan(engine)
     engine.before_first_commit = functools.partial(describe_model, model, engine)
     return engine
+
+
+_plans: WeakKeyDictionary[OffloadEngine, RunPlan] = WeakKeyDictionary()
+
+
+def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
+    """The plan of an engine that was attached to a model."""
+    return _plans.get(engine)
 
 
 _REFUSED_METHODS = {
@@ -144,8 +155,31 @@ def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
     engine.drop_gradients()
 
 
-def enable_recompute(model: nn.Module) -> None:
-    """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once."""
+def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
+    """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once. The engine
+    runs the layers, so that what is not made again goes where the plan says, whoever else enables it later."""
+    for module in model.modules():
+        stock = getattr(module, "_set_gradient_checkpointing", None)
+        if stock is not None:
+            setattr(module, "_set_gradient_checkpointing", _with_layers_run_by(engine, stock))  # noqa: B010 - bound
+    enable_checkpointing(model)
+
+
+def _with_layers_run_by(engine: OffloadEngine, stock: Any) -> Any:
+    """All ways to enable checkpointing go through this method of transformers' models; Trainer's comes after ours."""
+
+    @functools.wraps(stock)  # its signature is looked at
+    def set_checkpointing(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        for module in stock.__self__.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = engine.activations.run_layer
+
+    return set_checkpointing
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Non-reentrant, as transformers does it; a warning where the model cannot."""
     enable: Any = getattr(model, "activation_checkpointing_enable", None)
     if enable is not None:
         enable(activation_checkpointing_kwargs={"use_reentrant": False})

@@ -11,6 +11,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from hf_lohan.integrations.attachment import run_plan_of
 from hf_lohan.profiler import AnonymousMemoryPeak
 from hf_lohan.runtime import OffloadEngine
 from hf_lohan.storage import replace_durably, write_failure
@@ -38,6 +39,8 @@ class RunSummary(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._peak.start()
+        if plan := run_plan_of(self.engine):
+            plan.begin(num_steps=state.max_steps - state.global_step)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
             ssd["path"] = os.path.abspath(ssd["path"])  # read from other working directories, too
@@ -59,8 +62,20 @@ class RunSummary(TrainerCallback):
             "durability": self.engine.tiers.store.durability,
             "num_parameters": self.engine.layout.num_parameters,
             "hardware": self.engine.device.describe(),
+            **self._prediction(),
         }
         self._write(args, SUMMARY_NAME, {**self.figures(), **facts})
+
+    def _prediction(self) -> dict[str, Any]:
+        """What the planner said beside what was measured; None where nothing was planned."""
+        plan = run_plan_of(self.engine)
+        first = plan.first_prediction if plan is not None else None
+        last = plan.plan.prediction if plan is not None and plan.plan is not None else None
+        return {
+            "predicted_step_s": first.step_s if first else None,
+            "corrected_step_s": last.step_s if last else None,
+            "bottleneck": last.bottleneck if last else None,
+        }
 
     def _write(self, args: Any, name: str, content: dict[str, Any]) -> None:
         folder = Path(args.output_dir) / FOLDER
@@ -91,7 +106,9 @@ class RunSummary(TrainerCallback):
             "num_speculated_steps": engine.clip_history.num_speculated,
             "num_redone_steps": engine.clip_history.num_redone,
             "undone_update_s": engine.undone_update_s,
+            "swapped_bytes": engine.activations.swapper.swapped_bytes,
+            "spilled_bytes": engine.activations.swapper.spilled_bytes,
             "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
-            "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes,
+            "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
         }

@@ -32,7 +32,7 @@ def write(path: Path, text: str) -> Path:
 def test_nothing_said_is_all_automatic(source: Any) -> None:
     config = OffloadConfig.load(source)
     assert config == OffloadConfig()
-    assert (config.activations, config.schedule) == ("recompute", "optimized")
+    assert (config.activations, config.schedule) == ("auto", "optimized")
     assert config.optimizer_state_dtype == "float32"
     assert not config.is_resolved
 
@@ -110,7 +110,7 @@ def test_a_key_like_no_other_lists_what_is_known() -> None:
         ("cpu_threads", 2.0, "whole number"),
         ("prefetch_blocks", True, "whole number"),
         ("io_piece_bytes", 5000, "multiple of 4096"),
-        ("activations", "drop", "'recompute' or 'keep'"),
+        ("activations", "drop", "'auto' or 'recompute' or 'swap' or 'keep'"),
         ("schedule", "fast", "'optimized' or 'naive' or 'serial'"),
         ("schedule", ["naive"], "'optimized'"),
         ("optimizer_state_dtype", "bfloat16", "'float32'"),
@@ -209,7 +209,7 @@ def test_a_config_does_not_change() -> None:
 def test_describe_is_a_table_in_human_units() -> None:
     config = OffloadConfig.load(ssd=["/a", {"path": "/b", "capacity": "2TiB"}]).resolve(**MACHINE)
     lines = config.describe().splitlines()
-    assert lines[0] == "offload config" and len(lines) == 1 + 14
+    assert lines[0] == "offload config" and len(lines) == 1 + len(config.to_dict()) + 1  # the second path has its own
     assert "  gpu_memory             19.2 GiB" in lines
     assert "  ssd                    /a (free space)" in lines
     assert "                         /b (at most 2 TiB)" in lines

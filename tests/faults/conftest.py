@@ -22,14 +22,14 @@ def fork_server() -> None:
 
 @pytest.fixture(scope="session")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Run], Outcome]:
-    """What a run comes to if nothing happens to it, wherever its folders are."""
+    """What a run comes to if nothing happens to it, wherever its folders are and whatever RAM it has."""
     known: dict[Run, Outcome] = {}
 
     def outcome_of(run: Run) -> Outcome:
         folder = tmp_path_factory.mktemp("undisturbed")
-        kind = replace(run, output_dir=Path(), beside=Path(), ssd="auto")
+        kind = replace(run, output_dir=Path(), beside=Path(), ssd=Run.ssd, cpu_memory=Run.cpu_memory)
         if kind not in known:
-            finish(replace(run, output_dir=folder / "out", beside=folder))
+            finish(replace(kind, output_dir=folder / "out", beside=folder))
             known[kind] = read_outcome(folder)
             assert len(known[kind].rows) == run.num_steps
         return known[kind]

@@ -34,7 +34,7 @@ PRELOADED = (LlamaForCausalLM, OPTForCausalLM, hf_lohan.Trainer)
 tqdm.get_lock()  # else each process makes a semaphore, which a killed one leaves behind
 
 NUM_ROWS = 64
-SMALL_BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
+SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
 OUTCOME_NAME = "outcome.safetensors"
 FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
 
@@ -46,11 +46,14 @@ class Run:
     output_dir: Path = Path()
     beside: Path = Path()
     ssd: str = "auto"
+    cpu_memory: str = "4MiB"
+    """With 4 MiB no record has a copy in it, with 7 MiB most have, with 64 MiB all."""
     family: Literal["llama", "opt"] = "llama"
     num_layers: int = 2
     num_steps: int = 12
     save_steps: int = 0
     resume: bool | str = "last_step"
+    activations: Literal["recompute", "swap"] = "recompute"
     insists: bool = False
     """Resume even if there is nothing to resume from."""
 
@@ -141,7 +144,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(NUM_ROWS)]
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
     model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
-    offload = {**SMALL_BUDGETS, "ssd": run.ssd}
+    offload = {**SMALL_BUDGETS, "cpu_memory": run.cpu_memory, "ssd": run.ssd, "activations": run.activations}
     trainer = hf_lohan.Trainer(model, arguments, train_dataset=rows, offload=offload, callbacks=[callback])
     trainer.remove_callback(PrinterCallback)  # its lines would hide those of a failure
     return trainer

@@ -1,0 +1,138 @@
+"""`lohan doctor`: what this machine is good for, line by line, and what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_lohan.cli.rate_verdicts import rate_checks
+from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for, usable_cpus
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.profiler import (
+    MatrixShape,
+    MeasuringEffort,
+    cached_hardware,
+    examine_machine,
+    examine_path,
+    write_hardware,
+)
+
+SHAPES = (
+    MatrixShape(4096, 4096, 4096, count=2),
+    MatrixShape(4096, 4096, 1024, count=2),
+    MatrixShape(4096, 4096, 14336, count=2),
+    MatrixShape(4096, 14336, 4096),
+)
+"""Where no model says which: those of a layer of Llama 3 8B."""
+DTYPE = torch.bfloat16
+EFFORT = MeasuringEffort()
+_STYLES = {
+    Verdict.GOOD: "green",
+    Verdict.COULD_BE_BETTER: "yellow",
+    Verdict.BAD: "bold red",
+    Verdict.NOT_KNOWN: "dim",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Examination:
+    """All lines, and the profile where rates were measured."""
+
+    checks: tuple[Check, ...]
+    hardware: HardwareProfile | None
+
+    def to_json(self) -> dict[str, Any]:
+        """In JSON's types."""
+        return {
+            "checks": [{**asdict(check), "verdict": check.verdict.value} for check in self.checks],
+            "hardware": self.hardware.to_mapping() if self.hardware is not None else None,
+        }
+
+
+def run_doctor(offload: str, *, as_json: bool, measure: bool, measure_again: bool, output: str | None) -> None:
+    """Examine and print; `output` names a file for the profile. Raises ValueError or OSError for what the user has to
+    change: a bad config, or a profile asked for where none was measured."""
+    if output is not None and not measure:
+        raise ValueError(f"--output {output} needs measured rates; leave --no-measure out")
+    with Console(stderr=True).status("measuring") if measure else nullcontext():
+        examination = examine(offload, measure=measure, measure_again=measure_again)
+    if as_json:
+        typer.echo(json.dumps(examination.to_json(), indent=2))
+    else:
+        print_tables(examination)
+    if output is not None:
+        if examination.hardware is None:
+            raise ValueError(f"nothing was written to {output}: {examination.checks[-1].value}")
+        write_hardware(output, examination.hardware)
+
+
+def examine(offload: str, *, measure: bool = True, measure_again: bool = False) -> Examination:
+    """Look at this machine with an offload config. What cannot be measured is a line too, not an error.
+
+    `measure` takes seconds, unless a profile is in the cache; `measure_again` overlooks that. Where `ssd` is "auto",
+    its folder in the present directory stands for that in a run's output directory. Raises ConfigError.
+    """
+    config, device = resolved(offload)
+    assert config.ssd != "auto"
+    checks = machine_checks(examine_machine(config, device))
+    for ssd in config.ssd:
+        checks += path_checks(examine_path(ssd.path, ssd.capacity))
+    hardware = None
+    if measure:
+        try:
+            hardware = cached_hardware(
+                config, device, matrix_shapes=SHAPES, dtype=DTYPE, effort=EFFORT, measure_again=measure_again
+            )
+            checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."))
+        except (OSError, ValueError) as error:
+            advice = "see to what is bad with the paths"
+            checks.append(Check("measured rates", f"none: {error}", Verdict.BAD, advice))
+    return Examination(tuple(checks), hardware)
+
+
+def resolved(offload: str) -> tuple[OffloadConfig, Device]:
+    """The config as a run started here and now would resolve it, and its device. Raises ConfigError."""
+    asked = OffloadConfig.load(offload)
+    device = device_for(default_torch_device())
+    config = asked.resolve(
+        host_memory_bytes=available_host_memory_bytes(),
+        device_memory_bytes=device.total_memory_bytes(),
+        num_cpus=usable_cpus(),
+        default_ssd_path="_lohan/store",
+    )
+    return config, device
+
+
+def print_tables(examination: Examination, console: Console | None = None) -> None:
+    """The machine's lines, those of each path, and one line on the whole."""
+    console = console or Console()
+    subjects = dict.fromkeys(check.subject for check in examination.checks)
+    for subject in subjects:
+        console.print(Text(subject or "this machine", style="bold"), soft_wrap=True)
+        console.print(_table([check for check in examination.checks if check.subject == subject]))
+    num_bad = sum(check.verdict is Verdict.BAD for check in examination.checks)
+    num_better = sum(check.verdict is Verdict.COULD_BE_BETTER for check in examination.checks)
+    console.print(Text(f"{len(examination.checks)} checks: {num_bad} bad, {num_better} could be better"))
+
+
+def _table(checks: Sequence[Check]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
+    for column, ratio in (("check", 4), ("found", 6), ("verdict", None), ("what to do", 7)):
+        width = max(len(verdict.value) for verdict in Verdict) if ratio is None else None
+        table.add_column(column, overflow="fold", ratio=ratio, width=width)
+    for check in checks:
+        verdict = Text(check.verdict.value, style=_STYLES[check.verdict])
+        table.add_row(Text(check.name), Text(check.value), verdict, Text(check.advice))
+    return table

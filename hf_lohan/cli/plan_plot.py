@@ -1,0 +1,136 @@
+"""A plan as a picture: step time against swapped bytes (LoHan, Fig. 9b), and how busy each resource is in one step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_lohan.cli.plan_report import count, machine, seconds
+from hf_lohan.cli.plan_request import PlannedRun
+from hf_lohan.cli.plan_resources import Resource, bottleneck_label, resources_of
+from hf_lohan.planner import sweep_swapped_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+_FORWARD, _BACKWARD, _BOUND, _GRID, _TEXT = "#6ba3d6", "#a8d0ec", "#ef7a72", "#dddddd", "#333333"
+_BYTES_PER_GB = 1e9
+_LABELLED_SHARE = 0.12
+"""Of the step: a shorter bar has no room for a word."""
+
+
+def plot_plan(planned: PlannedRun, path: str | Path) -> None:
+    """Write the picture; the ending of `path` says in which format. Raises ValueError where that cannot be done."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib; pip install 'hf-lohan[plot]'") from None
+    figure = Figure(figsize=(12, 4.8), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
+    _sweep(left, planned)
+    _lanes(right, planned)
+    profile = planned.profile
+    figure.suptitle(
+        f"{planned.model_class}, {count(profile.num_params)} parameters, "
+        f"{profile.batch_size} x {profile.sequence_length} tokens\n{machine(planned.hardware)}",
+        fontsize=10,
+        color=_TEXT,
+        x=0.01,
+        ha="left",
+    )
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise ValueError(f"--plot {str(path)!r}: {error}") from None
+
+
+def _sweep(axes: Axes, planned: PlannedRun) -> None:
+    setup = replace(planned.setup, clip=planned.plan.clip)  # updates that move to another phase would hide the rest
+    plans = sweep_swapped_bytes(planned.profile, planned.hardware, setup)
+    steps = [plan.prediction for plan in plans]
+    swapped = [step.swapped_bytes / _BYTES_PER_GB for step in steps]
+    best = planned.plan.prediction
+    axes.set_title("What to swap, what to make again", loc="left", fontsize=11, color=_TEXT)
+    if len(plans) == 1:
+        axes.set_axis_off()
+        text = f"There is nothing to choose: {best.swapped_bytes / _BYTES_PER_GB:.3g} GB are swapped."
+        axes.text(0.5, 0.5, text, ha="center", color=_TEXT, transform=axes.transAxes)
+        return
+    lines = (
+        ("step", [step.step_s for step in steps], _TEXT, 2.2),
+        ("backward", [step.backward_s for step in steps], _BACKWARD, 1.8),
+        ("forward", [step.forward_s for step in steps], _FORWARD, 1.8),
+    )
+    for label, values, color, width in lines:
+        axes.plot(swapped, values, color=color, linewidth=width)
+        axes.annotate(label, (swapped[0], values[0]), (0, 7), textcoords="offset points", color=color, weight="bold")
+    axes.plot([best.swapped_bytes / _BYTES_PER_GB], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3)
+    axes.annotate(
+        f"the plan: {seconds(best.step_s)}",
+        (best.swapped_bytes / _BYTES_PER_GB, best.step_s),
+        xytext=(0, -20),
+        textcoords="offset points",
+        ha=_side(best.swapped_bytes / _BYTES_PER_GB, swapped),
+        color=_BOUND,
+        weight="bold",
+    )
+    axes.set_ylim(bottom=0, top=1.15 * max(step.step_s for step in (*steps, best)))
+    axes.set_xlabel("activations swapped (GB)")
+    axes.set_ylabel("predicted seconds")
+    _clean(axes, grid="both")
+
+
+def _side(x: float, all_x: list[float]) -> str:
+    """Keeps a label inside the picture."""
+    width = max(all_x) - min(all_x)
+    position = (x - min(all_x)) / width if width else 0.5
+    return "left" if position < 0.25 else "right" if position > 0.75 else "center"
+
+
+def _lanes(axes: Axes, planned: PlannedRun) -> None:
+    step = planned.plan.prediction
+    resources = resources_of(planned)
+    for row, resource in enumerate(resources):
+        _bars(axes, row, resource, planned)
+    for phase_s, label_s, alignment, name in (
+        (step.forward_s, 0.0, "left", "forward"),
+        (step.backward_s, step.step_s, "right", "backward"),
+    ):
+        label = axes.text(label_s, -0.8, f" {name} {seconds(phase_s)} ", ha=alignment, va="center")
+        label.set(color=_TEXT, weight="bold", backgroundcolor="white")
+    for end_s in (step.forward_s, step.step_s):
+        axes.axvline(end_s, color=_TEXT, linewidth=1, linestyle=(0, (4, 3)), zorder=0)
+    axes.set_yticks(range(len(resources)), [resource.label for resource in resources])
+    axes.set_ylim(len(resources) - 0.4, -1.2)
+    axes.set_xlim(0, 1.02 * step.step_s)
+    axes.set_xlabel("seconds")
+    title = f"Who is busy how long in one step, bound by {bottleneck_label(step.bottleneck)} (red)"
+    axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
+    _clean(axes, grid="x")
+
+
+def _bars(axes: Axes, row: int, resource: Resource, planned: PlannedRun) -> None:
+    """One resource's work, end to end from where each phase begins; labelled where there is more than one kind."""
+    step = planned.plan.prediction
+    phases = (
+        ([work.forward_s for work in resource.work], 0.0, step.forward_bottleneck, _FORWARD),
+        ([work.backward_s for work in resource.work], step.forward_s, step.backward_bottleneck, _BACKWARD),
+    )
+    for busy_s, start_s, bound_by, color in phases:
+        color = _BOUND if bound_by in resource.bottlenecks else color
+        for number, (work, work_s) in enumerate(zip(resource.work, busy_s, strict=True)):
+            if not work_s:
+                continue
+            opacity = 1 - 0.35 * (number % 2)
+            axes.barh(row, work_s, left=start_s, height=0.62, color=color, alpha=opacity, edgecolor="white")
+            if len(resource.work) > 1 and work_s > _LABELLED_SHARE * step.step_s:
+                axes.text(start_s + work_s / 2, row, work.label, ha="center", va="center", color=_TEXT, fontsize=9)
+            start_s += work_s
+
+
+def _clean(axes: Axes, *, grid: Any) -> None:
+    axes.grid(axis=grid, color=_GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(colors=_TEXT)

@@ -1,0 +1,185 @@
+"""A plan for people: what the step takes and why, what lies where, what would make it faster."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from hf_lohan.cli.plan_request import PlannedRun
+from hf_lohan.cli.plan_resources import bottleneck_label, resources_of
+from hf_lohan.config import format_bytes
+from hf_lohan.planner import HardwareProfile, drive_life, what_hardware_buys
+
+_BAR_WIDTH = 20
+_WORTH_BUYING = 1.01
+
+
+def print_plan(planned: PlannedRun, console: Console) -> None:
+    """The whole plan."""
+    console.print(heading(planned), soft_wrap=True)
+    console.print()
+    console.print(summary(planned), soft_wrap=True)
+    for table in (_resources(planned), _tiers(planned), _activations(planned)):
+        console.print()
+        console.print(table)
+    console.print()
+    for line in (*_records(planned), *_wear(planned), *_notes(planned)):
+        console.print(line, soft_wrap=True)
+    console.print()
+    console.print(_purchases(planned))
+
+
+def heading(planned: PlannedRun) -> Text:
+    """Model, batch and machine."""
+    profile, hardware = planned.profile, planned.hardware
+    dtype = str(planned.dtype).removeprefix("torch.")
+    num_micro_batches = planned.setup.num_micro_batches
+    accumulated = f", {num_micro_batches} accumulated" if num_micro_batches > 1 else ""
+    return Text.assemble(
+        (planned.model_class, "bold"),
+        f", {count(profile.num_params)} parameters, {dtype}; "
+        f"batch {profile.batch_size} x {profile.sequence_length} tokens{accumulated}\n",
+        machine(hardware),
+    )
+
+
+def machine(hardware: HardwareProfile) -> str:
+    """One line on the hardware."""
+    reads, writes = hardware.ssd_read_bytes_per_s / 1e9, hardware.ssd_write_bytes_per_s / 1e9
+    drives = "1 SSD" if len(hardware.ssd) == 1 else f"{len(hardware.ssd)} SSDs"
+    return (
+        f"{hardware.device.name or 'a device'}, {format_bytes(hardware.device.memory_bytes)}; "
+        f"{format_bytes(hardware.cpu.memory_bytes)} RAM; {drives}, {format_bytes(hardware.ssd_capacity_bytes)}, "
+        f"reads {reads:.3g} GB/s, writes {writes:.3g} GB/s"
+    )
+
+
+def summary(planned: PlannedRun) -> Text:
+    """The step in one line."""
+    step = planned.plan.prediction
+    return Text.assemble(
+        (f"{seconds(step.step_s)} a step", "bold"),
+        f", {step.tokens_per_s:.4g} tokens/s, {step.tflops:.4g} TFLOP/s, bound by ",
+        (bottleneck_label(step.bottleneck), "bold yellow"),
+    )
+
+
+def seconds(value: float) -> str:
+    """Three digits, in a unit that suits."""
+    if value < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
+
+
+def count(number: float) -> str:
+    """1234567 -> "1.23 million"."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:.0f}"
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index == 0 else "right", no_wrap=True)
+    return table
+
+
+def _resources(planned: PlannedRun) -> Table:
+    step = planned.plan.prediction
+    table = _table("seconds busy", "forward", "backward")
+    table.add_column("share of the step", justify="left", no_wrap=True)
+    for resource in resources_of(planned):
+        share = min(1.0, (resource.forward_s + resource.backward_s) / step.step_s)
+        style = "yellow" if step.bottleneck in resource.bottlenecks else "cyan"
+        bar = Text("█" * round(share * _BAR_WIDTH), style=style) + Text(f" {100 * share:.0f}%")
+        table.add_row(resource.label, _figure(resource.forward_s), _figure(resource.backward_s), bar)
+        for work in resource.work if len(resource.work) > 1 else ():
+            table.add_row(f"  {work.label}", _figure(work.forward_s), _figure(work.backward_s), style="dim")
+    table.add_section()
+    table.add_row("all, at once", _figure(step.forward_s), _figure(step.backward_s), style="bold")
+    bounds = bottleneck_label(step.forward_bottleneck), bottleneck_label(step.backward_bottleneck)
+    table.add_row("bound by", *bounds, style="yellow")
+    return table
+
+
+def _figure(value: float) -> str:
+    return "-" if value == 0 else f"{value:.3g}"
+
+
+def _tiers(planned: PlannedRun) -> Table:
+    setup, hardware = planned.setup, planned.hardware
+    limits = {
+        "gpu": hardware.device.memory_bytes,
+        "cpu": setup.cpu_memory_bytes,
+        "ssd": setup.ssd_capacity_bytes or hardware.ssd_capacity_bytes,
+    }
+    names = {"gpu": "device", "cpu": "RAM", "ssd": "SSDs"}
+    table = _table("bytes on", "in all", "of")
+    table.add_column("for", justify="left")
+    for tier, parts in planned.plan.prediction.tier_bytes.items():
+        shown = ", ".join(f"{part.replace('_', ' ')} {format_bytes(size)}" for part, size in parts.items() if size)
+        table.add_row(names[tier], format_bytes(sum(parts.values())), format_bytes(limits[tier]), shown)
+    return table
+
+
+def _activations(planned: PlannedRun) -> Table:
+    step = planned.plan.prediction
+    forward_flops = planned.setup.num_micro_batches * planned.profile.flops
+    table = _table("activations", "")
+    table.add_row("kept on the device", format_bytes(step.kept_bytes))
+    table.add_row("swapped to RAM", format_bytes(step.swapped_bytes - step.spilled_bytes))
+    table.add_row("swapped to the SSDs", format_bytes(step.spilled_bytes))
+    table.add_row("made again in backward", f"{100 * step.recomputed_flops / forward_flops:.3g}% of forward's FLOPs")
+    return table
+
+
+def _records(planned: PlannedRun) -> Iterable[str]:
+    num_blocks = len(planned.profile.blocks)
+    weights, states = (len(planned.plan.resident.get(kind, ())) for kind in ("param", "states"))
+    if weights or states:
+        yield f"In RAM stay the weights of {weights} and the optimizer states of {states} of {num_blocks} blocks."
+
+
+def _wear(planned: PlannedRun) -> Iterable[str]:
+    step = planned.plan.prediction
+    written = format_bytes(step.ssd_write_bytes_per_step)
+    life = drive_life(planned.hardware, step)
+    if life is None:
+        yield f"A step writes {written} to the SSDs."
+    else:
+        yield f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {life.days:.3g} days on end."
+    if planned.setup.durability == "checkpoint":
+        yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
+
+
+def _notes(planned: PlannedRun) -> Iterable[Text]:
+    if planned.in_memory.fits:
+        yield Text(without_offloading(planned), style="bold green")
+    for warning in planned.plan.warnings:
+        yield Text(f"warning: {warning}", style="yellow")
+
+
+def without_offloading(planned: PlannedRun) -> str:
+    """Whether it trains in the device's memory alone."""
+    fit = planned.in_memory
+    needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
+    if not fit.fits:
+        return f"Without offloading it does not fit: {needed} of device memory."
+    how = ", its activations recomputed" if fit.activations == "recompute" else ""
+    return f"It fits without offloading ({needed} of device memory{how}): train it without, nothing needs to move."
+
+
+def _purchases(planned: PlannedRun) -> Table:
+    table = _table("what would change it", "a step", "faster")
+    for change in what_hardware_buys(planned.profile, planned.hardware, planned.setup):
+        if change.plan.fits and change.speedup >= _WORTH_BUYING:
+            table.add_row(change.description, seconds(change.step_s), f"{change.speedup:.2f} x")
+    if not table.rows:
+        table.add_row("nothing that one could buy", "", "")
+    return table

@@ -1,0 +1,71 @@
+"""`lohan plan` and `lohan estimate`: plan, print, and refuse what cannot fit."""
+
+from __future__ import annotations
+
+import json
+
+import typer
+from rich.console import Console
+
+from hf_lohan.cli.plan_report import heading, print_plan, seconds, summary, without_offloading
+from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
+from hf_lohan.config import format_bytes
+from hf_lohan.planner import BudgetError
+
+_LABEL_WIDTH = 10
+
+
+def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
+    """Plan and print. Raises ValueError for bad values, and BudgetError, naming the smallest change that would help,
+    if nothing fits; `as_json` prints what is known also then."""
+    planned = _planned(request, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(planned.to_mapping(), indent=2))
+    planned.plan.check()
+    if not as_json:
+        print_plan(planned, Console())
+    if plot is not None:
+        from hf_lohan.cli.plan_plot import plot_plan
+
+        plot_plan(planned, plot)
+
+
+def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
+    """Print in a few lines whether it fits, how long a step is and what it needs. Raises as `run_plan`."""
+    planned = _planned(request, as_json=as_json)
+    if as_json:
+        typer.echo(json.dumps(planned.to_mapping(), indent=2))
+    planned.plan.check()
+    if not as_json:
+        _print_estimate(planned, Console())
+
+
+def _planned(request: PlanRequest, *, as_json: bool) -> PlannedRun:
+    try:
+        return plan_run(request)
+    except BudgetError as error:
+        if as_json:
+            typer.echo(json.dumps({"fits": False, "refusal": str(error)}, indent=2))
+        raise
+
+
+def _print_estimate(planned: PlannedRun, console: Console) -> None:
+    step = planned.plan.prediction
+    needs = [
+        f"{format_bytes(sum(parts.values()))} of {name}"
+        for name, parts in zip(
+            ("device memory", "RAM", "SSD"), (step.tier_bytes[tier] for tier in ("gpu", "cpu", "ssd")), strict=True
+        )
+    ]
+    console.print(heading(planned), soft_wrap=True)
+    console.print(summary(planned), soft_wrap=True)
+    for label, text in (
+        ("forward", seconds(step.forward_s)),
+        ("backward", seconds(step.backward_s)),
+        ("fits", f"yes, offloaded, in {', '.join(needs)}"),
+        ("writes", f"{format_bytes(step.ssd_write_bytes_per_step)} to the SSDs a step"),
+    ):
+        console.print(f"{label:<{_LABEL_WIDTH}}{text}", soft_wrap=True)
+    console.print(without_offloading(planned), soft_wrap=True)
+    for warning in planned.plan.warnings:
+        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)

@@ -1,0 +1,193 @@
+"""What the planner says against what happens: predicted and measured step times, and a sweep over what is swapped.
+
+    python scripts/bench_planner.py                     # three batches: bound by the SSD, in between, bound by compute
+    python scripts/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
+
+For each batch one engine runs under `activations: auto`: it measures the hardware if that is not known, plans after its
+first step, and corrects the plan once after its fourth. Its step time is then measured and stands beside both
+predictions. After that the same engine is made to follow other plans, from recomputing everything to swapping
+everything, in turns (A B C A B C ...); medians are quoted, and the planner's own choice is one of them.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench_step import Shape, offloaded_step, timed
+from rich.console import Console
+from rich.table import Table
+
+from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.integrations.attachment import offload_model, run_plan_of
+from hf_lohan.planner import OffloadPlan, plan_offload, sweep_swapped_bytes
+from hf_lohan.runtime import OffloadEngine
+
+STEPS_PER_TURN = 3
+STEPS_UNTIL_CORRECTED = 5
+BATCHES = ((1, 32), (1, 256), (2, 256))
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A plan to follow."""
+
+    name: str
+    plan: OffloadPlan
+
+    @property
+    def swapped_bytes(self) -> int:
+        return int(self.plan.prediction.swapped_bytes)
+
+
+def turn_s(engine: OffloadEngine, step: Any, device: str) -> float:
+    """Seconds a step, of some in a row and all that they left to be done."""
+
+    def steps() -> None:
+        for _ in range(STEPS_PER_TURN):
+            step()
+        engine.settle()
+
+    return timed(device, steps) / STEPS_PER_TURN
+
+
+def contenders_of(engine: OffloadEngine, num_points: int) -> list[Contender]:
+    """The planner's choice, and the row of forced ones."""
+    run = run_plan_of(engine)
+    assert run is not None and run.plan is not None and run.model is not None and run.hardware is not None
+    setup = replace(run.setup(), activations="auto")
+    forced = sweep_swapped_bytes(run.model, run.hardware, setup, num_points)
+    chosen = plan_offload(run.model, run.hardware, setup)
+    recompute = plan_offload(run.model, run.hardware, replace(setup, activations="recompute"))
+    swap = plan_offload(run.model, run.hardware, replace(setup, activations="swap"))
+    named = {"planned": chosen, "recompute": recompute, "swap": swap}
+    named |= {f"forced {format_bytes(int(plan.prediction.swapped_bytes))}": plan for plan in forced}
+    return [Contender(name, plan) for name, plan in named.items()]
+
+
+def measure_shape(
+    shape: Shape, settings: Mapping[str, Any], folder: Path, *, device: str, num_turns: int, num_points: int
+) -> dict[str, Any]:
+    config = OffloadConfig.load({**settings, "ssd": str(folder), "activations": "auto"})
+    engine = offload_model(shape.model(), config, torch_device=device, default_ssd_path=folder)
+    run = run_plan_of(engine)
+    assert run is not None
+    run.begin(num_steps=1000)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
+    step = offloaded_step(engine, {"input_ids": ids.to(device), "labels": ids.to(device)}, 1.0)
+    try:
+        for _ in range(STEPS_UNTIL_CORRECTED):
+            step()
+        engine.settle()
+        engine.after_step = lambda: None
+        assert run.first_prediction is not None and run.plan is not None
+        contenders = contenders_of(engine, num_points)
+        times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        backward: dict[str, list[float]] = {contender.name: [] for contender in contenders}
+        for _ in range(num_turns):
+            for contender in contenders:
+                engine.activation_memory.place(contender.plan.activations)
+                step()  # the first under another plan
+                engine.settle()
+                times[contender.name].append(turn_s(engine, step, device))
+                backward[contender.name].append(engine.last_backward_s)
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        backward_s = {name: statistics.median(values) for name, values in backward.items()}
+        return {
+            "batch": [shape.batch_size, shape.sequence_length],
+            "first_prediction": run.first_prediction.to_mapping(),
+            "corrected_prediction": run.plan.prediction.to_mapping(),
+            "measured_step_s": medians["planned"],
+            "first_error": run.first_prediction.step_s / medians["planned"] - 1,
+            "corrected_error": run.plan.prediction.step_s / medians["planned"] - 1,
+            "swapped_bytes": {contender.name: contender.swapped_bytes for contender in contenders},
+            "predicted_s": {contender.name: contender.plan.prediction.step_s for contender in contenders},
+            "step_s": medians,
+            "step_s_all": times,
+            "backward_s": backward_s,
+            "planned_over_best": medians["planned"] / min(medians.values()),
+            "backward_swap_over_recompute": backward_s["swap"] / backward_s["recompute"],
+            "hardware": engine.device.describe(),
+        }
+    finally:
+        engine.close()
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    console = Console()
+    table = Table(title="predicted and measured seconds a step")
+    for heading in ("batch", "bound by", "first", "corrected", "measured", "error", "corrected", "planned / best"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        table.add_row(
+            "{} x {}".format(*result["batch"]),
+            result["corrected_prediction"]["bottleneck"],
+            f"{result['first_prediction']['step_s']:.3f}",
+            f"{result['corrected_prediction']['step_s']:.3f}",
+            f"{result['measured_step_s']:.3f}",
+            f"{result['first_error']:+.1%}",
+            f"{result['corrected_error']:+.1%}",
+            f"{result['planned_over_best']:.3f}",
+        )
+    console.print(table)
+    for result in results:
+        sweep = Table(title="batch {} x {}: what is swapped, and what that takes".format(*result["batch"]))
+        for heading in ("plan", "swapped", "predicted", "measured", "backward"):
+            sweep.add_column(heading, justify="right")
+        for name in sorted(result["step_s"], key=lambda name: result["swapped_bytes"][name]):
+            sweep.add_row(
+                name,
+                format_bytes(result["swapped_bytes"][name]),
+                f"{result['predicted_s'][name]:.3f} s",
+                f"{result['step_s'][name]:.3f} s",
+                f"{result['backward_s'][name]:.3f} s",
+            )
+        console.print(sweep)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    hidden: int = 1024,
+    layers: int = 8,
+    intermediate: int = 4096,
+    vocabulary: int = 8192,
+    bf16: bool = False,
+    batch: Annotated[list[str] | None, typer.Option(help="such as 2x256; may be given several times")] = None,
+    cpu_memory: str = "1GiB",
+    gpu_memory: str = "512MiB",
+    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each plan")] = 3,
+    num_points: Annotated[int, typer.Option(help="forced amounts to swap")] = 4,
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+) -> None:
+    """Measure, print tables, and write JSON."""
+    batches = [tuple(int(size) for size in one.split("x")) for one in batch] if batch else BATCHES
+    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "clip": "defer"}
+    results = []
+    for batch_size, sequence_length in batches:
+        shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
+        folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
+        try:
+            results.append(
+                measure_shape(shape, settings, folder, device=device, num_turns=num_turns, num_points=num_points)
+            )
+        finally:
+            if store is None:
+                shutil.rmtree(folder, ignore_errors=True)
+    show(results)
+    if output is not None:
+        shape_facts = asdict(Shape(hidden, layers, intermediate, vocabulary, 0, 0, bf16))
+        output.write_text(json.dumps({"shape": shape_facts, **settings, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)

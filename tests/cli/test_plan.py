@@ -1,0 +1,281 @@
+"""`lohan plan` and `lohan estimate`: what they print, what they refuse, and LoHan's own table."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from click.testing import Result
+from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
+from typer.testing import CliRunner
+
+import hf_lohan.cli.plan_request as plan_request
+from hf_lohan.cli import app
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.profiler import read_hardware
+from hf_lohan.testing.models import tiny_config
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+PAPER = CONFIGS / "hardware" / "rtx4090_p5510.yaml"
+PAPERS_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
+KEYS = {
+    *("step_s", "forward_s", "backward_s", "bottleneck", "tflops", "swapped_bytes", "spilled_bytes"),
+    *("recomputed_flops", "fits", "tier_bytes", "ssd_write_bytes_per_step"),
+}
+
+runner = CliRunner()
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> str:
+    tiny_config("llama").save_pretrained(tmp_path / "tiny")
+    return str(tmp_path / "tiny")
+
+
+@pytest.fixture
+def model_13b(tmp_path: Path) -> str:
+    """LoHan's."""
+    OPTConfig(
+        hidden_size=5120,
+        word_embed_proj_dim=5120,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        ffn_dim=20480,
+        vocab_size=50257,
+        max_position_embeddings=2048,
+    ).save_pretrained(tmp_path / "13b")
+    return str(tmp_path / "13b")
+
+
+def hardware_file(path: Path, **changes: Any) -> str:
+    """The paper's machine with some of its keys changed; a mapping changes only its own keys."""
+    values = yaml.safe_load(PAPER.read_text())
+    for key, value in changes.items():
+        values[key] = {**values[key], **value} if isinstance(value, dict) else value
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def drives(num: int, **changes: Any) -> list[dict[str, Any]]:
+    return [{**yaml.safe_load(PAPER.read_text())["ssd"][0], "count": num, **changes}]
+
+
+def plan(model: str, *options: object, batch_size: int = 64, seq_len: int = 1024) -> Result:
+    sizes = ["--batch-size", str(batch_size), "--seq-len", str(seq_len)]
+    return runner.invoke(app, ["plan", "--model", model, *sizes, *map(str, options)])
+
+
+def planned(model: str, *options: object, **sizes: int) -> dict[str, Any]:
+    result = plan(model, *options, "--json", **sizes)
+    assert result.exit_code == 0, result.stderr
+    values: dict[str, Any] = json.loads(result.stdout)
+    return values
+
+
+def test_the_papers_table(model_13b: str, tmp_path: Path) -> None:
+    """LoHan keeps all state on the SSDs."""
+    all_on_ssd = tmp_path / "lohan.yaml"
+    all_on_ssd.write_text("resident_records: none\nactivations: auto\n")
+    errors = []
+    for num_drives, tflops in PAPERS_TFLOPS.items():
+        hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(num_drives))
+        values = planned(model_13b, "--hardware", hardware, "--offload", all_on_ssd)
+        errors.append(abs(values["tflops"] / tflops - 1))
+    assert max(errors) < 0.15
+    assert math.fsum(errors) / len(errors) < 0.08
+
+
+def test_json_has_every_figure(model_13b: str) -> None:
+    values = planned(model_13b, "--hardware", PAPER)
+    assert values.keys() >= KEYS
+    assert values["step_s"] == pytest.approx(values["forward_s"] + values["backward_s"])
+    assert values["fits"] is True
+    assert values["fits_without_offloading"] is False
+    assert values["refusal"] is None
+    assert values["tier_bytes"].keys() == {"gpu", "cpu", "ssd"}
+    assert 0 < sum(values["tier_bytes"]["gpu"].values()) <= 24e9
+    assert sum(values["tier_bytes"]["cpu"].values()) <= 768e9 * 0.6
+    assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 64 * 1024, rel=0.05), "6 for each weight and token"
+
+
+def test_tables_say_what_binds_and_what_would_help(model_13b: str) -> None:
+    result = plan(model_13b, "--hardware", PAPER)
+    assert result.exit_code == 0, result.stderr
+    for text in (
+        "OPTForCausalLM, 12.9 billion parameters, bfloat16; batch 64 x 1024 tokens",
+        "bound by the SSDs",
+        "tokens/s",
+        "forward",
+        "backward",
+        "writing",
+        "working set",
+        "% of forward's FLOPs",
+        "they last",
+        "one more SSD like the first",
+    ):
+        assert text in result.stdout
+    assert "fits without offloading" not in result.stdout
+
+
+def test_a_model_that_fits_is_told_so(tiny: str) -> None:
+    result = plan(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)
+    assert "It fits without offloading" in result.stdout
+    assert planned(tiny, "--hardware", PAPER, batch_size=1, seq_len=16)["fits_without_offloading"] is True
+
+
+def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
+    one, four = (planned(model_13b, "--hardware", PAPER, "--gradient-accumulation-steps", n) for n in (1, 4))
+    assert four["num_tokens"] == 4 * one["num_tokens"]
+    assert planned(model_13b, "--hardware", PAPER, "--max-grad-norm", 0)["clip"] == "none"
+    assert one["clip"] in ("defer", "speculate")
+    float32 = planned(model_13b, "--hardware", PAPER, "--dtype", "float32", batch_size=16)
+    bfloat16 = planned(model_13b, "--hardware", PAPER, batch_size=16)
+    assert float32["tier_bytes"]["gpu"]["slots"] == 2 * bfloat16["tier_bytes"]["gpu"]["slots"]
+    offload = tmp_path / "offload.yaml"
+    offload.write_text("gpu_memory: 12GB\ncpu_memory: 100GB\ndurability: checkpoint\n")
+    values = planned(model_13b, "--hardware", PAPER, "--offload", offload)
+    assert sum(values["tier_bytes"]["cpu"].values()) <= 100e9
+    assert values["durability"] == "checkpoint"
+
+
+def test_one_version_of_the_state_where_two_do_not_fit(model_13b: str, tmp_path: Path) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
+    assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"
+    assert planned(model_13b, "--hardware", hardware)["durability"] == "checkpoint"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": {"memory_bytes": "8GB"}}, "use a batch size of at most"),
+        ({"ssd": drives(1, capacity_bytes="90GB")}, "give the SSDs"),
+        ({"cpu": {"memory_bytes": "64MB"}}, "set cpu_memory to at least"),
+        ({"device": {"memory_bytes": "1GB"}}, "gpu_memory"),
+    ],
+)
+def test_what_cannot_fit_is_refused_with_what_would(
+    model_13b: str, tmp_path: Path, changes: dict[str, Any], message: str
+) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", **changes)
+    result = plan(model_13b, "--hardware", hardware)
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+    assert result.stdout == ""
+    result = plan(model_13b, "--hardware", hardware, "--json")
+    assert result.exit_code == 2
+    values = json.loads(result.stdout)
+    assert values["fits"] is False
+    assert message in values["refusal"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--batch-size", "0"], "the batch size is 0; it must be at least 1"),
+        (["--seq-len", "-3"], "the sequence length is -3"),
+        (["--gradient-accumulation-steps", "0"], "gradient accumulation steps is 0"),
+        (["--max-grad-norm", "-1"], "max_grad_norm is -1.0; give 0"),
+        (["--dtype", "float16"], "dtype='float16' cannot be trained"),
+        (["--model", "nowhere"], "there is no 'nowhere'"),
+        (["--hardware", "nowhere.yaml"], "nowhere.yaml"),
+        (["--offload", "nowhere.yaml"], "nowhere.yaml"),
+        (["--plot", "picture.txt3"], "picture.txt3"),
+    ],
+)
+def test_bad_values_are_one_line_on_stderr(tiny: str, options: list[str], message: str) -> None:
+    given = ["--model", tiny, "--hardware", str(PAPER), "--batch-size", "1", "--seq-len", "8"]
+    result = runner.invoke(app, ["plan", *given, *options])
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("shares_cpu", [False, True])
+def test_plot(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(3), device={"shares_cpu": shares_cpu})
+    picture = tmp_path / "plan.png"
+    result = plan(model_13b, "--hardware", hardware, "--plot", picture)
+    assert result.exit_code == 0, result.stderr
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert ("copies to the device" in result.stdout) == shares_cpu
+
+
+def test_without_hardware_this_machine_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: dict[str, Any] = {}
+
+    def cached_hardware(config: Any, device: Any, **options: Any) -> HardwareProfile:
+        asked.update(config=config, device=device, **options)
+        return read_hardware(PAPER)
+
+    monkeypatch.setattr(plan_request, "cached_hardware", cached_hardware)
+    result = plan(tiny, batch_size=2, seq_len=16)
+    assert result.exit_code == 0, result.stderr
+    assert asked["config"].is_resolved
+    rows = {shape.num_rows for shape in asked["matrix_shapes"]}
+    assert rows == {2 * 16}
+
+
+def test_estimate_is_short(model_13b: str) -> None:
+    result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER)])
+    assert result.exit_code == 0, result.stderr
+    assert "batch 8 x 2048 tokens" in result.stdout
+    assert "fits      yes, offloaded, in " in result.stdout
+    assert "Without offloading it does not fit" in result.stdout
+    assert len(result.stdout.splitlines()) < 10
+
+
+def test_estimate_takes_as_many_tokens_as_the_model_can(tiny: str, tmp_path: Path) -> None:
+    tiny_config("opt").save_pretrained(tmp_path / "short")
+    result = runner.invoke(app, ["estimate", str(tmp_path / "short"), "--hardware", str(PAPER), "--json"])
+    assert json.loads(result.stdout)["num_tokens"] == 8 * 128
+
+
+def test_estimate_refuses_what_cannot_fit(model_13b: str, tmp_path: Path) -> None:
+    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="90GB"))
+    result = runner.invoke(app, ["estimate", model_13b, "--hardware", hardware])
+    assert result.exit_code == 2
+    assert "give the SSDs" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("config", "active_params"),
+    [
+        (
+            LlamaConfig(
+                hidden_size=8192,
+                intermediate_size=28672,
+                num_hidden_layers=80,
+                num_attention_heads=64,
+                num_key_value_heads=8,
+                vocab_size=128256,
+            ),
+            70.5e9,
+        ),
+        (
+            Qwen3MoeConfig(
+                hidden_size=4096,
+                num_hidden_layers=94,
+                num_attention_heads=64,
+                num_key_value_heads=4,
+                head_dim=128,
+                num_experts=128,
+                num_experts_per_tok=8,
+                moe_intermediate_size=1536,
+                vocab_size=151936,
+            ),
+            22e9,
+        ),
+    ],
+)
+def test_very_large_models(config: Any, active_params: float, tmp_path: Path) -> None:
+    config.save_pretrained(tmp_path)
+    hardware = hardware_file(tmp_path / "hardware.yaml", device={"memory_bytes": "80GB"})
+    values = planned(str(tmp_path), "--hardware", hardware, batch_size=1, seq_len=512)
+    assert values["model_flops"] == pytest.approx(6 * active_params * 512, rel=0.05)
