@@ -69,17 +69,19 @@ class RunPlan:
 
     def make(self, trace: Mapping[str, LayerTrace]) -> ActivationPlacements:
         """Plan for batches as the first one. What goes wrong here costs the plan, not the run."""
+        is_short = self._is_short()
+        if is_short and self._engine.config.activations != "auto":
+            return {}  # nobody needs a plan, and to predict the step would take longer than the step
+        # What still runs would make the hardware look slow, and see a model whose tensors are fake.
+        self._engine.settle()
         try:
-            self._make(trace)
+            self._make(trace, is_short)
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return {}
         return self._placements()
 
-    def _make(self, trace: Mapping[str, LayerTrace]) -> None:
-        is_short = self._is_short()
-        if is_short and self._engine.config.activations != "auto":
-            return  # nobody needs a plan, and to predict the step would take longer than the step
+    def _make(self, trace: Mapping[str, LayerTrace], is_short: bool) -> None:
         first = next(iter(trace.values()))
         batch_size, sequence_length = first.input_shape[:2]
         self.num_micro_batches = first.num_runs
@@ -105,7 +107,6 @@ class RunPlan:
         engine = self._engine
         dtype = engine.layout.master.working_dtype
         shapes = traced.matrix_shapes
-        engine.settle()  # what still runs would make the hardware look slow
         if is_short and not has_cached_hardware(engine.config, engine.device, matrix_shapes=shapes, dtype=dtype):
             effort = MeasuringEffort(budget_s=_QUICK_S, scratch_bytes=_QUICK_SCRATCH_BYTES)
             return cached_hardware(engine.config, engine.device, matrix_shapes=shapes, dtype=dtype, effort=effort)

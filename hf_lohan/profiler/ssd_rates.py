@@ -187,7 +187,7 @@ def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[
 
 
 def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
-    return np.zeros(granules_of(source.numel(), granule_bytes), dtype=np.uint64)
+    return np.zeros(granules_of(source.nbytes, granule_bytes), dtype=np.uint64)
 
 
 def _new_directory(parent: str) -> str:

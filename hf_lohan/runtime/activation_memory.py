@@ -38,8 +38,7 @@ class ActivationMemory:
         """``budget_bytes`` of host memory may be taken."""
         self.plan: Plan | None = None
         """Asked after the first step; followed under "auto"."""
-        self.trace: Mapping[str, LayerTrace] = {}
-        """What the first step was seen to do."""
+        self._trace: Mapping[str, LayerTrace] = {}
         self._activations = activations
         self._mode = mode
         self._tiers = tiers
@@ -58,20 +57,32 @@ class ActivationMemory:
         share = self._budget_bytes // _STAGING_SHARE // _NUM_STAGING_BUFFERS
         return min(self._tiers.staging.buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
 
-    def end_step(self) -> None:
-        """After the first step: decide."""
+    @property
+    def trace(self) -> Mapping[str, LayerTrace]:
+        """What the first step was seen to do."""
+        return self._trace or self._activations.trace or {}
+
+    def _end_tracing(self) -> bool:
+        """Whether a whole step was traced until now. What had no backward does not count."""
         trace = self._activations.trace
         if not trace or not any(layer.recomputed for layer in trace.values()):
-            return  # no backward was seen: what it needs is not known
-        self._activations.trace, self.trace = None, trace
-        planned = self.plan(trace) if self.plan is not None else {}
+            return False
+        self._activations.trace, self._trace = None, trace
+        return True
+
+    def end_step(self) -> None:
+        """Once the first step is over: decide. Before the next forward."""
+        if not self._end_tracing():
+            return
+        planned = self.plan(self.trace) if self.plan is not None else {}
         if self._mode == "swap":
-            self.place(swap_everything(trace, self.ram_bytes))
+            self.place(swap_everything(self.trace, self.ram_bytes))
         elif self._mode == "auto":
             self.place(planned)
 
     def place(self, placements: ActivationPlacements) -> None:
         """Follow `placements` from the next forward on. The first that need memory take it, for all that come later."""
+        self._end_tracing()
         ram_bytes, ssd_bytes = placed_bytes(self.trace, placements)
         all_bytes = sum(sum(layer.sizes().values()) for layer in self.trace.values())
         swapper = self._activations.swapper

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
 from hf_lohan.planner.placement import Placement
-from hf_lohan.runtime.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, witness_of
+from hf_lohan.runtime.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.runtime.work_thread import WorkThread
 from hf_lohan.storage import GRANULE_NUMEL, RecordFiles
 
@@ -88,7 +88,7 @@ class ActivationSwapper:
             region=region,
             spill_start=start,
             source=alias_of(tensor),
-            storage_pointer=tensor.untyped_storage().data_ptr(),
+            storage=storage_of(tensor),
             witness=witness_of(tensor),
             version=tensor._version,
             free=free,

@@ -116,9 +116,9 @@ class ActivationTiers:
     def forward_begins(self, frame: LayerFrame) -> None:
         self._saving = None
 
-    def saw(self, frame: LayerFrame, name: str, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def saw(self, frame: LayerFrame, name: str, output: Any) -> None:
         if self.trace is not None:
-            self.trace[frame.block_name].note(name, operation, args, kwargs, output)
+            self.trace[frame.block_name].note(name, output)
 
     def saw_again(self, frame: LayerFrame, name: str) -> None:
         if self.trace is not None:

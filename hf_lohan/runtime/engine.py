@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.config import OffloadConfig
@@ -102,7 +103,8 @@ class OffloadEngine:
         self._is_half_a_step = False
         """Whether updates of a step that was dropped could not be undone."""
         self.after_step: Callable[[], None] = lambda: None
-        """Called when a step is finished, but for updates that run on."""
+        """Called when the first forward after a step begins: what then goes wrong, or is interrupted, harms no step."""
+        self._has_new_step = False
         self.is_closed = False
         self._hooks = ModelHooks(
             model,
@@ -130,6 +132,10 @@ class OffloadEngine:
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
         self._take_back_guesses()
+        if self._has_new_step and torch.is_grad_enabled():
+            self._has_new_step = False
+            self.activation_memory.end_step()
+            self.after_step()
 
     def _commit_what_was_loaded(self) -> None:
         """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
@@ -198,12 +204,11 @@ class OffloadEngine:
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
-        self.activation_memory.end_step()
         self.step_was_skipped = result.not_finite is not None
         self._is_in_step = self._is_half_a_step = False
         if self.commits_each_step:
             self.commit()
-        self.after_step()
+        self._has_new_step = True
         if result.not_finite is not None:
             self.skipped_steps.note(result.not_finite)
         else:

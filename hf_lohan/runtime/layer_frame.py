@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
@@ -14,7 +15,7 @@ from hf_lohan.device import Device, anchor_name
 from hf_lohan.planner.placement import INPUT, LayerPlacements, Placement
 from hf_lohan.runtime.activation_swapper import ActivationSwapper
 from hf_lohan.runtime.operations import is_mutable, is_random, written_tensors
-from hf_lohan.runtime.swapped_tensor import SwappedTensor, alias_of, is_swappable
+from hf_lohan.runtime.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 
 
 class KeptTensor:
@@ -25,8 +26,9 @@ class KeptTensor:
         self._version = tensor._version
 
     @property
-    def storage_pointer(self) -> int:
-        return self._tensor.untyped_storage().data_ptr()
+    def storage(self) -> StorageWeakRef:
+        """Names its memory."""
+        return storage_of(self._tensor)
 
     def detach_from_writes(self) -> None:
         """Somebody is about to write to it: keep what it was."""
@@ -51,7 +53,7 @@ class FrameObserver(Protocol):
     def forward_begins(self, frame: LayerFrame) -> None:
         """The layer's inputs are saved; what comes now is the layer itself."""
 
-    def saw(self, frame: LayerFrame, name: str, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def saw(self, frame: LayerFrame, name: str, output: Any) -> None:
         """An anchor operation of the layer's forward ran."""
 
     def saw_again(self, frame: LayerFrame, name: str) -> None:
@@ -117,9 +119,9 @@ class LayerFrame:
 
     # Outputs of anchor operations.
 
-    def put_output(self, name: str, operation: Any, args: Any, kwargs: Any, output: Any) -> None:
+    def put_output(self, name: str, operation: Any, output: Any) -> None:
         """The operation ran; put its output away if that is its placement."""
-        self._observer.saw(self, name, operation, args, kwargs, output)
+        self._observer.saw(self, name, output)
         placement = self._placements.get(name, Placement.RECOMPUTE)
         if placement is Placement.RECOMPUTE:
             return
@@ -150,9 +152,9 @@ class LayerFrame:
     def protect(self, tensors: Iterable[Tensor]) -> None:
         """Somebody is about to write to them: what was put away must stay what it was."""
         for tensor in tensors:
-            pointer = tensor.untyped_storage().data_ptr()
+            storage = storage_of(tensor)
             for one in self.waiting:
-                if one.storage_pointer != pointer:
+                if one.storage != storage:
                     continue
                 if isinstance(one, KeptTensor):
                     one.detach_from_writes()
@@ -161,9 +163,9 @@ class LayerFrame:
 
     def finish_storing(self, tensors: Iterable[Tensor]) -> None:
         """They leave the layer: what of their memory is on its way out must be stored before anybody writes to it."""
-        pointers = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        storages = {storage_of(tensor) for tensor in tensors}
         for one in self.swapped:
-            if one.storage_pointer in pointers:
+            if one.storage in storages:
                 self._swapper.wait_until_stored(one)
 
     def has(self, name: str) -> bool:
@@ -217,7 +219,7 @@ class _Putting(TorchDispatchMode):
         output = func(*args, **kwargs)
         kind = anchor_name(func)
         if kind is not None:
-            self._frame.put_output(f"{kind}#{self._counts[kind]}", func, args, kwargs, output)
+            self._frame.put_output(f"{kind}#{self._counts[kind]}", func, output)
             self._counts[kind] += 1
         return output
 

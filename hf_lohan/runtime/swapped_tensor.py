@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_lohan.device import Event
 from hf_lohan.storage import IoRequest
@@ -54,6 +55,11 @@ def in_memory_order(tensor: Tensor) -> Tensor:
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
+def storage_of(tensor: Tensor) -> StorageWeakRef:
+    """Equal for tensors that share memory; it holds none."""
+    return StorageWeakRef(tensor.untyped_storage())
+
+
 def as_bytes(tensor: Tensor) -> Tensor:
     """The bytes of a dense tensor, flat, as they lie in memory."""
     return in_memory_order(tensor).view(torch.uint8)
@@ -95,8 +101,8 @@ class SwappedTensor:
     spill_start: int
     source: Tensor | None
     """Its memory on the device, until it is stored."""
-    storage_pointer: int
-    """Of that memory, as long as it is there."""
+    storage: StorageWeakRef
+    """Names that memory, as long as anybody has it."""
     witness: Tensor
     """See `witness_of`."""
     version: int

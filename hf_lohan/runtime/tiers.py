@@ -39,12 +39,12 @@ class Tiers:
     @property
     def store_bytes(self) -> int:
         """Size of the files that stay."""
-        return self.store.size_bytes - self.scratch_bytes
+        return self.store.files.size_bytes
 
     @property
     def scratch_bytes(self) -> int:
-        """Size of the files that hold spilled gradients while the run lasts."""
-        return self.spill.size_bytes if self.spill is not None else 0
+        """Size of the files that hold spilled gradients and activations while the run lasts."""
+        return self.store.size_bytes - self.store_bytes
 
     def close(self) -> None:
         self.store.close()

@@ -2,7 +2,7 @@
 
     python train_within_budgets.py idle                                    anonymous memory after the imports alone
     python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
-    python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM
+    python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from hf_lohan.profiler import AnonymousMemoryPeak, anonymous_memory_bytes
 NUM_STEPS = 3
 
 
-def dataset() -> Dataset:
-    rows = torch.randint(5, 250, (16, 32), generator=torch.Generator().manual_seed(3)).tolist()
+def dataset(length: int = 32) -> Dataset:
+    rows = torch.randint(5, 250, (16, length), generator=torch.Generator().manual_seed(3)).tolist()
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
@@ -32,21 +32,22 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         dataset()
         return {"anonymous_bytes": anonymous_memory_bytes()}
     checkpoint, output_dir, cpu_bytes, gpu_bytes, *more = rest
+    max_grad_norm, activations, batch_size, length = [*more, *("1.0", "recompute", "1", "32")[len(more) :]]
     peak = AnonymousMemoryPeak()
     peak.start()
     args = TrainingArguments(
         output_dir=output_dir,
         use_cpu=True,
         max_steps=NUM_STEPS,
-        per_device_train_batch_size=1,
-        max_grad_norm=float(more[0]) if more else 1.0,
+        per_device_train_batch_size=int(batch_size),
+        max_grad_norm=float(max_grad_norm),
         report_to=[],
         logging_steps=1,
         disable_tqdm=True,
         save_strategy="no",
     )
-    budgets = {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)}
-    trainer = hf_lohan.Trainer(checkpoint, args, train_dataset=dataset(), offload=budgets)
+    offload = {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes), "activations": activations}
+    trainer = hf_lohan.Trainer(checkpoint, args, train_dataset=dataset(int(length)), offload=offload)
     if mode == "train":
         trainer.train()
     peak.stop()
@@ -62,6 +63,10 @@ def main(mode: str, *rest: str) -> dict[str, object]:
         "num_parameters": engine.layout.num_parameters,
         "store_bytes": engine.tiers.store_bytes,
         "num_spilled_blocks": len(engine.layout.plan.spilled_blocks),
+        "activation_bytes": engine.layout.activation_bytes,
+        "peak_activation_bytes": engine.activations.swapper.high_water_bytes,
+        "swapped_bytes": engine.activations.swapper.swapped_bytes,
+        "spilled_bytes": engine.activations.swapper.spilled_bytes,
         "losses": [row["loss"] for row in trainer.state.log_history if "loss" in row],
     }
 

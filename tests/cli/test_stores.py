@@ -63,6 +63,14 @@ def test_a_good_store(run: Path) -> None:
         assert code == 0 and "every checksum is right" in output, output
 
 
+def test_what_a_killed_run_had_swapped_is_no_part_of_the_store(run: Path, tmp_path: Path) -> None:
+    for name in ("activations.bin", "gradients.bin"):
+        (run / STORE / name).write_bytes(b"\xff" * 8192)
+    code, output = lohan("verify", run)
+    assert code == 0 and "every checksum is right" in output, output
+    assert lohan("export", run, tmp_path / "exported")[0] == 0
+
+
 def test_each_flipped_bit_is_found(run: Path) -> None:
     """Two steps: what was committed last is in the first home (loading), then the second, then the first again."""
     files = [run / STORE / name for name in ("records-0.bin", "records-1.bin")]

@@ -29,6 +29,8 @@ MODES: dict[str, dict[str, Any]] = {
     "in_backward": {"max_norm": 0.0, "num_backwards": 1, "recompute": False},
     "swap": {"max_norm": 0.5, "num_backwards": 2, "recompute": True},
 }
+BOUND_MEMORY = ("drain",)
+"""Without these waits numbers are right, but nothing holds the forward back while activations leave the device."""
 Outcome = dict[str, Tensor]
 
 
@@ -49,9 +51,11 @@ def train(
 
 
 def swap_here_and_there(memory: ActivationMemory) -> None:
-    """By turns to RAM and to the SSD."""
+    """By turns to RAM and to the SSD; the last layer, which comes back at once, all to RAM."""
     places = itertools.cycle([Placement.CPU, Placement.SSD])
-    memory.place({name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()})
+    mixture = {name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()}
+    last = list(mixture)[-1]
+    memory.place({**mixture, last: dict.fromkeys(mixture[last], Placement.CPU)})
 
 
 @pytest.fixture(scope="module")
@@ -149,6 +153,8 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
         run("llama", mode, watching, tmp_path)
         assert watching.wait_sites
         for site in sorted(watching.wait_sites, key=lambda site: (site.file, site.line)):
+            if site.function in BOUND_MEMORY:
+                continue
             if not any(goes_wrong_without(site, mode, attempt, references, tmp_path) for attempt in range(5)):
                 needless.append(site)
     assert not needless

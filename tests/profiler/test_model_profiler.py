@@ -80,7 +80,9 @@ class Names(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
         operation = func.overloadpacket.__name__
-        if operation.endswith("mm") or operation.startswith("_scaled_dot_product"):
+        if operation.startswith("_scaled_dot_product"):
+            operation = "scaled_dot_product_attention"  # whichever kernel runs it
+        if operation.endswith("mm") or operation == "scaled_dot_product_attention":
             index = sum(name.partition("#")[0] == f"aten.{operation}" for name in self.seen)
             self.seen.append(f"aten.{operation}#{index}")
             outputs = output if isinstance(output, tuple) else (output,)

@@ -54,6 +54,10 @@ def left_behind() -> list[Any]:
     return [thing for thing in gc.get_objects() if type(thing) in KEPT_BY_NOBODY]
 
 
+def is_plain(thing: Any) -> bool:
+    return type(thing) is Tensor and thing.layout is torch.strided
+
+
 @pytest.fixture
 def no_collector() -> Iterator[None]:
     """Reference counts must do."""
@@ -91,7 +95,8 @@ def test_thirty_steps_leave_nothing(family: str, make_swapping: TwinsFactory, no
         assert left_behind() == []
         twins.optimizer.step()
         twins.optimizer.zero_grad()
-        held.append(sum(thing.nbytes for thing in gc.get_objects() if type(thing) is Tensor))
+        twins.engine.settle()
+        held.append(sum(thing.nbytes for thing in gc.get_objects() if is_plain(thing)))
     assert held[-1] <= max(held[3:6])
 
 
@@ -252,7 +257,7 @@ def test_a_slow_drive(make_swapping: TwinsFactory) -> None:
 def test_few_layers_have_activations_on_the_device(make_twins: TwinsFactory) -> None:
     """However slow the drive: two that leave and one that computes; and in backward one, and the one below it."""
     factory = partial(tiny_model, "llama", num_layers=10)
-    twins = make_twins(model_factory=factory, recompute=True, backend=SlowBackend(1e-3), **ROOM)
+    twins = make_twins(model_factory=factory, recompute=True, backend=SlowBackend(5e-3), **ROOM)
     twins.train(1)
     memory, activations = twins.engine.activation_memory, twins.engine.activations
     memory.place(all_in(memory.trace, Placement.SSD))

@@ -13,7 +13,7 @@ from mixtures import all_in
 from hf_lohan.planner.placement import INPUT, Placement
 from hf_lohan.runtime import OffloadEngine
 from hf_lohan.runtime.activation_tiers import placed_bytes, swap_everything
-from hf_lohan.runtime.activation_trace import LayerTrace, TracedOperation
+from hf_lohan.runtime.activation_trace import LayerTrace
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 TwinsFactory = Callable[..., Any]
@@ -122,7 +122,7 @@ def test_the_scratch_file_goes_with_the_run(make_twins: TwinsFactory, tmp_path: 
 TRACE = {
     name: LayerTrace(
         input_bytes=100,
-        operations={"aten.mm#0": TracedOperation(1.0, 50), "aten.mm#1": TracedOperation(1.0, 70)},
+        operations={"aten.mm#0": 50, "aten.mm#1": 70},
         recomputed={"aten.mm#0"},
     )
     for name in ("first", "second")

@@ -1,0 +1,133 @@
+"""Whatever becomes of activations, Trainer's losses, norms and weights are those of the stock one, to the bit."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trajectories import Trajectory, arguments, dataset, logged, stored_weights
+from transformers import Trainer as StockTrainer
+from transformers import TrainerCallback
+
+import hf_lohan
+from hf_lohan.planner.placement import INPUT, Placement
+from hf_lohan.testing.models import FAMILIES, tiny_model
+
+NUM_STEPS = 6
+ROOM = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "durability": "checkpoint"}
+DROPOUT: dict[str, dict[str, float]] = {
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+}
+CHECKPOINTING = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "clipped": {"max_grad_norm": 0.3, **CHECKPOINTING},
+    "updates_in_backward": {"max_grad_norm": 0.0},
+    "accumulated": {"gradient_accumulation_steps": 2, "eval_strategy": "steps", "eval_steps": 2, **CHECKPOINTING},
+}
+
+
+def model_of(family: str) -> Any:
+    return tiny_model(family, **DROPOUT.get(family, {"attention_dropout": 0.1}))
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """Batches of any length, longer ones after the first."""
+    length = 7 + rows[0]["input_ids"][0] % 25
+    return {key: torch.tensor([row[key][:length] for row in rows]) for key in rows[0]}
+
+
+class Mixes(TrainerCallback):
+    """From the second step on, something else for each operation of each layer."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.draw = random.Random(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        memory = self.trainer.offload_engine.activation_memory
+        choices = list(Placement)
+        memory.place(
+            {
+                name: {what: self.draw.choice(choices) for what in (INPUT, *layer.operations)}
+                for name, layer in memory.trace.items()
+            }
+        )
+
+
+def train_stock(model: Any, folder: Path, **settings: Any) -> Trajectory:
+    data: dict[str, Any] = {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
+    trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), **data)
+    trainer.train()
+    return Trajectory(*logged(trainer), {name: p.detach() for name, p in model.named_parameters()})
+
+
+def train_offloaded(model: Any, folder: Path, mode: str, **settings: Any) -> tuple[Trajectory, int]:
+    """The trajectory, and how many bytes of activations were swapped."""
+    data: dict[str, Any] = {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
+    args = arguments(folder, max_steps=NUM_STEPS, **settings)
+    mixes = Mixes()
+    offload = {**ROOM, "activations": "swap" if mode == "mixed" else mode}
+    trainer = hf_lohan.Trainer(model, args, offload=offload, callbacks=[mixes] if mode == "mixed" else [], **data)
+    mixes.trainer = trainer
+    trainer.train()
+    engine = trainer.offload_engine
+    assert engine is not None
+    trajectory = Trajectory(*logged(trainer), stored_weights(trainer))
+    engine.close()
+    return trajectory, engine.activations.swapper.swapped_bytes
+
+
+def assert_same(ours: Trajectory, stock: Trajectory) -> None:
+    assert len(ours.losses) == NUM_STEPS
+    assert (ours.losses, ours.norms, ours.learning_rates) == (stock.losses, stock.norms, stock.learning_rates)
+    assert ours.weights.keys() == stock.weights.keys()
+    for name, weight in stock.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -> None:
+    stock = train_stock(model_of(family), tmp_path / "stock", **SETTINGS[setting])
+    for mode in ("swap", "mixed", "keep") if setting == "accumulated" else ("mixed",):
+        ours, swapped_bytes = train_offloaded(model_of(family), tmp_path / mode, mode, **SETTINGS[setting])
+        assert_same(ours, stock)
+        assert (swapped_bytes > 0) is (mode in ("swap", "mixed"))
+
+
+@pytest.mark.parametrize("checkpointing", [{}, CHECKPOINTING], ids=["ours", "trainers"])
+def test_a_model_that_is_streamed_in(checkpointing: dict[str, Any], tmp_path: Path) -> None:
+    """Its engine is there before Trainer enables checkpointing, if it was asked to."""
+    model_of("llama").save_pretrained(tmp_path / "checkpoint")
+    stock = train_stock(model_of("llama").from_pretrained(tmp_path / "checkpoint"), tmp_path / "stock", **checkpointing)
+    ours, swapped_bytes = train_offloaded(tmp_path / "checkpoint", tmp_path / "ours", "swap", **checkpointing)
+    assert_same(ours, stock)
+    assert swapped_bytes > 0
+
+
+def test_bfloat16_is_the_same_wherever_activations_are(tmp_path: Path) -> None:
+    settings = {"bf16": True, "gradient_accumulation_steps": 2}
+    recomputed, _ = train_offloaded(model_of("llama"), tmp_path / "recompute", "recompute", **settings)
+    for mode in ("swap", "mixed", "keep"):
+        assert_same(train_offloaded(model_of("llama"), tmp_path / mode, mode, **settings)[0], recomputed)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(
+            r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM"
+        )
+        return peft.get_peft_model(model_of("llama"), config)
+
+    stock = train_stock(adapted(), tmp_path / "stock", **CHECKPOINTING)
+    ours, swapped_bytes = train_offloaded(adapted(), tmp_path / "ours", "mixed", **CHECKPOINTING)
+    assert_same(ours, stock)
+    assert swapped_bytes > 0
