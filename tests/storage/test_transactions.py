@@ -221,7 +221,7 @@ class Transactions(RuleBasedStateMachine):
 TestTransactions: Any = Transactions.TestCase
 TestTransactions.pytestmark = [  # type: ignore[attr-defined]
     pytest.mark.xfail(
-        strict=False, reason="one home, begun anew after a commit with frozen parts: store and model disagree; to be mended"
+        strict=False, reason="one home, begun anew after a commit with frozen parts: they disagree; to be mended"
     )
 ]
 TestTransactions.settings = settings(
