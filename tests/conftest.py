@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import tempfile
 from pathlib import Path
@@ -25,6 +26,12 @@ def pytest_configure(config: pytest.Config) -> None:
     import torch
 
     torch.set_num_threads(2)  # the same sums in the same order on every machine
+
+
+def pytest_collection_finish() -> None:
+    """Trainer collects garbage in every run: the millions of objects that torch and transformers made are none."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects

@@ -5,6 +5,7 @@ The fork server imports this module once, so that each process starts with every
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -88,6 +89,7 @@ class Outcome(NamedTuple):
 
 def train(run: Run, mishap: Mishap, parent: Connection) -> None:
     """Run in a process of its own. Exits with 0, or as the run was ended, or `FAILED` after a ``failed`` report."""
+    gc.freeze()  # what it was forked with is no garbage, and looking through it would copy all of it
     assert os.getpid() != IMPORTED_BY, "the fork server could not import this module"
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
     output = os.open(run.beside / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
