@@ -73,10 +73,18 @@ def stored_weights(trainer: Any) -> dict[str, Tensor]:
 
 
 def train_stock(family: str, folder: Path, model_overrides: dict[str, Any], **settings: Any) -> Trajectory:
-    model = tiny_model(family, **model_overrides)
-    trainer = StockTrainer(model, arguments(folder, **settings), train_dataset=dataset())
-    trainer.train()
-    return Trajectory(*logged(trainer), {name: p.detach() for name, p in model.named_parameters()})
+    """What the stock Trainer does; a run that was asked for before is not run again (seeds are all it depends on)."""
+    key = repr((family, sorted(model_overrides.items()), sorted(settings.items())))
+    if key not in _stock_trajectories:
+        model = tiny_model(family, **model_overrides)
+        trainer = StockTrainer(model, arguments(folder, **settings), train_dataset=dataset())
+        trainer.train()
+        weights = {name: p.detach() for name, p in model.named_parameters()}
+        _stock_trajectories[key] = Trajectory(*logged(trainer), weights)
+    return _stock_trajectories[key]
+
+
+_stock_trajectories: dict[str, Trajectory] = {}
 
 
 def train_offloaded(
