@@ -50,6 +50,14 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def thin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As deep, a quarter of the parameters: its activations are what is large."""
+    folder = tmp_path_factory.mktemp("thin")
+    tiny_model("llama", num_layers=56, hidden_size=128, intermediate_size=512).save_pretrained(folder)
+    return folder
+
+
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
 def test_state_twenty_times_the_budgets(
     max_grad_norm: float, deep_checkpoint: Path, idle_bytes: int, tmp_path: Path
@@ -69,11 +77,11 @@ def test_state_twenty_times_the_budgets(
         assert result["num_spilled_blocks"] > 0  # else the budget was not tight
 
 
-def test_activations_five_times_the_budgets(deep_checkpoint: Path, idle_bytes: int, tmp_path: Path) -> None:
+def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: int, tmp_path: Path) -> None:
     """They pass through the device two layers at a time, and wait on the SSD."""
     cpu_bytes, gpu_bytes = 24 * MIB, 12 * MIB
-    shape = (4, 128)
-    arguments = ("train", deep_checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
+    shape = (4, 160)
+    arguments = ("train", thin_checkpoint, tmp_path, cpu_bytes, gpu_bytes, 1.0, "swap", *shape)
     result = run(*arguments, environment=HEAP_GIVES_BACK)
     print(result, idle_bytes)
     bytes_a_step = result["swapped_bytes"] / (NUM_STEPS - 1)  # the first one recomputes
