@@ -22,6 +22,8 @@ import hf_lohan
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HANGS_AFTER_S = 60.0
+STEPS_GONE_ON = {signal.SIGTERM: 1.5}
+"""How many steps a process still ends, on average, after the report that a signal followed."""
 
 
 def start_fork_server(*, preload: str) -> None:
@@ -140,12 +142,13 @@ class Interrupter:
         self._pause_s = {"started": 0.5, "begun": 0.2, "stepped": 0.1}
         """How long it lasts from one report to the next, as last seen."""
 
-    def interrupt(self, number: int, count: int, kinds: tuple[str, ...]) -> list[Interruption]:
+    def interrupt(self, number: signal.Signals, count: int, kinds: tuple[str, ...]) -> list[Interruption]:
         """Signal ``count`` processes in turn, each after a report of one of these kinds."""
         done: list[Interruption] = []
         for num_left in range(count, 0, -1):
             num_steps_left = self.run.num_steps - self._committed_step()
-            most_steps = min(max(1, 2 * num_steps_left // num_left), (num_steps_left - 4) // 2)
+            share = num_steps_left / num_left - STEPS_GONE_ON.get(number, 0)
+            most_steps = min(max(1, int(2 * share)), (num_steps_left - 4) // 2)
             after = self._random.choice(kinds if most_steps > 0 else kinds[:1])
             done.append(self._one(number, after, self._random.randint(1, max(1, most_steps))))
         return done
