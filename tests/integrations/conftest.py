@@ -18,11 +18,18 @@ from hf_lohan.runtime import OffloadEngine
 
 
 @pytest.fixture(autouse=True)
-def forget_global_state() -> Iterator[None]:
-    """What accelerate shares between all its objects, and the thread count that offloading sets."""
+def forget_global_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What accelerate shares between all its objects, tests of other folders included, what TrainingArguments tell it
+    through the environment, and the thread count that offloading sets."""
     num_threads = torch.get_num_threads()
+    forget_accelerator_state()
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
     yield
     torch.set_num_threads(num_threads)
+    forget_accelerator_state()
+
+
+def forget_accelerator_state() -> None:
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
 
