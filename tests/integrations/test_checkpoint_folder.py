@@ -330,25 +330,49 @@ def train_and_die(folder: Path, owner: Any, stage: str) -> None:
     make(folder).train()
 
 
+def kill_in_each_stage(folder: Path) -> None:
+    """A process for each, forked before torch has threads, which do not survive a fork."""
+    for owner, stage in STAGES:
+        pid = os.fork()
+        if not pid:
+            train_and_die(folder / stage, owner, stage)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, stage
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder for each stage, by its name, as a process left it that was killed in that stage."""
+    folder = tmp_path_factory.mktemp("killed")
+    child = multiprocessing.get_context("spawn").Process(target=kill_in_each_stage, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    whole = make(tmp_path_factory.mktemp("undisturbed"))
+    whole.train()
+    weights = weights_of(whole)
+    close(whole)
+    return weights
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
 def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
-    owner: Any, stage: str, make_trainer: Callable[..., Any], tmp_path: Path
+    owner: Any, stage: str, make_trainer: Callable[..., Any], killed_runs: Path, undisturbed_weights: dict[str, Any]
 ) -> None:
-    # A new interpreter: threads of torch do not survive a fork.
-    child = multiprocessing.get_context("spawn").Process(target=train_and_die, args=(tmp_path / "run", owner, stage))
-    child.start()
-    child.join()
-    assert child.exitcode == -signal.SIGKILL
-    assert (tmp_path / "run" / UNFINISHED_NAME / "checkpoint-4").exists()
-    assert get_last_checkpoint(str(tmp_path / "run")) == str(tmp_path / "run" / "checkpoint-2")
-    resumed = make_trainer()
-    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
-    assert checkpoints(tmp_path / "run") == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    folder = killed_runs / stage
+    assert (folder / UNFINISHED_NAME / "checkpoint-4").exists()
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
+    resumed = make_trainer(folder)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
     weights = weights_of(resumed)
-    whole = make_trainer(tmp_path / "whole")
-    whole.train()
-    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(whole).items())
+    assert all(torch.equal(weight, weights[name]) for name, weight in undisturbed_weights.items())
 
 
 BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
