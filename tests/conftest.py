@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,7 @@ os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"
 os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+FILES_IN_RAM = Path("/dev/shm")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -44,3 +47,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_cuda)
+
+
+@pytest.fixture
+def ram_folder(tmp_path: Path) -> Iterator[Path]:
+    """For tests whose drive is a double, which a real one below only slows down. Without room in RAM, `tmp_path`."""
+    if not os.access(FILES_IN_RAM, os.W_OK) or shutil.disk_usage(FILES_IN_RAM).free < 1 << 28:
+        yield tmp_path
+        return
+    with tempfile.TemporaryDirectory(prefix="lohan-tests-", dir=FILES_IN_RAM) as folder:
+        yield Path(folder)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
@@ -139,11 +140,12 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, State]:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("fault", ["eio", "enospc", "short", "flip"])
 def test_no_wrong_number_is_ever_committed(
-    fault: Fault, tmp_path: Path, expected: dict[int, State], monkeypatch: pytest.MonkeyPatch
+    fault: Fault, ram_folder: Path, expected: dict[int, State], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ended_well = told = caught = 0
     for number in range(1, NUM_CALLS + 1):
-        folder = tmp_path / str(number)
+        folder = ram_folder / "store"
+        shutil.rmtree(folder, ignore_errors=True)
         backend = OneFault(fault, number)
         error: Exception | None = None
         try:

@@ -163,31 +163,31 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
 
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_with_two_homes_there_is_always_a_whole_state(
-    tmp_path: Path, engine: IoEngine, num_paths: int
+    ram_folder: Path, engine: IoEngine, num_paths: int
 ) -> None:
-    with RecordedDisk(tmp_path / "disk") as disk:
+    with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=2)
         run.live_through_much()
         run.step_back()
         run.store.close()
-    keys = cut_after_each_call(run, tmp_path / "image", engine, Random(num_paths))
+    keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
     assert keys >= {"", "1", "2", "3", "4", "6", "7", "8", "10"}  # 5 and 9 may be found, or not
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])
 def test_with_one_home_a_state_is_whole_or_known_to_be_torn(
-    tmp_path: Path, engine: IoEngine, num_paths: int
+    ram_folder: Path, engine: IoEngine, num_paths: int
 ) -> None:
-    with RecordedDisk(tmp_path / "disk") as disk:
+    with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=1)
         run.live_through_much()
         run.store.close()
-    keys = cut_after_each_call(run, tmp_path / "image", engine, Random(num_paths))
+    keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
     assert keys >= {"", "torn", "1", "2", "3", "4", "6", "7"}
 
 
-def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(tmp_path: Path, engine: IoEngine) -> None:
-    with RecordedDisk(tmp_path / "disk") as disk:
+def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(ram_folder: Path, engine: IoEngine) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
         for key in ("1", "2"):  # in place of nothing, and of a store
             run = Run(disk, engine, num_paths=2, num_homes=2)
             run.write()
@@ -195,7 +195,7 @@ def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(tmp_
             run.store.close()
     keys = set()
     for seed in range(3):
-        image, random, cut = tmp_path / "image", Random(seed), PowerCut()
+        image, random, cut = ram_folder / "image", Random(seed), PowerCut()
         for path in run.paths:
             cut.add_folder(Path(path.path).name)
         for call in disk.calls:
@@ -212,11 +212,11 @@ def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(tmp_
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("retries", [True, False])
 def test_a_commit_that_fails_in_any_call_is_none_and_can_be_tried_again(
-    tmp_path: Path, engine: IoEngine, code: int, retries: bool
+    ram_folder: Path, engine: IoEngine, code: int, retries: bool
 ) -> None:
     num_failed = 0
     for call in range(1, 100):
-        root = tmp_path / str(call)
+        root = ram_folder / str(call)
         with RecordedDisk(root) as disk:
             run = Run(disk, engine, num_paths=2, num_homes=2)
             run.write()
@@ -259,8 +259,8 @@ def _is_named(error: Exception, code: int) -> None:
             raise error
 
 
-def test_a_store_that_cannot_be_marked_torn_is_not_written(tmp_path: Path, engine: IoEngine) -> None:
-    with RecordedDisk(tmp_path / "disk") as disk:
+def test_a_store_that_cannot_be_marked_torn_is_not_written(ram_folder: Path, engine: IoEngine) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=1, num_homes=1)
         run.write()
         run.commit("1")
