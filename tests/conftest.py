@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Trainer collects garbage in every run: the millions of objects that torch and transformers made are none."""
+    """Trainer collects garbage in every run: the half million objects of imported modules are none."""
     gc.collect()
     gc.freeze()
 
