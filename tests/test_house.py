@@ -19,16 +19,23 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
+    "timeline": -1,
     **dict.fromkeys(("config", "planner", "device"), 0),
     **dict.fromkeys(("storage", "optim"), 1),
     **dict.fromkeys(("profiler", "runtime", "collectives", "moe"), 2),
     "integrations": 3,
     "cli": 4,
 }
-NARROWER = {"storage": {"device"}, "optim": set[str]()}
+NARROWER = {
+    "config": set[str](),
+    "planner": set[str](),
+    "storage": {"device", "timeline"},
+    "optim": set[str](),
+}
 """Rooms that may use less than all the floors below theirs."""
 
 PACKAGES_FLOOR_0_AND_1 = {
+    "timeline": set[str](),
     "config": {"yaml"},
     "planner": {"numpy"},
     "device": {"torch", "psutil"},

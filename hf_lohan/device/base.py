@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import enum
 from abc import ABC, abstractmethod
+from collections import deque
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from hf_lohan.timeline import Timeline
 
 
 class Lane(enum.Enum):
@@ -25,6 +30,30 @@ class Event(ABC):
         """Block the calling host thread until the event is reached."""
 
 
+class Stamp(ABC):
+    """A point in a lane's queue whose time can be asked for."""
+
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Whether all work enqueued before it is done."""
+
+    @abstractmethod
+    def at_s(self) -> float:
+        """When it was reached, on the clock of `time.perf_counter`. Waits for that."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Span:
+    """A task of a lane, between two stamps."""
+
+    lane: Lane
+    name: str
+    block: str
+    num_bytes: int
+    began: Stamp
+    ended: Stamp
+
+
 class Device(ABC):
     """One compute device: its memory, the host memory it copies from, and its three lanes.
 
@@ -40,6 +69,34 @@ class Device(ABC):
     memory_is_host: bool = False
     """Whether what `empty` gives is page-aligned host memory that I/O may fill: then nothing has to be copied to it."""
 
+    @cached_property
+    def timeline(self) -> Timeline:
+        """Where what this device does is noted, and what others do for it."""
+        return Timeline()
+
+    @cached_property
+    def _spans(self) -> deque[_Span]:
+        return deque()
+
+    def note_span(
+        self, lane: Lane, name: str, began: Stamp, ended: Stamp, *, block: str = "", num_bytes: int = 0
+    ) -> None:
+        """What was enqueued on `lane` between two stamps was one task. It is in the timeline after `note_reached`."""
+        self._spans.append(_Span(lane, name, block, num_bytes, began, ended))
+
+    def note_reached(self) -> None:
+        """Put what is done by now into the timeline. Waits for nothing."""
+        while self._spans and self._spans[0].ended.is_reached():
+            span = self._spans.popleft()
+            began_s, ended_s = span.began.at_s(), span.ended.at_s()
+            self.timeline.add(
+                span.lane.value, span.name, began_s, ended_s, block=span.block, num_bytes=span.num_bytes
+            )
+
+    @abstractmethod
+    def stamp(self, lane: Lane) -> Stamp:
+        """Take the time at the present end of `lane`."""
+
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
         """Device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
@@ -50,7 +107,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        """Enqueue `dst.copy_(src)` on `lane` (H2D or D2H). Both tensors stay alive until it has run."""
+        """Enqueue `dst.copy_(src)` on `lane` (H2D or D2H), and note it. Both tensors stay alive until it has run."""
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor) -> Event:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import platform
+import time
 
 import psutil
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Event, Lane
+from hf_lohan.device.base import Device, Event, Lane, Stamp
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
 from hf_lohan.device.threads import usable_cpus
 
@@ -16,6 +17,17 @@ from hf_lohan.device.threads import usable_cpus
 class _Reached(Event):
     def synchronize(self) -> None:
         return
+
+
+class _Now(Stamp):
+    def __init__(self) -> None:
+        self._at_s = time.perf_counter()
+
+    def is_reached(self) -> bool:
+        return True
+
+    def at_s(self) -> float:
+        return self._at_s
 
 
 class CpuDevice(Device):
@@ -31,7 +43,11 @@ class CpuDevice(Device):
         return mapped_empty(num_bytes)
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        dst.copy_(src)
+        with self.timeline.task(lane.value, "copy", num_bytes=dst.nbytes):
+            dst.copy_(src)
+
+    def stamp(self, lane: Lane) -> Stamp:
+        return _Now()
 
     def record(self, lane: Lane, *tensors: Tensor) -> Event:
         return _Reached()

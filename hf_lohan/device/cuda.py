@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import time
 
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Event, Lane
+from hf_lohan.device.base import Device, Event, Lane, Stamp
 from hf_lohan.device.host_memory import mapped_empty
 
 logger = logging.getLogger(__name__)
@@ -22,6 +23,39 @@ class _CudaEvent(Event):
         self.event.synchronize()
 
 
+class _Clock:
+    """Tells when events were reached. It counts from an event, and moves on to later ones: what CUDA says of long times
+    is rough."""
+
+    _MAX_SPAN_S = 10.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._event = torch.cuda.Event(enable_timing=True)
+        self._event.record(torch.cuda.current_stream(device))
+        self._event.synchronize()
+        self._event_s = time.perf_counter()
+
+    def at_s(self, event: torch.cuda.Event) -> float:
+        event.synchronize()
+        since_s: float = self._event.elapsed_time(event) / 1e3
+        at_s = self._event_s + since_s
+        if since_s > self._MAX_SPAN_S:
+            self._event, self._event_s = event, at_s
+        return at_s
+
+
+class _CudaStamp(Stamp):
+    def __init__(self, event: torch.cuda.Event, clock: _Clock) -> None:
+        self._event = event
+        self._clock = clock
+
+    def is_reached(self) -> bool:
+        return bool(self._event.query())
+
+    def at_s(self) -> float:
+        return self._clock.at_s(self._event)
+
+
 class CudaDevice(Device):
     """One CUDA device. COMPUTE is whatever stream is current in the calling thread."""
 
@@ -30,6 +64,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in (Lane.H2D, Lane.D2H)}
         self._pinning_refused = False
+        self._clock: _Clock | None = None
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._copy_streams.get(lane) or torch.cuda.current_stream(self.torch_device)
@@ -59,12 +94,21 @@ class CudaDevice(Device):
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
+        began = self.stamp(lane)
         with torch.cuda.stream(stream):
             dst.copy_(src, non_blocking=True)
         for tensor in (dst, src):
             if tensor.is_cuda:
                 # The caching allocator must not hand this memory out before the copy stream is done with it.
                 tensor.record_stream(stream)
+        self.note_span(lane, "copy", began, self.stamp(lane), num_bytes=dst.nbytes)
+
+    def stamp(self, lane: Lane) -> Stamp:
+        if self._clock is None:
+            self._clock = _Clock(self.torch_device)
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(self._stream(lane))
+        return _CudaStamp(event, self._clock)
 
     def record(self, lane: Lane, *tensors: Tensor) -> Event:
         event = torch.cuda.Event(blocking=True)  # a host thread that waits gives its core to the optimizer

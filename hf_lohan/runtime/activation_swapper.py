@@ -16,6 +16,7 @@ from hf_lohan.planner.placement import Placement
 from hf_lohan.runtime.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.runtime.work_thread import WorkThread
 from hf_lohan.storage import GRANULE_NUMEL, RecordFiles
+from hf_lohan.timeline import COMPUTE_WAITS
 
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
@@ -114,12 +115,13 @@ class ActivationSwapper:
 
     def drain(self, swapped: Sequence[SwappedTensor]) -> None:
         """Wait until these have left the device: their memory is free."""
-        for one in swapped:
-            one.is_stored.wait()
-            self._raise(one)
-            if one.stored is not None:
-                one.stored.synchronize()
-            one.check_unchanged()
+        with self._device.timeline.task(COMPUTE_WAITS, "activations to leave"):
+            for one in swapped:
+                one.is_stored.wait()
+                self._raise(one)
+                if one.stored is not None:
+                    one.stored.synchronize()
+                one.check_unchanged()
 
     def expect(self, swapped: SwappedTensor) -> None:
         """It will be asked for soon. Raises RuntimeError after `close`."""
@@ -132,7 +134,8 @@ class ActivationSwapper:
     def bring_back(self, swapped: SwappedTensor) -> Tensor:
         """An equal tensor, for compute enqueued from now on. Raises what storing or fetching it raised."""
         self.expect(swapped)
-        swapped.is_fetched.wait()
+        with self._device.timeline.task(COMPUTE_WAITS, "activations"):
+            swapped.is_fetched.wait()
         self._raise(swapped)
         swapped.check_unchanged()
         tensor, ready = swapped.landed, swapped.ready

@@ -35,6 +35,7 @@ from hf_lohan.runtime.step_log import Journal, StepLog
 from hf_lohan.runtime.step_transaction import StepResult, StepTransaction
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
+from hf_lohan.timeline import COMPUTE_WAITS, UPDATES_WAIT
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class OffloadEngine:
         self.tiers = tiers
         self.config = config
         self.device: Device = tiers.device
+        self.timeline = self.device.timeline
         self.is_final_backward: Callable[[], bool] = lambda: True
         self.optimizer: OffloadAdamW | None = None
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
@@ -63,7 +65,7 @@ class OffloadEngine:
         )
         spilled = frozenset(layout.plan.spilled_blocks)
         self._pipeline = GradientPipeline(
-            StateUpdater(tiers.store, tiers.states, layout.master),
+            StateUpdater(tiers.store, tiers.states, layout.master, self.timeline),
             GradientHome(tiers.recall, spilled, tiers.spill),
             layout.blocks,
             self._group_of,
@@ -126,6 +128,7 @@ class OffloadEngine:
 
     def _before_forward(self) -> None:
         self._recover()
+        self.device.note_reached()
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
@@ -200,7 +203,8 @@ class OffloadEngine:
         group_of = self._bound_groups().as_they_are_now()
         self._commit_what_was_loaded()
         self._is_in_step = True
-        result = self.transaction.commit(group_of)
+        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+            result = self.transaction.commit(group_of)
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
@@ -254,7 +258,8 @@ class OffloadEngine:
         if self.before_first_commit is not None:
             self.before_first_commit()
             self.before_first_commit = None
-        self.step_log.commit(journal)
+        with self.timeline.task(UPDATES_WAIT, "commit"):
+            self.step_log.commit(journal)
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
@@ -282,7 +287,8 @@ class OffloadEngine:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
         self._recover()
-        return self.transaction.clip(max_norm, norm_type)
+        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+            return self.transaction.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""

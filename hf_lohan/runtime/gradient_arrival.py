@@ -12,6 +12,7 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.optim import widen_in_place
 from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.timeline import COMPUTE_WAITS
 
 
 @dataclass(eq=False)
@@ -89,7 +90,9 @@ class GradientArrivals:
     def _land(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
-            arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, self._pool.acquire(), flat.dtype)
+            with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
+                buffer = self._pool.acquire()
+            arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype)
         source = flat[piece.start_in_param : piece.start_in_param + piece.numel]
         self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
         arrived.pieces.append(piece)

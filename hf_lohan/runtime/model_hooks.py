@@ -14,6 +14,7 @@ from hf_lohan.device import Device, PoolAborted
 from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
+from hf_lohan.runtime.compute_spans import ComputeSpans
 from hf_lohan.runtime.discovery import ModelBlocks
 from hf_lohan.runtime.gradient_arrival import GradientArrivals
 from hf_lohan.runtime.prefetcher import Prefetcher
@@ -53,6 +54,7 @@ class ModelHooks:
         self._begin_backward = before_backward
         self._backward_broke = backward_broke
         self._in_use = BlocksInUse(ring, prefetcher)
+        self._spans = ComputeSpans(device)
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._is_in_forward = False
         self._is_in_backward = False
@@ -73,6 +75,7 @@ class ModelHooks:
         if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
             self._saved_weights.__exit__(None, None, None)
             self._saved_weights = None
+        self._spans.end()
         self._in_use.release_all()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
@@ -145,11 +148,15 @@ class ModelHooks:
                 "a layer was called outside its model's forward with gradients on; call the model itself, so that "
                 "what autograd saves of streamed weights can be tracked"
             )
+        self._spans.end()
         for block in blocks:
             self._in_use.enter(block)
+        if blocks:
+            self._spans.begin("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
         if not self._is_in_backward:
+            self._spans.end()
             for block in blocks:
                 self._in_use.leave(block)
 
@@ -169,7 +176,12 @@ class ModelHooks:
 
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._enter_backward()
-        return self._in_use.fetch_in_backward(block)
+        if self._spans.is_open("backward", block):
+            return self._in_use.fetch_in_backward(block)
+        self._spans.end()
+        slot = self._in_use.fetch_in_backward(block)
+        self._spans.begin("backward", block)
+        return slot
 
     def _enter_backward(self) -> None:
         if not self._is_in_backward:
@@ -187,6 +199,7 @@ class ModelHooks:
             raise (aborted.__cause__ or aborted) from None
 
     def _end_backward(self) -> None:
+        self._spans.end()
         self._arrivals.flush()
         self._in_use.release_all()
         self._is_in_backward = False

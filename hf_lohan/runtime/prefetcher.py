@@ -16,6 +16,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block, ranges
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import RecordRead
+from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT
 
 
 class RecordReader(Protocol):
@@ -46,7 +47,8 @@ class ParameterLoader:
 
     def load(self, block: Block, slot: Slot) -> Event:
         """Read and copy everything; the event is reached when the block is in the slot."""
-        self._wait_until_current(block)
+        with self._device.timeline.task(LOADS_WAIT, "for the update", block=block.name):
+            self._wait_until_current(block)
         if slot.last_use is not None:
             self._device.wait(Lane.H2D, slot.last_use)
         if self._device.memory_is_host:
@@ -72,8 +74,9 @@ class ParameterLoader:
         try:
             for start, stop in ranges(block.numel, self._chunk_numel):
                 reads.append(self._store.read(block.name, "param", start, slot.weights[start:stop]))
-            for read in reads:
-                read.wait()
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+                for read in reads:
+                    read.wait()
         except BaseException:
             for read in reads:  # the others still write into the slot
                 with contextlib.suppress(Exception):
@@ -156,28 +159,34 @@ class Prefetcher:
 
     def acquire(self, block: Block) -> Slot:
         """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
-        with self._ring.changed:
-            self._recorded.append(block)
-            if block in self._expected:
-                del self._expected[: self._expected.index(block) + 1]
-            slot = self._ring.pin(block)
-            if slot is None:
-                self.num_unforeseen += 1
-                self._urgent.append(block)
-                try:
-                    self._ring.changed.notify_all()
-                    self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
-                    self._raise_failure()
-                finally:
-                    self._urgent.remove(block)
-                slot = self._ring.pin(block)
-                assert slot is not None
-            self._ring.changed.notify_all()
-            self._ring.changed.wait_for(lambda: slot.ready is not None or self._failure is not None)
-            self._raise_failure()
-            assert slot.ready is not None
-        self._ring.device.wait(Lane.COMPUTE, slot.ready)
+        device = self._ring.device
+        with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.changed:
+            slot, ready = self._pin(block)
+        device.wait(Lane.COMPUTE, ready)
         return slot
+
+    def _pin(self, block: Block) -> tuple[Slot, Event]:
+        """Caller holds the lock."""
+        self._recorded.append(block)
+        if block in self._expected:
+            del self._expected[: self._expected.index(block) + 1]
+        slot = self._ring.pin(block)
+        if slot is None:
+            self.num_unforeseen += 1
+            self._urgent.append(block)
+            try:
+                self._ring.changed.notify_all()
+                self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
+                self._raise_failure()
+            finally:
+                self._urgent.remove(block)
+            slot = self._ring.pin(block)
+            assert slot is not None
+        self._ring.changed.notify_all()
+        self._ring.changed.wait_for(lambda: slot.ready is not None or self._failure is not None)
+        self._raise_failure()
+        assert slot.ready is not None
+        return slot, slot.ready
 
     def _raise_failure(self) -> None:
         if self._failure is not None:

@@ -16,6 +16,7 @@ from hf_lohan.runtime.block import Chunk, ParamSlice
 from hf_lohan.runtime.non_finite import NonFiniteGradientError
 from hf_lohan.runtime.split_update import SplitUpdate
 from hf_lohan.storage import Checksums, IoRequest, RecordRead
+from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 
 
 class Drafts(Protocol):
@@ -91,10 +92,13 @@ class ChunkUpdate:
 class StateUpdater:
     """Issues the reads of a chunk's records, runs AdamW on them and issues the writes."""
 
-    def __init__(self, store: RecordStore, pool: BufferPool, master: MasterFormat) -> None:
+    def __init__(
+        self, store: RecordStore, pool: BufferPool, master: MasterFormat, timeline: Timeline | None = None
+    ) -> None:
         self._store = store
         self._pool = pool
         self._master = master
+        self.timeline = timeline or Timeline()
         self._threads = KernelThreads(torch.get_num_threads())
 
     def begin(
@@ -102,18 +106,19 @@ class StateUpdater:
     ) -> ChunkUpdate:
         """Issue the reads. `reads` are those that bring the gradient back, if it was away."""
         chunk = gradient.chunk
-        buffers = [self._pool.acquire() for _ in range(3)]
+        num_private = 2 if self._master.has_residual else 0
+        with self.timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
+            buffers = [self._pool.acquire() for _ in range(3 + num_private)]
         views = {
             "param": buffers[0].view(self._master.working_dtype, chunk.numel),
             "exp_avg": buffers[1].view(torch.float32, chunk.numel),
             "exp_avg_sq": buffers[2].view(torch.float32, chunk.numel),
         }
-        update = ChunkUpdate(gradient, views, buffers, list(reads), keep_gradient)
+        update = ChunkUpdate(gradient, views, buffers[:3], list(reads), keep_gradient, private=buffers[3:])
         if self._master.has_residual:
             # A bfloat16 weight and its residual fill one buffer together.
             after_param = chunk.numel * self._master.working_dtype.itemsize
             views["master_residual"] = buffers[0].view(torch.int16, chunk.numel, start_byte=after_param)
-            update.private = [self._pool.acquire() for _ in range(2)]
         for kind, view in views.items():
             update.reads.append(self._store.read(chunk.block.name, kind, chunk.start, view))
         return update
@@ -128,9 +133,11 @@ class StateUpdater:
     ) -> list[IoRequest]:
         """Wait for the reads, update, and issue the writes. When they are done the buffers are given back and
         `written` is called with the first error, or None, on an I/O thread."""
-        for read in update.reads:
-            read.arrive()
         gradient = update.gradient
+        block = gradient.chunk.block.name
+        with self.timeline.task(UPDATES_WAIT, "reads", block=block):
+            for read in update.reads:
+                read.arrive()
         split = SplitUpdate(
             records=update.records,
             gradient=gradient.values,
@@ -140,7 +147,8 @@ class StateUpdater:
             private=[buffer.bytes for buffer in update.private],
             checksums_of=self._store.checksums,
         )
-        checksums = split.run(self._threads)
+        with self.timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=gradient.values.nbytes):
+            checksums = split.run(self._threads)
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()

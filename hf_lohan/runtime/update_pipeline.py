@@ -13,6 +13,7 @@ from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
 from hf_lohan.storage import IoRequest
+from hf_lohan.timeline import UPDATES_WAIT
 
 Schedule = Literal["optimized", "naive", "serial"]
 
@@ -43,6 +44,7 @@ class UpdatePipeline:
         self._written = written
         self._failed = failed
         self._kept = kept
+        self._timeline = updater.timeline
         self._pending: tuple[ChunkUpdate, Callable[[ParamSlice], AdamWGroup], float] | None = None
         self._writes: deque[IoRequest] = deque()
         self._pieces: set[ChunkPiece] = set()
@@ -66,7 +68,8 @@ class UpdatePipeline:
         began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
-        reads = self._home.bring_back(gradient)
+        with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
+            reads = self._home.bring_back(gradient)
         update = self._updater.begin(gradient, reads, keep_gradient=keep_gradient)
         if self._schedule == "optimized":
             self._finish_pending()
@@ -141,5 +144,6 @@ class UpdatePipeline:
             self._writes.popleft().wait()
 
     def _wait_for_writes(self) -> None:
-        while self._writes:
-            self._writes.popleft().wait()
+        with self._timeline.task(UPDATES_WAIT, "writes"):
+            while self._writes:
+                self._writes.popleft().wait()

@@ -7,16 +7,27 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hf_lohan.storage.buffers import SECTOR_BYTES
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
 from hf_lohan.storage.request import IoRequest
+from hf_lohan.timeline import SSD_READ, SSD_WRITE, Timeline
 
 Complete = Callable[[], object]
 
 _MAX_VIEWS = 512
 """Buffers in one call: half of Linux's IOV_MAX."""
+
+
+class Content(NamedTuple):
+    """What bytes are."""
+
+    block: str
+    kind: str
+
+
+ANY_CONTENT = Content("", "bytes")
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,14 @@ class IoEngine:
     """
 
     def __init__(
-        self, num_threads: int, piece_bytes: int, max_inflight_bytes: int, backend: FileBackend | None = None
+        self,
+        num_threads: int,
+        piece_bytes: int,
+        max_inflight_bytes: int,
+        backend: FileBackend | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
+        """``timeline``: where each piece is noted."""
         if num_threads < 1:
             raise ValueError(f"num_threads is {num_threads}: the engine needs at least 1")
         if piece_bytes < SECTOR_BYTES or piece_bytes % SECTOR_BYTES:
@@ -50,6 +67,7 @@ class IoEngine:
             raise ValueError(f"max_inflight_bytes is {max_inflight_bytes}: choose at least one piece")
         self.num_threads = num_threads
         self._backend = backend or PosixBackend()
+        self._timeline = timeline or Timeline()
         self._piece_bytes = piece_bytes
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
@@ -81,13 +99,19 @@ class IoEngine:
         """Open a data file for this engine; ``create`` makes it and raises if it exists."""
         return DataFile(path, self._backend, create=create)
 
-    def read(self, transfers: Sequence[Transfer], complete: Complete | None = None) -> IoRequest:
-        """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`."""
-        return self._submit("read", transfers, complete)
+    def read(
+        self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
+    ) -> IoRequest:
+        """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`;
+        ``of``: what it is, for the timeline."""
+        return self._submit("read", transfers, complete, of)
 
-    def write(self, transfers: Sequence[Transfer], complete: Complete | None = None) -> IoRequest:
-        """Start to write; the memory must stay unchanged until the request is done. ``complete``: see `IoRequest`."""
-        return self._submit("write", transfers, complete)
+    def write(
+        self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
+    ) -> IoRequest:
+        """Start to write; the memory must stay unchanged until the request is done. ``complete``: see `IoRequest`;
+        ``of``: what it is, for the timeline."""
+        return self._submit("write", transfers, complete, of)
 
     def close(self) -> None:
         """Finish what is in flight and end the threads."""
@@ -97,7 +121,7 @@ class IoEngine:
         self._threads.shutdown()
 
     def _submit(
-        self, verb: Literal["read", "write"], transfers: Sequence[Transfer], complete: Complete | None
+        self, verb: Literal["read", "write"], transfers: Sequence[Transfer], complete: Complete | None, of: Content
     ) -> IoRequest:
         # A thread that waits here for room would be missing where the room is made.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
@@ -111,7 +135,7 @@ class IoEngine:
         num_submitted = 0
         try:
             for piece in pieces:
-                self._threads.submit(self._run, request, verb, piece)
+                self._threads.submit(self._run, request, verb, piece, of)
                 num_submitted += 1
         except BaseException as error:
             for _ in pieces[num_submitted:]:
@@ -122,12 +146,13 @@ class IoEngine:
                 raise
         return request
 
-    def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer) -> None:
+    def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer, of: Content) -> None:
         error: BaseException | None = None
         try:
             if not request.failed:  # else the rest of it is not worth the disk's time
-                move = piece.file.read if verb == "read" else piece.file.write
-                move(piece.offset, piece.views)
+                move, lane = (piece.file.read, SSD_READ) if verb == "read" else (piece.file.write, SSD_WRITE)
+                with self._timeline.task(lane, of.kind, block=of.block, num_bytes=piece.num_bytes):
+                    move(piece.offset, piece.views)
                 with self._changed:
                     self._moved_bytes[verb] += piece.num_bytes
         except BaseException as caught:  # whatever it is, it belongs to whoever waits

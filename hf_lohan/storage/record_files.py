@@ -14,7 +14,7 @@ from hf_lohan.storage.buffers import byte_tensor, sector_view
 from hf_lohan.storage.errors import CorruptionError, StorageError
 from hf_lohan.storage.granules import GRANULE_NUMEL, Checksums, checksums, granules_of
 from hf_lohan.storage.home_files import HomeFiles
-from hf_lohan.storage.io_engine import IoEngine
+from hf_lohan.storage.io_engine import Content, IoEngine
 from hf_lohan.storage.layout import Extent, RecordSpec, StoreLayout
 from hf_lohan.storage.record_read import RecordRead
 from hf_lohan.storage.request import IoRequest
@@ -104,7 +104,7 @@ class RecordFiles:
                     if is_wrong.any():
                         raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
 
-        request = self._track(self._engine.read(transfers))
+        request = self._track(self._engine.read(transfers, of=Content(block, kind)))
         return RecordRead(request, out.numel(), self.versions.granule_numel, check)
 
     def write(
@@ -134,7 +134,7 @@ class RecordFiles:
             of_source = self.checksums(source) if checksums is None else checksums
             self.versions.end_write(block, kind, first, targets, of_source)
 
-        return self._track(self._engine.write(transfers, note))
+        return self._track(self._engine.write(transfers, note, of=Content(block, kind)))
 
     def checksums(self, source: Tensor) -> Checksums:
         """Of each granule of ``source`` [numel]. To be given to `write`, by who has it in his cache just now."""
