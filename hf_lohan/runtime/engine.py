@@ -71,13 +71,12 @@ class OffloadEngine:
             self._group_of,
             norms,
             tiers.gradients,
+            device=self.device,
             schedule=config.schedule,
             hold_gradients=layout.holds_gradients,
             drafts=tiers.store,
         )
-        loader = ParameterLoader(
-            self.device, tiers.store, tiers.staging, dtype, self._pipeline.wait_until_current
-        )
+        loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
         self.transaction = StepTransaction(self._pipeline, norms)

@@ -6,10 +6,12 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from hf_lohan.device import BufferPool
+from torch import Tensor
+
+from hf_lohan.device import BufferPool, Device
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.runtime.block import Block, Chunk, ParamSlice
-from hf_lohan.runtime.blocks_in_update import BlocksInUpdate
+from hf_lohan.runtime.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
@@ -42,6 +44,7 @@ class GradientPipeline:
         norms: GradientNorms,
         arrival_pool: BufferPool,
         *,
+        device: Device,
         schedule: Schedule,
         hold_gradients: bool,
         drafts: Drafts | None = None,
@@ -61,7 +64,7 @@ class GradientPipeline:
         self._arrival_pool = arrival_pool
         self._drafts = drafts
         self._held = HeldGradients(home, norms, block_order)
-        self._applying = BlocksInUpdate()
+        self._applying = BlocksInUpdate(device)
         self._announced: set[Chunk] = set()
         self._guesses: set[Block] = set()
         self._guesses_lock = threading.Lock()
@@ -70,11 +73,17 @@ class GradientPipeline:
         self._can_undo: bool | None = None
         self._thread = WorkThread("lohan-gradients", idle=self._work_off, failed=self._on_failure)
         self._updates = UpdatePipeline(
-            updater, home, schedule, written=self._applying.discard, failed=self._thread.fail, kept=self._held.hold
+            updater,
+            home,
+            schedule,
+            hand_over=self._applying.hand_over,
+            written=self._applying.discard,
+            failed=self._thread.fail,
+            kept=self._held.hold,
         )
         self._thread.start()
 
-    # The other threads' side: the compute thread's, but for `wait_until_current` and `stop_speculating`.
+    # The other threads' side: the compute thread's, but for `deliver` and `stop_speculating`.
 
     def submit(self, arrived: ArrivedChunk, *, is_final: bool) -> None:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
@@ -93,7 +102,7 @@ class GradientPipeline:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change.
 
         Under the optimized schedule, held gradients are applied while the next forward runs: block by block in its
-        order, each before it is read (`wait_until_current`). `group_of` must give the hyperparameters of this step
+        order, each before it is read (`deliver`). `group_of` must give the hyperparameters of this step
         also then. Call `measure` before.
         """
         outcome, waiting = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
@@ -125,11 +134,12 @@ class GradientPipeline:
         self._thread.put(self._updates.settle)
         self._thread.put(action)
 
-    def wait_until_current(self, block: Block) -> None:
-        """Wait until the block is as the last finished step leaves it. Called by whoever reads its records."""
+    def deliver(self, block: Block, weights: Tensor) -> Delivery:
+        """Wait until the block's parameters can be read as the last finished step leaves them, except for those that
+        come from its updates: they are put into `weights` [block.numel], which is on the device."""
         if block in self._guesses:
             self.stop_speculating()
-        self._applying.wait_for(block)
+        return self._applying.order(block, weights)
 
     @property
     def failure(self) -> BaseException | None:

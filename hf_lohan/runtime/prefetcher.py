@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block, ranges
+from hf_lohan.runtime.blocks_in_update import Delivery
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT
@@ -35,28 +36,43 @@ class ParameterLoader:
         store: RecordReader,
         staging: BufferPool,
         dtype: torch.dtype,
-        wait_until_current: Callable[[Block], None],
+        deliver: Callable[[Block, Tensor], Delivery],
     ) -> None:
         self._device = device
         self._store = store
         self._staging = staging
         self._dtype = dtype
-        self._wait_until_current = wait_until_current
+        self._deliver = deliver
         self._chunk_numel = staging.buffer_bytes // dtype.itemsize
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def load(self, block: Block, slot: Slot) -> Event:
         """Read and copy everything; the event is reached when the block is in the slot."""
-        with self._device.timeline.task(LOADS_WAIT, "for the update", block=block.name):
-            self._wait_until_current(block)
         if slot.last_use is not None:
             self._device.wait(Lane.H2D, slot.last_use)
-        if self._device.memory_is_host:
-            self._read_into(block, slot)
-            return self._device.record(Lane.H2D)
+        timeline = self._device.timeline
+        with timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
+            delivery = self._deliver(block, slot.weights[: block.numel])
+        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(*whole)]
+        try:
+            with timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+                if self._device.memory_is_host:
+                    self._read_into(block, slot, parts)
+                else:
+                    self._read_and_copy(block, slot, parts)
+        finally:  # while others write into the slot, nobody may take it for something else
+            with timeline.task(LOADS_WAIT, "for updates", block=block.name):
+                delivery.wait()
+        return self._device.record(Lane.H2D)
+
+    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        for first, last in ranges(stop - start, self._chunk_numel):
+            yield start + first, start + last
+
+    def _read_and_copy(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
         reading: deque[tuple[RecordRead, Buffer, int, int]] = deque()
         try:
-            for start, stop in ranges(block.numel, self._chunk_numel):
+            for start, stop in parts:
                 while self._staging.num_free == 0:
                     self._free_one(reading, slot)
                 buffer = self._staging.acquire()
@@ -67,16 +83,14 @@ class ParameterLoader:
         except BaseException:
             self._drain(reading)
             raise
-        return self._device.record(Lane.H2D)
 
-    def _read_into(self, block: Block, slot: Slot) -> None:
+    def _read_into(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
         reads: list[RecordRead] = []
         try:
-            for start, stop in ranges(block.numel, self._chunk_numel):
+            for start, stop in parts:
                 reads.append(self._store.read(block.name, "param", start, slot.weights[start:stop]))
-            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
-                for read in reads:
-                    read.wait()
+            for read in reads:
+                read.wait()
         except BaseException:
             for read in reads:  # the others still write into the slot
                 with contextlib.suppress(Exception):

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_lohan.device import Buffer, BufferPool, KernelThreads
+from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
 from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
 from hf_lohan.runtime.block import Chunk, ParamSlice
 from hf_lohan.runtime.non_finite import NonFiniteGradientError
@@ -129,10 +129,12 @@ class StateUpdater:
         *,
         clip_coefficient: float,
         group_of: Callable[[ParamSlice], AdamWGroup],
+        hand_over: Callable[[Chunk, Tensor], Event | None],
         written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
-        """Wait for the reads, update, and issue the writes. When they are done the buffers are given back and
-        `written` is called with the first error, or None, on an I/O thread."""
+        """Wait for the reads, update, `hand_over` the new parameters (if the update is no guess) and issue the writes.
+        When they are done the buffers are given back and `written` is called with the first error, or None, on an I/O
+        thread."""
         gradient = update.gradient
         block = gradient.chunk.block.name
         with self.timeline.task(UPDATES_WAIT, "reads", block=block):
@@ -152,40 +154,46 @@ class StateUpdater:
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()
-        return self._write(gradient.chunk, update, checksums, written)
+        copied = None if update.keeps_gradient else hand_over(gradient.chunk, update.records["param"])
+        return self._write(gradient.chunk, update, checksums, copied, written)
 
     def _write(
         self,
         chunk: Chunk,
         update: ChunkUpdate,
         checksums: dict[str, Checksums],
+        copied: Event | None,
         written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
         writes = [
             self._store.write(chunk.block.name, kind, chunk.start, view, checksums=checksums[kind])
             for kind, view in update.records.items()
         ]
-        finished = _AfterAll(len(writes), update.buffers, written)
+        finished = _AfterAll(1 + len(writes), update.buffers, written)
         for request in writes:
-            request.add_done_callback(finished)
+            request.add_done_callback(lambda request: finished.one_more(request.error))
+        if copied is not None:
+            copied.synchronize()
+        finished.one_more(None)
         return writes
 
 
 class _AfterAll:
-    """Gives buffers back and tells `written` when the last of `num_requests` requests is done, well or badly."""
+    """Gives buffers back and tells `written` when the last of `num_users` is done with them, well or badly."""
 
     def __init__(
-        self, num_requests: int, buffers: Sequence[Buffer], written: Callable[[BaseException | None], None]
+        self, num_users: int, buffers: Sequence[Buffer], written: Callable[[BaseException | None], None]
     ) -> None:
-        self._remaining = num_requests
+        self._remaining = num_users
         self._buffers = buffers
         self._written = written
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def __call__(self, request: IoRequest) -> None:
+    def one_more(self, error: BaseException | None) -> None:
+        """Another one of them is done."""
         with self._lock:
-            self._error = self._error or request.error
+            self._error = self._error or error
             self._remaining -= 1
             is_last = self._remaining == 0
         if is_last:

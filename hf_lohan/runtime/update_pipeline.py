@@ -7,6 +7,9 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Literal
 
+from torch import Tensor
+
+from hf_lohan.device import Event
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
@@ -32,15 +35,17 @@ class UpdatePipeline:
         home: GradientHome,
         schedule: Schedule,
         *,
+        hand_over: Callable[[Chunk, Tensor], Event | None],
         written: Callable[[Chunk], None],
         failed: Callable[[BaseException], None],
         kept: Callable[[ChunkGradient], None],
     ) -> None:
-        """`written` and `failed` are called on I/O threads; `kept` gets back the gradients that are to be kept, whose
-        updates are guesses: `written` is not told of them."""
+        """`hand_over`: see `BlocksInUpdate`; `written` and `failed` are called on I/O threads; `kept` gets back the
+        gradients that are to be kept, whose updates are guesses: `hand_over` and `written` are not told of them."""
         self._updater = updater
         self._home = home
         self._schedule = schedule
+        self._hand_over = hand_over
         self._written = written
         self._failed = failed
         self._kept = kept
@@ -136,7 +141,13 @@ class UpdatePipeline:
                 self._written(chunk)
 
         self._writes.extend(
-            self._updater.finish(update, clip_coefficient=clip_coefficient, group_of=group_of, written=written)
+            self._updater.finish(
+                update,
+                clip_coefficient=clip_coefficient,
+                group_of=group_of,
+                hand_over=self._hand_over,
+                written=written,
+            )
         )
         if update.keeps_gradient:
             self._kept(update.gradient)

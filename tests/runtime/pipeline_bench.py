@@ -151,6 +151,7 @@ class Bench:
             lambda part: GROUP,
             self.norms,
             self.gradients,
+            device=CpuDevice(),
             schedule=schedule,
             hold_gradients=hold_gradients,
             drafts=self.store,
@@ -163,6 +164,15 @@ class Bench:
         arrived = ArrivedChunk(chunk, self.gradients.acquire(), torch.float32, list(chunk.pieces))
         arrived.landing.fill_(value)
         return arrived
+
+    def read_weights(self) -> Tensor:
+        """As whoever brings the block to the device does."""
+        weights = torch.full((self.block.numel,), float("nan"))
+        delivery = self.pipeline.deliver(self.block, weights)
+        for start, stop in delivery.ranges_to_read():
+            weights[start:stop] = self.store.records["param"][start:stop]
+        delivery.wait()
+        return weights
 
     def hold_up(self) -> threading.Event:
         """Keep the pipeline from doing anything until the event is set."""

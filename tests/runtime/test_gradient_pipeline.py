@@ -73,10 +73,12 @@ def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: 
     bench.pipeline.finish_step(1.0, lambda part: GROUP)  # does not wait
     assert bench.store.order == []
     with ThreadPoolExecutor(1) as threads:
-        reader = threads.submit(bench.pipeline.wait_until_current, bench.block)
+        reader = threads.submit(bench.read_weights)
         assert not reader.done()
         bench.store.may_read.set()
-        reader.result(60)
+        read = reader.result(60)
+    bench.pipeline.settle()
+    assert torch.equal(read, bench.store.records["param"])
     assert [event for event in bench.store.order if event.startswith("w")] == ["w0", "w1", "w2", "w3"]
 
 
@@ -130,7 +132,13 @@ def test_a_buffer_is_not_released_while_its_writes_run() -> None:
     buffer: Buffer = gradients.acquire()
     buffer.bytes.zero_()
     update = updater.begin(ChunkGradient(chunk, buffer, set(block.slices)), [])
-    updater.finish(update, clip_coefficient=1.0, group_of=lambda part: GROUP, written=told.append)
+    updater.finish(
+        update,
+        clip_coefficient=1.0,
+        group_of=lambda part: GROUP,
+        hand_over=lambda chunk, param: None,
+        written=told.append,
+    )
     assert gradients.num_free == 1
     for request in pending[:-1]:
         request.finish_piece(None)

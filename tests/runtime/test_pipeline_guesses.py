@@ -92,7 +92,7 @@ def test_what_no_guess_covers_is_applied_with_the_right_guess(make_bench: MakeBe
 def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
-    bench.pipeline.wait_until_current(bench.block)
+    bench.read_weights()
     assert bench.store.order == [*GUESSES, "drop"]
     assert not bench.store.records["param"].any()
     bench.finish_step()
@@ -178,7 +178,7 @@ def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench:
         case "dropped":
             bench.pipeline.drop()
         case "read":
-            bench.pipeline.wait_until_current(bench.block)
+            bench.read_weights()
     bench.pipeline.settle()
     assert bench.store.order[: len(GUESSES) + 1] == [*GUESSES, "drop"]
     assert bench.store.num_under_way == 0
@@ -196,11 +196,13 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
     for request in bench.store.late:
         request.call_back()
-    assert bench.block in bench.pipeline._applying._chunks
+    assert bench.block in bench.pipeline._applying._unwritten
     with ThreadPoolExecutor(1) as threads:
-        reader = threads.submit(bench.pipeline.wait_until_current, bench.block)
+        reader = threads.submit(bench.read_weights)
         bench.store.may_read.set()
-        reader.result(60)
+        read = reader.result(60)
+    bench.pipeline.settle()
+    assert torch.equal(read, bench.store.records["param"])
     assert bench.store.order == [*GUESSES, "drop", *REDONE]
     assert len(bench.store.late) == 3 * NUM_CHUNKS
     assert isinstance(bench.store.late[0], LateCallbacks)

@@ -17,6 +17,7 @@ from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.runtime import Block, ParameterAccess
 from hf_lohan.runtime.block import lay_out_block
+from hf_lohan.runtime.blocks_in_update import Delivery
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import (
@@ -137,7 +138,12 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
         )
         ring = SlotRing(device, plan, torch.float32)
         reader = NotingReader(Store.open([folder], model=identity, engine=engines[-1]))
-        loader = ParameterLoader(device, reader, staging, torch.float32, lambda block: current(block.name))
+
+        def deliver(block: Block, weights: Tensor) -> Delivery:
+            current(block.name)
+            return Delivery(weights)
+
+        loader = ParameterLoader(device, reader, staging, torch.float32, deliver)
         streams.append(Stream(blocks, ring, Prefetcher(ring, loader, blocks), reader, staging))
         return streams[-1]
 
