@@ -116,7 +116,13 @@ def _plan(
     """The plan within a resolved configuration. A store that is not told how many versions of the state to keep keeps
     one where two do not fit."""
     holds_gradients = request.max_grad_norm > 0 or request.num_micro_batches > 1
-    layout = lay_out(model, config, working_dtype=_dtype_of(model), hold_gradients=holds_gradients)
+    layout = lay_out(
+        model,
+        config,
+        working_dtype=_dtype_of(model),
+        hold_gradients=holds_gradients,
+        memory_is_host=hardware.device.shares_cpu,
+    )
     setup = training_setup(
         config,
         layout,

@@ -76,7 +76,13 @@ def offload_model(
     check_one_dtype(discover_blocks(model).blocks)
     refuse_reentrant(model)
     working_dtype = working_dtype or next(model.parameters()).dtype
-    layout = lay_out(model, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
+    layout = lay_out(
+        model,
+        config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        memory_is_host=device.memory_is_host,
+    )
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))

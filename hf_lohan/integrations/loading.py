@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -72,14 +73,21 @@ def from_pretrained(
     with torch.device("meta"):
         build = getattr(model_class, "from_config", None) or model_class._from_config
         skeleton = build(model_config, dtype=load_dtype)
-    layout = lay_out(skeleton, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
+    lay_out_for_this = partial(
+        lay_out,
+        config=config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        memory_is_host=device.memory_is_host,
+    )
+    layout = lay_out_for_this(skeleton)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         with streamed_to(_writer(access, only_dtype=load_dtype)):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         _store_the_rest(model, access, working_dtype)
-        final = lay_out(model, config, working_dtype=working_dtype, hold_gradients=hold_gradients)
+        final = lay_out_for_this(model)
         _check_same(layout, final)
         return attach(OffloadEngine(model, final, tiers, config)).model
     except BaseException:

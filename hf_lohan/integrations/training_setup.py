@@ -7,6 +7,7 @@ from typing import Literal
 from hf_lohan.config import OffloadConfig
 from hf_lohan.planner import SizeClass, TrainingSetup
 from hf_lohan.runtime import OffloadLayout
+from hf_lohan.runtime.slot_ring import MIN_SLOTS_TO_LEND
 
 
 def training_setup(
@@ -33,6 +34,8 @@ def training_setup(
         ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
         activation_cpu_bytes=layout.activation_bytes,
         activations=config.activations,
+        lent_bytes=_lent_bytes(layout),
+        hands_over=config.schedule == "optimized",
         state_bytes_per_param=float(sum(master.state_dtype(kind).itemsize for kind in master.state_kinds)),
         clip=clip,
         clip_rate=clip_rate,
@@ -42,3 +45,11 @@ def training_setup(
         turnaround_bytes=sum(block.numel * master.working_dtype.itemsize for block in in_slots),
         hold_resident_records=config.resident_records == "auto",
     )
+
+
+def _lent_bytes(layout: OffloadLayout) -> int:
+    """Of the trainable weights in layers, where there is a slot to lend."""
+    if layout.plan.num_slots[SizeClass.LAYER] < MIN_SLOTS_TO_LEND:
+        return 0
+    numel = sum(block.state_numel for block in layout.blocks if block.size_class is SizeClass.LAYER)
+    return numel * layout.master.working_dtype.itemsize

@@ -69,6 +69,16 @@ class PoolRequest:
     prefetch_blocks: int
     num_state_buffers_per_chunk: int
     hold_gradients: bool
+    stages_params: bool = True
+    """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
+
+    @property
+    def min_staging_buffers(self) -> int:
+        return MIN_STAGING_BUFFERS if self.stages_params else 0
+
+    @property
+    def good_staging_buffers(self) -> int:
+        return GOOD_STAGING_BUFFERS if self.stages_params else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,12 +155,12 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     num_state = NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
     num_arrival = _num_arrival_buffers(request, chunk_numel)
     num_recall = NUM_RECALL_BUFFERS if request.hold_gradients else 0
-    spare = num_buffers - MIN_STAGING_BUFFERS - num_state - num_arrival - num_recall
-    more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS)
+    spare = num_buffers - request.min_staging_buffers - num_state - num_arrival - num_recall
+    more_staging = min(spare, request.good_staging_buffers - request.min_staging_buffers)
     held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
     return PoolPlan(
         chunk_numel=chunk_numel,
-        num_staging_buffers=MIN_STAGING_BUFFERS + more_staging,
+        num_staging_buffers=request.min_staging_buffers + more_staging,
         num_state_buffers=num_state,
         num_gradient_buffers=num_arrival + num_held,
         num_recall_buffers=num_recall if spilled else 0,
@@ -221,7 +231,7 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
     num_buffers = (
-        MIN_STAGING_BUFFERS
+        request.min_staging_buffers
         + NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
         + _num_arrival_buffers(request, chunk_numel)
         + (NUM_RECALL_BUFFERS if request.hold_gradients else 0)

@@ -11,7 +11,7 @@ does not overlap: the first block must arrive before it computes, and the last o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 import numpy as np
@@ -138,13 +138,29 @@ class StepCosts:
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
         """The step's forwards and backwards, and which of them the updates run under."""
-        forward, backward, update = self._forward(choice), self._backward(choice), self._update(choice)
+        forward, backward = self._forward(choice), self._backward(choice)
         count = self._setup.num_micro_batches
         if clip == "defer":
-            loads = [(1, True, forward + update), (count - 1, True, forward), (count, False, backward)]
+            updating = self._forward_under_update(choice)
+            loads = [(1, True, updating), (count - 1, True, forward), (count, False, backward)]
         else:
+            update = self._update(choice) + self._lent(choice)
             loads = [(count, True, forward), (count - 1, False, backward), (1, False, backward + update)]
         return [Phase(*load) for load in loads if load[0]]
+
+    def _forward_under_update(self, choice: Choice) -> Load:
+        """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
+        load = self._forward(choice) + self._update(choice)
+        if not self._setup.hands_over:
+            return load
+        handed_over = np.maximum(0.0, self._gradient_bytes - choice.resident_param_bytes)
+        return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over)
+
+    def _lent(self, choice: Choice) -> Load:
+        """What an update in backward gets from the slots instead of the SSDs."""
+        lent = np.maximum(0.0, self._setup.lent_bytes - choice.resident_param_bytes)
+        nothing = np.zeros(1)
+        return Load(nothing, nothing, lent, -lent, nothing, nothing)
 
     def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
         """Forward (T_f) and backward (T_b) of a step, all micro-batches."""
@@ -157,7 +173,7 @@ class StepCosts:
         if clip == "speculate":
             # A wrong guess is done over under the next forward.
             forward = self._forward(choice)
-            done_over_s = self.phase_s(forward + self._update(choice)) - self.phase_s(forward)
+            done_over_s = self.phase_s(self._forward_under_update(choice)) - self.phase_s(forward)
             forward_s = forward_s + self._setup.clip_rate * done_over_s
         return forward_s, backward_s
 

@@ -34,6 +34,10 @@ class TrainingSetup:
     float32 (moments), 12 in LoHan (float32 master and moments)."""
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight, as half or all of the master; in LoHan it only writes it."""
+    lent_bytes: int = 0
+    """Of the trainable weights that the optimizer has from their slots, if it runs in backward."""
+    hands_over: bool = False
+    """Whether updates under the forward bring their new weights into the slots, which then need not be read."""
     clip: ClipRequest = "auto"
     """`defer`: updates run under the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
     `speculate`."""

@@ -154,9 +154,12 @@ class OffloadEngine:
             self._ring.forget(taken_back)
 
     def _submit(self, arrived: ArrivedChunk) -> None:
+        is_final = self.is_final_backward()
         if not self._pipeline.holds_gradients or self._pipeline.speculates:
             self._commit_what_was_loaded()
-        self._pipeline.submit(arrived, is_final=self.is_final_backward())
+            if is_final:
+                arrived.loan = self._ring.lend(arrived.chunk.block)
+        self._pipeline.submit(arrived, is_final=is_final)
 
     def _drop_broken_backward(self) -> None:
         touched, remains = self.transaction.drop()

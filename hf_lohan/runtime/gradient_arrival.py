@@ -12,6 +12,7 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.optim import widen_in_place
 from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
+from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.timeline import COMPUTE_WAITS
 
 
@@ -24,6 +25,8 @@ class ArrivedChunk:
     dtype: torch.dtype
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    loan: WeightLoan | None = None
+    """Of the block's weights, if the optimizer is to have them from the device."""
 
     @property
     def landing(self) -> Tensor:

@@ -101,19 +101,18 @@ class GradientPipeline:
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Outcome]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change.
 
-        Under the optimized schedule, held gradients are applied while the next forward runs: block by block in its
-        order, each before it is read (`deliver`). `group_of` must give the hyperparameters of this step
-        also then. Call `measure` before.
+        Under the optimized schedule nobody waits for updates but those who read their block (`deliver`): held gradients
+        are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
+        of this step also then. Call `measure` before.
         """
         outcome, waiting = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
         self._forget_guesses()
-        is_deferred = self.holds_gradients and self._schedule == "optimized"
-        if is_deferred:
+        if self._schedule == "optimized":
             self._applying.add(waiting)
         self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
         # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
         chunks, self._announced = self._announced, set()
-        if not is_deferred:
+        if self._schedule != "optimized":
             self.settle()
         return {chunk.block for chunk in chunks}, outcome
 
@@ -200,6 +199,13 @@ class GradientPipeline:
         self._applying.abort(error)
 
     def _accept(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
+        try:
+            self._apply_or_hold(arrived, is_final, speculate)
+        finally:
+            if arrived.loan is not None:
+                arrived.loan.give_back()
+
+    def _apply_or_hold(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
         if arrived.chunk in self._updates.chunks:
             self._take_back(arrived)
         gradient = self._held.add(arrived)
@@ -211,9 +217,10 @@ class GradientPipeline:
             self._begin_updates()
             if not self._can_undo:
                 gradient.refuse_not_finite()
-            self._updates.update(gradient, self._group_of)
+            self._applying.add([gradient.chunk])
+            self._updates.update(gradient, self._group_of, loan=arrived.loan)
         elif self._speculates_now(speculate):
-            self._updates.update(gradient, self._guess_group_of, keep_gradient=True)
+            self._updates.update(gradient, self._guess_group_of, loan=arrived.loan, keep_gradient=True)
         else:
             self._held.hold(gradient)
 

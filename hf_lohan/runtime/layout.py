@@ -93,9 +93,14 @@ def stored_form(model: nn.Module, working_dtype: torch.dtype) -> StoredForm:
 
 
 def lay_out(
-    model: nn.Module, config: OffloadConfig, *, working_dtype: torch.dtype, hold_gradients: bool
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    working_dtype: torch.dtype,
+    hold_gradients: bool,
+    memory_is_host: bool = False,
 ) -> OffloadLayout:
-    """Lay `model` (real or on meta) out for training. `config` must be resolved.
+    """Lay `model` (real or on meta) out for training. `config` must be resolved. `memory_is_host`: see `Device`.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
@@ -113,6 +118,7 @@ def lay_out(
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
         hold_gradients=hold_gradients,
+        stages_params=not memory_is_host,
     )
     try:
         plan = plan_pools(replace(request, cpu_memory_bytes=config.cpu_memory - activation_bytes))

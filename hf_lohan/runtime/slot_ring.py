@@ -12,6 +12,9 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.runtime.block import Block
+from hf_lohan.runtime.weight_loan import WeightLoan
+
+MIN_SLOTS_TO_LEND = 3
 
 
 @dataclass(eq=False)
@@ -26,10 +29,17 @@ class Slot:
     last_use: Event | None = None
     """Reached when the last compute that reads the slot is done."""
     num_pins: int = 0
+    num_loans: int = 0
+    """To the optimizer, which copies the weights."""
 
     @property
     def is_loading(self) -> bool:
         return self.block is not None and self.ready is None
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether it may be overwritten."""
+        return not (self.num_pins or self.num_loans or self.is_loading)
 
 
 class SlotRing:
@@ -73,6 +83,24 @@ class SlotRing:
         if slot is not None:
             slot.num_pins += 1
         return slot
+
+    def lend(self, block: Block) -> WeightLoan | None:
+        """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
+        must be left to it, and one block at a time is lent."""
+        slots = self.slots[block.size_class]
+        with self.changed:
+            slot = self._holder.get(block)
+            if slot is None or not slot.num_pins or len(slots) < MIN_SLOTS_TO_LEND:
+                return None
+            if any(other.num_loans for other in slots if other is not slot):
+                return None
+            slot.num_loans += 1
+            return WeightLoan(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
+
+    def _take_back(self, slot: Slot) -> None:
+        with self.changed:
+            slot.num_loans -= 1
+            self.changed.notify_all()
 
     def show(self, block: Block) -> None:
         """Make the parameters views into the pinned slot."""
@@ -126,7 +154,7 @@ class SlotRing:
 
     def claimable(self, size_class: SizeClass) -> list[Slot]:
         """Slots that may be overwritten."""
-        return [slot for slot in self.slots[size_class] if slot.num_pins == 0 and not slot.is_loading]
+        return [slot for slot in self.slots[size_class] if slot.is_claimable]
 
     def claim(self, slot: Slot, block: Block) -> None:
         """Take `slot` for `block`, whose load comes next."""

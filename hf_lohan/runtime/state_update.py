@@ -15,6 +15,7 @@ from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
 from hf_lohan.runtime.block import Chunk, ParamSlice
 from hf_lohan.runtime.non_finite import NonFiniteGradientError
 from hf_lohan.runtime.split_update import SplitUpdate
+from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.storage import Checksums, IoRequest, RecordRead
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 
@@ -102,9 +103,15 @@ class StateUpdater:
         self._threads = KernelThreads(torch.get_num_threads())
 
     def begin(
-        self, gradient: ChunkGradient, reads: Sequence[RecordRead], *, keep_gradient: bool = False
+        self,
+        gradient: ChunkGradient,
+        reads: Sequence[RecordRead],
+        *,
+        loan: WeightLoan | None = None,
+        keep_gradient: bool = False,
     ) -> ChunkUpdate:
-        """Issue the reads. `reads` are those that bring the gradient back, if it was away."""
+        """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
+        come from the device."""
         chunk = gradient.chunk
         num_private = 2 if self._master.has_residual else 0
         with self.timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
@@ -120,7 +127,10 @@ class StateUpdater:
             after_param = chunk.numel * self._master.working_dtype.itemsize
             views["master_residual"] = buffers[0].view(torch.int16, chunk.numel, start_byte=after_param)
         for kind, view in views.items():
-            update.reads.append(self._store.read(chunk.block.name, kind, chunk.start, view))
+            if kind == "param" and loan is not None:
+                update.reads.append(loan.read(chunk.start, view))
+            else:
+                update.reads.append(self._store.read(chunk.block.name, kind, chunk.start, view))
         return update
 
     def finish(

@@ -15,6 +15,7 @@ from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
+from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.storage import IoRequest
 from hf_lohan.timeline import UPDATES_WAIT
 
@@ -67,15 +68,16 @@ class UpdatePipeline:
         group_of: Callable[[ParamSlice], AdamWGroup],
         *,
         clip_coefficient: float = 1.0,
+        loan: WeightLoan | None = None,
         keep_gradient: bool = False,
     ) -> None:
-        """Apply a chunk's gradient, scaled."""
+        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward."""
         began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
         with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
             reads = self._home.bring_back(gradient)
-        update = self._updater.begin(gradient, reads, keep_gradient=keep_gradient)
+        update = self._updater.begin(gradient, reads, loan=loan, keep_gradient=keep_gradient)
         if self._schedule == "optimized":
             self._finish_pending()
             self._pending = (update, group_of, clip_coefficient)

@@ -66,8 +66,15 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         if backend is not None:
             monkeypatch.setattr(hf_lohan.runtime.tiers, "IoEngine", partial(IoEngine, backend=backend))
         config = make_config(**settings)
-        layout = lay_out(model, config, working_dtype=dtype, hold_gradients=hold_gradients)
-        tiers = open_tiers(layout, config, device or CpuDevice())
+        device = device or CpuDevice()
+        layout = lay_out(
+            model,
+            config,
+            working_dtype=dtype,
+            hold_gradients=hold_gradients,
+            memory_is_host=device.memory_is_host,
+        )
+        tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
         engines.append(OffloadEngine(model, layout, tiers, config))
         return engines[-1]

@@ -1,0 +1,103 @@
+"""The optimizer has the weights of a block from the slot that backward used; the slot is not overwritten meanwhile."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.device import CpuDevice
+from hf_lohan.planner import SizeClass
+from hf_lohan.runtime.weight_loan import WeightLoan
+from hf_lohan.storage import RecordRead
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import tiny_model
+from tests.runtime.conftest import EngineFactory, TwinsFactory
+
+
+class Lender:
+    def __init__(self) -> None:
+        self.num_returns = 0
+
+    def take_back(self) -> None:
+        self.num_returns += 1
+
+
+def test_a_loan_ends_when_what_was_read_of_it_is_there() -> None:
+    device, lender = AsyncDevice(max_delay_s=5e-3), Lender()
+    weights = device.empty(32).view(torch.float32)
+    weights.copy_(torch.arange(8.0))
+    loan = WeightLoan(device, weights, lender.take_back)
+    out = torch.empty(4)
+    read = loan.read(2, out)
+    loan.give_back()  # it is read already: only its arrival ends it
+    assert lender.num_returns == 0
+    read.arrive()
+    assert lender.num_returns == 1 and torch.equal(out, torch.arange(2.0, 6.0))
+    assert read.is_verified
+    read.wait()
+    assert lender.num_returns == 1
+
+
+def test_a_loan_that_nobody_reads_is_given_back_once() -> None:
+    lender = Lender()
+    loan = WeightLoan(CpuDevice(), torch.zeros(4), lender.take_back)
+    loan.give_back()
+    loan.give_back()
+    assert lender.num_returns == 1
+
+
+@pytest.mark.parametrize(("prefetch_blocks", "lends"), [(2, True), (1, False)])
+def test_the_optimizer_reads_no_weights_that_it_is_lent(
+    prefetch_blocks: int, lends: bool, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With three slots of layers one can be lent; with two, both are compute's."""
+    twins = make_twins(
+        model_factory=lambda: tiny_model("llama", num_layers=4).train(),
+        hold_gradients=False,
+        prefetch_blocks=prefetch_blocks,
+        resident_records="none",
+    )
+    twins.train(1)
+    reads: Counter[str] = Counter()
+    store = twins.engine.tiers.store
+    read_of_store = store.read
+
+    def read(block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
+        if threading.current_thread().name == "lohan-gradients" and ".layers." in block:
+            reads[kind] += 1
+        return read_of_store(block, kind, start_numel, out)
+
+    monkeypatch.setattr(store, "read", read)
+    twins.train(1)
+    twins.engine.settle()
+    if lends:
+        assert reads["param"] < reads["exp_avg"]
+    else:
+        assert reads["param"] == reads["exp_avg"]
+    twins.assert_equal()
+
+
+def test_what_is_lent_is_not_overwritten_and_one_block_is_lent_at_a_time(
+    build_engine: EngineFactory,
+) -> None:
+    engine = build_engine(tiny_model("llama", num_layers=5).train(), prefetch_blocks=2)
+    ring, prefetcher = engine._ring, engine._prefetcher
+    layers = [block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]
+    prefetcher.begin_pass(is_training=False)
+    assert ring.lend(layers[0]) is None  # compute does not use it
+    slot = prefetcher.acquire(layers[0])
+    loan = ring.lend(layers[0])
+    assert loan is not None and ring.lend(layers[0]) is not None
+    ring.unpin(layers[0])
+    prefetcher.acquire(layers[1])
+    assert ring.lend(layers[1]) is None
+    with ring.changed:
+        assert slot not in ring.claimable(SizeClass.LAYER)
+    loan.give_back()
+    with ring.changed:
+        assert slot not in ring.claimable(SizeClass.LAYER)  # it was lent twice
+
