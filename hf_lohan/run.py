@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
-        config = OffloadConfig.load(options.offload)
+        config = OffloadConfig.load(options.offload, **({"trace": True} if options.trace else {}))
         _check_target(options.target, is_module=options.module)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
@@ -47,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_lohan.run",
-        usage="%(prog)s [--offload X] (script.py | -m module) [its arguments]",
+        usage="%(prog)s [--offload X] [--trace] (script.py | -m module) [its arguments]",
         description="Run an unmodified script that uses transformers.Trainer, offloaded.",
         allow_abbrev=False,
     )
@@ -57,6 +57,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="X",
         help="lohan (everything automatic, the default) or the path of a YAML file",
     )
+    parser.add_argument("--trace", action="store_true", help="write lohan/trace.json into the run's output folder")
     parser.add_argument("-m", "--module", action="store_true", help="the target is a module, as in python -m")
     parser.add_argument("target", help="path of a Python file, or the name of a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="passed on")

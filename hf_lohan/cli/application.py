@@ -57,7 +57,7 @@ def lohan(
 
 @app.command(context_settings=_AS_GIVEN)
 def launch(context: typer.Context) -> None:
-    """Run an unmodified transformers.Trainer script offloaded: [--offload X] [accelerate options] script.py [args]."""
+    """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
     with one_line_errors():
         from hf_lohan.integrations.launch import launch as launch_script
 

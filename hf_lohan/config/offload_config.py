@@ -12,7 +12,15 @@ from hf_lohan.config.description import describe
 from hf_lohan.config.errors import ConfigError, refuse_unknown_keys
 from hf_lohan.config.sources import ALL_AUTO, file_named, read_file, unnest
 from hf_lohan.config.ssd_path import SsdPath, ssd_paths
-from hf_lohan.config.value_checks import AUTO, check_choice, check_count, check_number, check_piece_size, check_size
+from hf_lohan.config.value_checks import (
+    AUTO,
+    check_choice,
+    check_count,
+    check_flag,
+    check_number,
+    check_piece_size,
+    check_size,
+)
 
 Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
@@ -77,6 +85,9 @@ class OffloadConfig:
 
     cpu_threads: int | Literal["auto"] = AUTO
     """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
+
+    trace: bool = False
+    """Keep what each lane did when, task by task, and write it as `lohan/trace.json` when training ends."""
 
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
@@ -176,5 +187,6 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "clip": partial(check_choice, allowed=get_args(Clip)),
     "max_skipped_steps": check_number,
     "cpu_threads": check_count,
+    "trace": check_flag,
 }
 assert tuple(_CHECKS) == SETTINGS, "every setting has its check"

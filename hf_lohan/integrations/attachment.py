@@ -29,6 +29,7 @@ from hf_lohan.runtime import (
     open_tiers,
 )
 from hf_lohan.storage import StoreInUseError
+from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ def engine_of(model: nn.Module) -> OffloadEngine | None:
 
 
 def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: str | Path) -> OffloadConfig:
-    """Fill in every `auto` from the machine, print the outcome, and give torch the cores."""
+    """Fill in every `auto` from the machine, print the outcome, give torch the cores, and begin a trace if one is
+    asked for: whoever is built over the device from here on notes its work there."""
     resolved = config.resolve(
         host_memory_bytes=available_host_memory_bytes(),
         device_memory_bytes=device.total_memory_bytes(),
@@ -52,6 +54,8 @@ def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: s
     )
     assert isinstance(resolved.cpu_threads, int)
     set_compute_threads(resolved.cpu_threads)
+    if resolved.trace:
+        device.timeline = Timeline(is_tracing=True)
     print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
     return resolved
 

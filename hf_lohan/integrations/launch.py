@@ -76,7 +76,7 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
 
 
 def launch(arguments: Sequence[str]) -> int:
-    """`accelerate launch`, for an unmodified script, offloaded: `[--offload X] [its options] script.py [args]`.
+    """`accelerate launch` of an unmodified script, offloaded: `[--offload X] [--trace] [its options] script.py [args]`.
 
     Returns the script's exit status. Raises ValueError for options that cannot be honoured, before anything is
     started; argparse exits with 2 for those it does not know.
@@ -94,7 +94,7 @@ def launch(arguments: Sequence[str]) -> int:
 def _parser() -> ArgumentParser:
     parser: ArgumentParser = launch_command_parser()
     parser.prog = "lohan launch"
-    parser.usage = "lohan launch [--offload X] [options of accelerate launch] script.py [its arguments]"
+    parser.usage = "lohan launch [--offload X] [--trace] [options of accelerate launch] script.py [its arguments]"
     parser.description = "Run an unmodified script that uses transformers.Trainer through accelerate, offloaded."
     parser.add_argument(
         "--offload",
@@ -102,6 +102,7 @@ def _parser() -> ArgumentParser:
         metavar="X",
         help="lohan (everything automatic, the default) or the path of a YAML file.",
     )
+    parser.add_argument("--trace", action="store_true", help="Write lohan/trace.json into the run's output folder.")
     return parser
 
 
@@ -116,7 +117,8 @@ def _run_offloaded(options: Namespace) -> None:
     if offload != "lohan":
         offload = os.path.abspath(os.path.expanduser(offload))
     target = ["-m", options.training_script] if options.module else [options.training_script]
-    options.training_script_args = ["--offload", offload, *target, *options.training_script_args]
+    trace = ["--trace"] if options.trace else []
+    options.training_script_args = ["--offload", offload, *trace, *target, *options.training_script_args]
     options.training_script, options.module = "hf_lohan.run", True
 
 
