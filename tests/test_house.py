@@ -21,7 +21,7 @@ PACKAGE = ROOT / "hf_lohan"
 FLOORS = {
     "timeline": -1,
     **dict.fromkeys(("config", "planner", "device"), 0),
-    **dict.fromkeys(("storage", "optim"), 1),
+    **dict.fromkeys(("storage", "optim", "report"), 1),
     **dict.fromkeys(("profiler", "runtime", "collectives", "moe"), 2),
     "integrations": 3,
     "cli": 4,
@@ -31,6 +31,7 @@ NARROWER = {
     "planner": set[str](),
     "storage": {"device", "timeline"},
     "optim": set[str](),
+    "report": {"config", "timeline"},
 }
 """Rooms that may use less than all the floors below theirs."""
 
@@ -41,6 +42,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "device": {"torch", "psutil"},
     "storage": {"torch", "numpy", "safetensors", "xxhash", "kvikio"},
     "optim": {"torch"},
+    "report": {"matplotlib"},
 }
 """The only packages outside the standard library that the two lowest floors may use."""
 

@@ -18,7 +18,9 @@ from hf_lohan.integrations.guards import check_model
 from hf_lohan.integrations.loading import reload_weights
 from hf_lohan.integrations.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
 from hf_lohan.integrations.saving import StoredModel, StoredWeights
+from hf_lohan.integrations.trace_file import write_trace
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.report.files import FOLDER, TRACE_NAME
 from hf_lohan.runtime import OffloadEngine
 
 _MODEL_FOLDER = "lohan_model"
@@ -183,6 +185,16 @@ class Accelerator(OffloadAwareAccelerator):
             super().save_model(model, save_directory, safe_serialization=safe_serialization, **kwargs)
         else:
             model.save_pretrained(save_directory, **kwargs)
+
+    def end_training(self) -> None:
+        """As in accelerate; with `trace: true` writes `lohan/trace.json` into the project folder, or into the working
+        directory where there is none."""
+        engine = self.offload_engine
+        if engine is not None and engine.timeline.is_tracing:
+            engine.settle()
+            engine.device.note_reached()
+            write_trace(Path(self.project_dir or ".") / FOLDER / TRACE_NAME, engine.timeline)
+        super().end_training()
 
     def _save_offloaded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         for model in list(models):

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.integrations.run_summary import CONFIG_NAME
-from hf_lohan.integrations.run_summary import FOLDER as RUN_FOLDER
 from hf_lohan.integrations.step_journal import STORE_FOLDER
+from hf_lohan.report.files import CONFIG_NAME
+from hf_lohan.report.files import FOLDER as RUN_FOLDER
 from hf_lohan.storage import Commit, last_commit
 
 

@@ -13,6 +13,7 @@ from weakref import proxy
 from torch import nn
 
 from hf_lohan.config import format_bytes
+from hf_lohan.integrations.step_floor import floor_by_resource_s
 from hf_lohan.integrations.training_setup import training_setup
 from hf_lohan.integrations.weightless_model import trace_blocks
 from hf_lohan.planner import (
@@ -48,6 +49,10 @@ class RunPlan:
         """What the run follows, or would under `activations: auto`."""
         self.first_prediction: StepPrediction | None = None
         """Before anything of a real step was timed but its shapes."""
+        self.measured_hardware: HardwareProfile | None = None
+        """What the first prediction is of: `hardware` is scaled to what steps took."""
+        self.floor_by_resource_s: dict[str, float] = {}
+        """How long each resource alone would be busy with the planned step."""
         self.num_steps: int | None = None
         """That the run will take; None if nobody knows."""
         self.num_micro_batches = 1
@@ -87,8 +92,10 @@ class RunPlan:
         self.num_micro_batches = first.num_runs
         traced = self._trace(batch_size, sequence_length)
         self.model, self.hardware = traced.profile, self._measured(traced, is_short)
-        self.plan = plan_offload(self.model, self.hardware, self.setup())
-        self.first_prediction = self.plan.prediction
+        setup = self.setup()
+        self.plan = plan_offload(self.model, self.hardware, setup)
+        self.first_prediction, self.measured_hardware = self.plan.prediction, self.hardware
+        self.floor_by_resource_s = floor_by_resource_s(self.model, self.hardware, setup, self.first_prediction)
         for warning in self.plan.warnings:
             logger.warning("%s", warning)
         self._announce("planned")
@@ -219,5 +226,3 @@ def hooks_taken_off(model: nn.Module) -> Iterator[None]:
             module._forward_hooks, module._forward_pre_hooks = after, ahead
             if recomputes is not None:
                 module.gradient_checkpointing = recomputes
-
-

@@ -27,6 +27,7 @@ from hf_lohan.integrations.optimizer_checkpoint import (
 from hf_lohan.integrations.resumption import is_last_step_newest, resumable_commit
 from hf_lohan.integrations.run_summary import RunSummary
 from hf_lohan.integrations.step_journal import LAST_STEP, STORE_FOLDER, StepJournal, unpack
+from hf_lohan.integrations.step_record import StepRecord
 from hf_lohan.integrations.termination import Termination
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
@@ -51,6 +52,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
     ) -> None:
         self._offload_config: OffloadConfig | None = None
         self._run_summary: RunSummary | None = None
+        self._step_record: StepRecord | None = None
         self._journal: StepJournal | None = None
         self._termination = Termination()
         self._resumes: Commit | None = None
@@ -103,10 +105,13 @@ class OffloadTrainerMixin(WholeCheckpoints):
                 hold_gradients=_holds_gradients(args),
             )
         if self._run_summary is None or self._run_summary.engine is not engine:
-            if self._run_summary is not None:
-                self.remove_callback(self._run_summary)
+            for earlier in (self._run_summary, self._step_record):
+                if earlier is not None:
+                    self.remove_callback(earlier)
             self._run_summary = RunSummary(engine)
+            self._step_record = StepRecord(engine, self._run_summary)
             self.add_callback(self._run_summary)
+            self.add_callback(self._step_record)
         return engine
 
     def _close_previous(self) -> None:
@@ -135,7 +140,11 @@ class OffloadTrainerMixin(WholeCheckpoints):
         resume_from_checkpoint = self._choose_resume(resume_from_checkpoint)
         self._termination = Termination()
         with self._termination:
-            output = super().train(resume_from_checkpoint, *args, **kwargs)
+            try:
+                output = super().train(resume_from_checkpoint, *args, **kwargs)
+            finally:
+                if self._step_record is not None:
+                    self._step_record.end()
         if self._termination.is_requested:  # after the last step, whose commit may be on its way
             engine = self.offload_engine
             if engine is not None:
@@ -199,6 +208,8 @@ class OffloadTrainerMixin(WholeCheckpoints):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._step_record is not None:
+            self._step_record.flush()
         if self._journal is not None:
             self._journal.after_step()
 

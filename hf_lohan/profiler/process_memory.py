@@ -27,6 +27,7 @@ class AnonymousMemoryPeak:
 
     def __init__(self) -> None:
         self.peak_bytes = 0
+        self._recent_peak_bytes = 0
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -49,4 +50,12 @@ class AnonymousMemoryPeak:
 
     def sample(self) -> None:
         """Look once, now."""
-        self.peak_bytes = max(self.peak_bytes, anonymous_memory_bytes())
+        now_bytes = anonymous_memory_bytes()
+        self.peak_bytes = max(self.peak_bytes, now_bytes)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)
+
+    def take_recent_peak(self) -> int:
+        """The highest value since this was called last, the present one included."""
+        self.sample()
+        recent_peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, 0
+        return recent_peak_bytes

@@ -89,6 +89,8 @@ class OffloadEngine:
         self.clip_history = ClipHistory(config.clip)
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self.step_was_skipped = False
+        self.last_step: StepResult | None = None
+        """What became of the last step."""
         self._clock = StepClock()
         self._pipeline.speculates = self.clip_history.speculates_next()
         names = {module: name for name, module in model.named_modules()}
@@ -210,7 +212,7 @@ class OffloadEngine:
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
-        self.step_was_skipped = result.not_finite is not None
+        self.last_step, self.step_was_skipped = result, result.not_finite is not None
         self._is_in_step = self._is_half_a_step = False
         if self.commits_each_step:
             self.commit()
@@ -300,6 +302,11 @@ class OffloadEngine:
         self._is_half_a_step = self._is_half_a_step or remains
         if remains:
             logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
+
+    @property
+    def last_forward_s(self) -> float:
+        """How long the forwards of the last step took, as the computing thread saw it."""
+        return self._clock.last_forward_s
 
     @property
     def last_backward_s(self) -> float:

@@ -11,8 +11,9 @@ class StepClock:
     def __init__(self) -> None:
         self.forward_s = 0.0
         self.backward_s = 0.0
-        self.last_backward_s = 0.0
+        self.last_forward_s = 0.0
         """Of the step before."""
+        self.last_backward_s = 0.0
         self._began_s = 0.0
 
     def begin(self) -> None:
@@ -27,5 +28,5 @@ class StepClock:
 
     def end_step(self) -> None:
         """Begin to count anew."""
-        self.last_backward_s = self.backward_s
+        self.last_forward_s, self.last_backward_s = self.forward_s, self.backward_s
         self.forward_s = self.backward_s = 0.0
