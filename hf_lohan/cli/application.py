@@ -150,6 +150,20 @@ def estimate(
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run.")],
+    output: Annotated[
+        str | None, typer.Option(metavar="FILE.html", help="Default: lohan/report.html in the run's folder.")
+    ] = None,
+) -> None:
+    """Write one HTML page about a run: how fast it was, what held it up, what it moved and held."""
+    with one_line_errors():
+        from hf_lohan.report import write_report
+
+        typer.echo(f"wrote {write_report(run, output)}")
+
+
+@app.command()
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],

@@ -6,10 +6,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lohan.cli.plan_report import count, machine, seconds
+from hf_lohan.cli.plan_report import machine
 from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import Resource, bottleneck_label, resources_of
 from hf_lohan.planner import sweep_swapped_bytes
+from hf_lohan.report import count, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,6 +13,7 @@ from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import bottleneck_label, resources_of
 from hf_lohan.config import format_bytes
 from hf_lohan.planner import HardwareProfile, drive_life, what_hardware_buys
+from hf_lohan.report import count, seconds
 
 _BAR_WIDTH = 20
 _WORTH_BUYING = 1.01
@@ -66,21 +67,6 @@ def summary(planned: PlannedRun) -> Text:
         f", {step.tokens_per_s:.4g} tokens/s, {step.tflops:.4g} TFLOP/s, bound by ",
         (bottleneck_label(step.bottleneck), "bold yellow"),
     )
-
-
-def seconds(value: float) -> str:
-    """Three digits, in a unit that suits."""
-    if value < 1:
-        return f"{1000 * value:.3g} ms"
-    return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
-
-
-def count(number: float) -> str:
-    """1234567 -> "1.23 million"."""
-    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:.0f}"
 
 
 def _table(*columns: str) -> Table:

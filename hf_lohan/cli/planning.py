@@ -7,10 +7,11 @@ import json
 import typer
 from rich.console import Console
 
-from hf_lohan.cli.plan_report import heading, print_plan, seconds, summary, without_offloading
+from hf_lohan.cli.plan_report import heading, print_plan, summary, without_offloading
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.config import format_bytes
 from hf_lohan.planner import BudgetError
+from hf_lohan.report import seconds
 
 _LABEL_WIDTH = 10
 

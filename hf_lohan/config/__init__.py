@@ -6,6 +6,7 @@ value is checked where it enters, a misspelt key is refused naming the right one
 """
 
 from hf_lohan.config.byte_sizes import format_bytes, parse_bytes
+from hf_lohan.config.description import setting_rows
 from hf_lohan.config.errors import ConfigError
 from hf_lohan.config.offload_config import Activations, OffloadConfig, OffloadSource, Schedule
 from hf_lohan.config.ssd_path import SsdPath
@@ -19,4 +20,5 @@ __all__ = [
     "SsdPath",
     "format_bytes",
     "parse_bytes",
+    "setting_rows",
 ]

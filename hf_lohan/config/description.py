@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from hf_lohan.config.byte_sizes import format_bytes
@@ -13,11 +13,14 @@ _SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 def describe(settings: Mapping[str, Any]) -> str:
     """One line per setting, sizes in human units; a second SSD gets a line of its own."""
     width = max(map(len, settings))
-    lines = []
+    return "\n".join(["offload config", *(f"  {name:<{width}}  {text}" for name, text in setting_rows(settings))])
+
+
+def setting_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, value) for reading; a second SSD has a row of its own, without a name."""
     for name, value in settings.items():
         for row, text in enumerate(_texts(name, value)):
-            lines.append(f"  {'' if row else name:<{width}}  {text}")
-    return "\n".join(["offload config", *lines])
+            yield "" if row else name, text
 
 
 def _texts(name: str, value: Any) -> list[str]:

@@ -1,0 +1,189 @@
+"""What a run's numbers say: per step, over the steps after the first few."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from hf_lohan.report.run_data import RunData
+from hf_lohan.timeline import (
+    COMPUTE,
+    COMPUTE_WAITS,
+    CPU_OPTIMIZER,
+    D2H,
+    H2D,
+    LOADS_WAIT,
+    SSD_READ,
+    SSD_WRITE,
+    UPDATES_WAIT,
+)
+
+NUM_FIRST_STEPS = 5
+"""They are watched, planned and corrected, so they are slower."""
+WORK_LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER)
+WAIT_LANES = (COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT)
+_WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
+_DAY_S = 86400.0
+
+Step = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LaneWork:
+    """What one lane did in a step, on average."""
+
+    lane: str
+    busy_s: float
+    share: float
+    """Of the step."""
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """What one thread waited for in a step, on average."""
+
+    lane: str
+    cause: str
+    seconds: float
+
+
+class Findings:
+    """Computed from a run when asked for. What cannot be known is None, or empty."""
+
+    def __init__(self, run: RunData) -> None:
+        self.run = run
+        self.summary = run.summary
+        num_first = min(NUM_FIRST_STEPS, len(run.steps) // 2)
+        self.steps = run.steps
+        self.later = run.steps[num_first:]
+        """The steps that figures are about."""
+
+    # Time.
+
+    @cached_property
+    def step_s(self) -> float | None:
+        """The median."""
+        if self.later:
+            return statistics.median(self.step_times_s)
+        return self.summary.get("step_s") or None
+
+    @cached_property
+    def step_times_s(self) -> list[float]:
+        """Of the later steps, from end to end."""
+        return [step["step_s"] for step in self.later]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        tokens = sum(step.get("num_tokens", 0) for step in self.later)
+        return tokens / sum(self.step_times_s) if tokens else self.summary.get("tokens_per_s") or None
+
+    @property
+    def predicted_s(self) -> float | None:
+        """By the first plan."""
+        return self.summary.get("predicted_step_s")
+
+    @property
+    def corrected_s(self) -> float | None:
+        """By the plan that was followed in the end; None if it is the first."""
+        corrected = self.summary.get("corrected_step_s")
+        return corrected if corrected != self.predicted_s else None
+
+    @property
+    def floor(self) -> tuple[str, float] | None:
+        """The resource, in the planner's words, that alone would take longest for a step, and how long."""
+        floors: Mapping[str, float] = self.summary.get("floor_by_resource_s") or {}
+        return max(floors.items(), key=lambda item: item[1]) if floors else None
+
+    @property
+    def shares_cpu(self) -> bool:
+        """Whether the CPU is the device."""
+        return bool((self.summary.get("hardware") or {}).get("kind") == "cpu")
+
+    # Lanes.
+
+    @cached_property
+    def lanes(self) -> list[LaneWork]:
+        """Those that worked."""
+        works = [LaneWork(lane, *self._busy(lane), self._mean(_nested("bytes", lane))) for lane in WORK_LANES]
+        return [work for work in works if work.busy_s > 0]
+
+    def _busy(self, lane: str) -> tuple[float, float]:
+        busy_s = self._mean(_nested("busy_s", lane))
+        if lane == COMPUTE and self.shares_cpu:
+            # A block's compute is timed as a whole; where the computing thread computes itself, it waits meanwhile.
+            busy_s -= sum(w.seconds for w in self.waits if w.lane == COMPUTE_WAITS and w.cause in _WAITS_INSIDE_COMPUTE)
+        busy_s = max(0.0, busy_s)
+        return busy_s, busy_s / self._mean(lambda step: step["step_s"]) if self.later else 0.0
+
+    @cached_property
+    def waits(self) -> list[Wait]:
+        """By lane, the longest first."""
+        causes = {
+            (lane, cause)
+            for step in self.later
+            for lane in WAIT_LANES
+            for cause in step.get("waits_s", {}).get(lane, ())
+        }
+        waits = [Wait(lane, cause, self._mean(_nested("waits_s", lane, cause))) for lane, cause in causes]
+        return sorted((wait for wait in waits if wait.seconds > 0), key=_by_lane_then_length)
+
+    def waits_of(self, lane: str) -> list[Wait]:
+        """The longest first."""
+        return [wait for wait in self.waits if wait.lane == lane]
+
+    @property
+    def between_s(self) -> float:
+        """From a step's end to the next one's begin, on average: data, logging, saving, evaluating."""
+        return self._mean(lambda step: step.get("between_s", 0.0))
+
+    # Bytes.
+
+    def mean_of(self, name: str) -> float | None:
+        """A figure's mean over the later steps; None where no step has it."""
+        return self._mean(lambda step: step.get(name, 0.0)) if any(name in step for step in self.later) else None
+
+    @property
+    def written_bytes(self) -> float | None:
+        """To the SSDs, by this run so far."""
+        if not self.steps:
+            return self.summary.get("ssd_write_bytes")
+        parts = [part for step in self.steps for part in (step, step.get("before", {}), step.get("after", {}))]
+        return float(sum(part.get("ssd_write_bytes", 0) for part in parts))
+
+    @property
+    def written_bytes_per_day(self) -> float | None:
+        """If it went on like this."""
+        written = self.mean_of("ssd_write_bytes")
+        return written / self._mean(lambda step: step["step_s"]) * _DAY_S if written is not None else None
+
+    # Outcomes.
+
+    def share_of(self, is_so: Callable[[Step], bool]) -> float:
+        """Fraction of all steps."""
+        return sum(map(is_so, self.steps)) / len(self.steps) if self.steps else 0.0
+
+    def values(self, name: str, steps: Sequence[Step] | None = None) -> tuple[list[int], list[float]]:
+        """(steps, values) where there is one."""
+        found = [step for step in (self.steps if steps is None else steps) if step.get(name) is not None]
+        return [step["step"] for step in found], [step[name] for step in found]
+
+    def _mean(self, value: Callable[[Step], float]) -> float:
+        return sum(map(value, self.later)) / len(self.later) if self.later else 0.0
+
+
+def _nested(*names: str) -> Callable[[Step], float]:
+    def value(step: Step) -> float:
+        inner: Any = step
+        for name in names:
+            inner = inner.get(name, {})
+        return inner or 0.0
+
+    return value
+
+
+def _by_lane_then_length(wait: Wait) -> tuple[int, float]:
+    return WAIT_LANES.index(wait.lane), -wait.seconds

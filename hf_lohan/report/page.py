@@ -1,0 +1,140 @@
+"""The report of a run: one HTML file that needs nothing but itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import datetime
+from html import escape
+from pathlib import Path
+
+from hf_lohan.config import format_bytes
+from hf_lohan.report import charts, sentences, tables
+from hf_lohan.report.files import FOLDER, REPORT_NAME
+from hf_lohan.report.findings import Findings
+from hf_lohan.report.page_frame import PAGE
+from hf_lohan.report.run_data import read_run
+from hf_lohan.report.step_chart import step_chart
+from hf_lohan.report.step_picture import picture_of
+from hf_lohan.report.svg import style
+from hf_lohan.report.wording import count, duration, seconds
+
+
+def write_report(run: str | Path, output: str | Path | None = None) -> Path:
+    """Write the report of the run in an output folder; returns its path, by default `lohan/report.html` in that folder.
+
+    Raises ValueError if no run wrote there or matplotlib is missing, OSError if the page cannot be written.
+    """
+    data = read_run(run)
+    path = Path(output) if output is not None else data.output_dir / FOLDER / REPORT_NAME
+    with style():
+        page = render(Findings(data))
+    path.write_text(page, encoding="utf-8")
+    return path
+
+
+def render(findings: Findings) -> str:
+    """The page. What the run has no figures for is left out."""
+    summary, run = findings.summary, findings.run
+    title = summary.get("model_class") or run.output_dir.name
+    return PAGE.substitute(
+        title=escape(f"{title} - {run.output_dir.name}" if title != run.output_dir.name else title),
+        heading=escape(str(title)),
+        subtitle=escape(", ".join(_subtitle(findings))),
+        cards="".join(_card(*card) for card in _cards(findings)),
+        warnings="".join(f"<li>{escape(text)}</li>" for text in sentences.warnings(findings)),
+        sections="\n".join(_sections(findings)),
+    )
+
+
+def _subtitle(findings: Findings) -> Iterator[str]:
+    summary, run = findings.summary, findings.run
+    if summary.get("num_parameters"):
+        dtype = f" in {summary['dtype']}" if "dtype" in summary else ""
+        yield f"{count(summary['num_parameters'])} parameters{dtype}"
+    device = (summary.get("measured_hardware") or {}).get("device", {}).get("name")
+    if device:
+        yield f"on {device}"
+    yield f"run in {run.output_dir.name}"
+    if run.steps:
+        last = run.steps[-1]
+        planned = summary.get("num_planned_steps")
+        yield f"{last['step']:,} of {planned:,} steps" if planned else f"{last['step']:,} steps"
+        yield f"{duration(sum(step['step_s'] for step in run.steps))} of training"
+        if last.get("ended_unix_s"):
+            yield f"until {datetime.fromtimestamp(last['ended_unix_s']):%Y-%m-%d %H:%M}"
+
+
+def _cards(findings: Findings) -> Iterator[tuple[str, str, str]]:
+    """(label, figure, what it is beside)."""
+    step_s, predicted_s, floor = findings.step_s, findings.predicted_s, findings.floor
+    if step_s:
+        yield "a step", seconds(step_s), "median"
+    if findings.tokens_per_s:
+        yield "tokens a second", f"{findings.tokens_per_s:,.4g}", ""
+    bound_by = sentences.bound_by(findings)
+    if bound_by:
+        yield "bound by", bound_by, ""
+    if predicted_s and step_s:
+        yield "planned", seconds(predicted_s), f"measured: {step_s / predicted_s:.2f} times"
+    if floor and step_s:
+        label = sentences.resource_label(floor[0], shares_cpu=findings.shares_cpu)
+        yield "floor", seconds(floor[1]), f"{label}; measured: {step_s / floor[1]:.2f} times"
+    peaks = [*findings.values("anon_rss_bytes")[1], findings.summary.get("peak_anon_rss_bytes") or 0]
+    state = findings.summary.get("store_bytes")
+    if state:
+        held = f"in memory at most {format_bytes(max(peaks))}" if any(peaks) else ""
+        yield "state on the SSDs", format_bytes(state), held
+
+
+def _sections(findings: Findings) -> Iterator[str]:
+    if findings.steps:
+        yield _chart("Step time", sentences.on_step_time(findings), charts.step_time_chart(findings))
+    comparison = list(tables.comparison(findings))
+    if findings.predicted_s and comparison:
+        yield _table("Planned and measured", ("", "planned", "measured", "floor"), comparison)
+    pair = []
+    if findings.lanes:
+        pair.append(_chart("Who was busy", sentences.on_lanes(findings), charts.lanes_chart(findings)))
+    if findings.waits:
+        pair.append(_chart("Who waited for what", sentences.on_waits(findings), charts.waits_chart(findings)))
+    yield from _side_by_side(pair)
+    picture = picture_of(findings.run.trace)
+    if picture is not None:
+        yield _chart("One step", sentences.on_picture(picture), step_chart(picture))
+    pair = []
+    if findings.steps and findings.steps[-1].get("cpu_pool_bytes"):
+        pair.append(_chart("Memory", sentences.on_memory(findings), charts.memory_chart(findings)))
+    if findings.mean_of("ssd_read_bytes") is not None:
+        pair.append(_chart("SSD traffic and wear", sentences.on_bytes(findings), charts.bytes_chart(findings)))
+    yield from _side_by_side(pair)
+    if findings.values("loss")[0]:
+        yield _chart("Loss", sentences.on_loss(findings), charts.loss_chart(findings))
+    settings, hardware = list(tables.config(findings)), list(tables.hardware(findings))
+    pair = [_table("Hardware", (), hardware)] if hardware else []
+    pair += [_table("Configuration", (), settings)] if settings else []
+    yield from _side_by_side(pair)
+
+
+def _card(label: str, figure: str, beside: str) -> str:
+    return (
+        f'<div class="card"><div class="label">{escape(label)}</div><div class="figure">{escape(figure)}</div>'
+        f'<div class="beside">{escape(beside)}</div></div>'
+    )
+
+
+def _chart(heading: str, sentence: str, svg: str) -> str:
+    return f"<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p>{svg}</section>"
+
+
+def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = f"<tr>{''.join(f'<th>{escape(column)}</th>' for column in columns)}</tr>" if columns else ""
+    kind = "figures" if columns else "facts"
+    body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f'<section><h2>{escape(heading)}</h2><table class="{kind}">{head}{body}</table></section>'
+
+
+def _side_by_side(sections: Sequence[str]) -> Iterator[str]:
+    if len(sections) > 1:
+        yield f'<div class="pair">{"".join(sections)}</div>'
+    else:
+        yield from sections

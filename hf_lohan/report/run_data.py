@@ -1,0 +1,103 @@
+"""A run's files, read back. What is not there is left out: old runs, and runs that are not over, have less."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_lohan.report.files import CONFIG_NAME, FOLDER, STEPS_NAME, SUMMARY_NAME, TRACE_NAME
+
+
+@dataclass(frozen=True, slots=True)
+class TracedTask:
+    """One task of a trace. Times count from the trace's begin."""
+
+    lane: str
+    name: str
+    began_s: float
+    ended_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class RunData:
+    """All that a run wrote about itself."""
+
+    output_dir: Path
+    config: Mapping[str, Any]
+    summary: Mapping[str, Any]
+    steps: tuple[Mapping[str, Any], ...]
+    """In order, one for each step."""
+    trace: tuple[TracedTask, ...]
+    """The lane of a whole step is "step", its name the step's number."""
+
+
+def read_run(path: str | Path) -> RunData:
+    """The run in an output folder, or in the `lohan` folder in it. Raises ValueError if no run wrote there, or if a
+    file is damaged."""
+    folder = next((folder for folder in (Path(path) / FOLDER, Path(path)) if _is_written(folder)), None)
+    if folder is None:
+        raise ValueError(
+            f"{str(path)!r} is not the output folder of an offloaded run (there is no {FOLDER / SUMMARY_NAME} and no "
+            f"{FOLDER / STEPS_NAME} in it); give the output_dir of one"
+        )
+    return RunData(
+        output_dir=folder.resolve().parent,
+        config=_read_json(folder / CONFIG_NAME),
+        summary=_read_json(folder / SUMMARY_NAME),
+        steps=_read_steps(folder / STEPS_NAME),
+        trace=_read_trace(folder / TRACE_NAME),
+    )
+
+
+def _is_written(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (SUMMARY_NAME, STEPS_NAME))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON ({error}); remove it, and the report goes without") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object; remove it, and the report goes without")
+    return content
+
+
+def _read_steps(file: Path) -> tuple[Mapping[str, Any], ...]:
+    """A line that a killed run did not finish is no step."""
+    steps: dict[int, Mapping[str, Any]] = {}
+    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(entry, dict) and isinstance(entry.get("step"), int) and entry.get("step_s"):
+            steps[entry["step"]] = entry
+    return tuple(steps[number] for number in sorted(steps))
+
+
+def _read_trace(file: Path) -> tuple[TracedTask, ...]:
+    events = _read_json(file).get("traceEvents", ())
+    return tuple(
+        TracedTask(
+            lane=event["cat"],
+            name=_name_of(event),
+            began_s=event["ts"] / 1e6,
+            ended_s=(event["ts"] + event["dur"]) / 1e6,
+        )
+        for event in events
+        if event.get("ph") == "X"
+    )
+
+
+def _name_of(event: Mapping[str, Any]) -> str:
+    """Without what it is about."""
+    args = event.get("args", {})
+    if "step" in args:
+        return str(args["step"])
+    return str(event["name"]).removesuffix(f" {args.get('block')}")

@@ -1,0 +1,218 @@
+"""What each chart says, in one or two plain sentences of this run's own numbers; and what deserves a warning."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+from hf_lohan.config import format_bytes
+from hf_lohan.report.findings import Findings, Wait
+from hf_lohan.report.step_picture import StepPicture
+from hf_lohan.report.wording import drive_bytes, listed, percent, seconds, times
+from hf_lohan.timeline import (
+    COMPUTE,
+    COMPUTE_WAITS,
+    CPU_OPTIMIZER,
+    D2H,
+    H2D,
+    LOADS_WAIT,
+    SSD_READ,
+    SSD_WRITE,
+    UPDATES_WAIT,
+)
+
+LANE_LABELS = {
+    COMPUTE: "computing",
+    H2D: "copies to the device",
+    D2H: "copies from the device",
+    SSD_READ: "SSD reading",
+    SSD_WRITE: "SSD writing",
+    CPU_OPTIMIZER: "optimizer on the CPU",
+    COMPUTE_WAITS: "computing waits",
+    LOADS_WAIT: "loading waits",
+    UPDATES_WAIT: "updating waits",
+}
+RESOURCE_LABELS = {
+    "compute": "computing",
+    "h2d": "the link to the device",
+    "d2h": "the link from the device",
+    "link": "the link to and from the device",
+    "ssd": "the SSDs",
+    "cpu": "the optimizer on the CPU",
+}
+_WAITS_THAT_MATTER = 0.02
+"""Of the step."""
+_MOSTLY_BUSY = 0.7
+_FAR_OFF = 0.15
+_LONG_BETWEEN = 0.1
+
+
+def resource_label(name: str, *, shares_cpu: bool) -> str:
+    """The planner's word for what bounds a step, in words. Where the CPU is the device, its cores do everything."""
+    return "the CPU" if shares_cpu and name == "compute" else RESOURCE_LABELS.get(name, name)
+
+
+def bound_by(findings: Findings) -> str | None:
+    """What the steps were busy with for longest; before any was measured, what the plan says."""
+    lanes = {work.lane: work.share for work in findings.lanes}
+    if not lanes:
+        planned = findings.summary.get("bottleneck")
+        return resource_label(planned, shares_cpu=findings.shares_cpu) if planned else None
+    if lanes.get(COMPUTE, 0.0) >= _MOSTLY_BUSY:
+        return "computing"
+    shares = {
+        "computing": lanes.get(COMPUTE, 0.0),
+        "the SSDs": lanes.get(SSD_READ, 0.0) + lanes.get(SSD_WRITE, 0.0),
+        "the optimizer on the CPU": lanes.get(CPU_OPTIMIZER, 0.0),
+        "the link to the device": lanes.get(H2D, 0.0),
+        "the link from the device": lanes.get(D2H, 0.0),
+    }
+    return max(shares, key=lambda name: shares[name])
+
+
+def on_step_time(findings: Findings) -> str:
+    """Median, spread, and what it is beside plan and floor."""
+    assert findings.step_s is not None
+    text = f"A step took {seconds(findings.step_s)} (the median of {times(len(findings.later), 'step')}"
+    if len(findings.later) >= 10:
+        cuts = statistics.quantiles(findings.step_times_s, n=20)
+        text += f"; nine in ten between {seconds(cuts[0])} and {seconds(cuts[-1])}"
+    text += ")"
+    beside = []
+    if findings.predicted_s:
+        beside.append(f"{findings.step_s / findings.predicted_s:.2f} times the planned {seconds(findings.predicted_s)}")
+    if findings.floor:
+        resource, floor_s = findings.floor
+        label = resource_label(resource, shares_cpu=findings.shares_cpu)
+        beside.append(f"{findings.step_s / floor_s:.2f} times the floor of {seconds(floor_s)} set by {label}")
+    return f"{text}: {listed(beside)}." if beside else f"{text}. Nothing was planned, so there is no floor."
+
+
+def on_lanes(findings: Findings) -> str:
+    """Who was busy how much."""
+    by_share = sorted(findings.lanes, key=lambda work: -work.share)
+    words = [f"{LANE_LABELS[work.lane]} {percent(work.share)}" for work in by_share]
+    first, *rest = words
+    others = f", {listed(rest)}" if rest else ""
+    return f"Of a step's time, {first.replace(' ', ' took ', 1) if ' ' in first else first}{others}. They overlap."
+
+
+def on_waits(findings: Findings) -> str:
+    """What held up the computing thread, and what the threads that serve it waited for."""
+    step_s = _mean_step_s(findings)
+    waits = findings.waits_of(COMPUTE_WAITS)
+    total_s = sum(wait.seconds for wait in waits)
+    if not waits or total_s < _WAITS_THAT_MATTER * step_s:
+        text = f"Compute hardly waited: {seconds(total_s)} a step ({percent(total_s / step_s)})."
+    else:
+        text = f"Compute waited {seconds(total_s)} a step ({percent(total_s / step_s)}), {_mostly(waits, total_s)}."
+    if findings.between_s > _WAITS_THAT_MATTER * step_s:
+        between = f"{seconds(findings.between_s)} ({percent(findings.between_s / step_s)})"
+        text += f" Between two steps {between} went to data, logging, saving and evaluating."
+    return text
+
+
+def _mostly(waits: list[Wait], total_s: float) -> str:
+    longest, *rest = waits
+    share = longest.seconds / total_s
+    if share >= 0.9:
+        return f"nearly all of it for {longest.cause}"
+    if share >= 0.6:
+        return f"most of it for {longest.cause}"
+    return f"for {listed([f'{wait.cause} ({seconds(wait.seconds)})' for wait in (longest, *rest[:2])])}"
+
+
+def on_memory(findings: Findings) -> str:
+    """Peaks beside what was allowed."""
+    _, rss = findings.values("anon_rss_bytes")
+    last = findings.steps[-1]
+    text = f"The process held at most {format_bytes(max(rss))} of memory of its own" if rss else "The process held"
+    pools, config = last.get("cpu_pool_bytes"), findings.run.config
+    parts = []
+    if pools:
+        allowed = _allowed(config, "cpu_memory")
+        parts.append(f"{format_bytes(sum(pools.values()))} of it in host buffers and copies{allowed}")
+    if "device_slots_bytes" in last:
+        where = "in slots for weights" if findings.shares_cpu else "and on the device, in slots for weights,"
+        parts.append(f"{format_bytes(last['device_slots_bytes'])} {where}{_allowed(config, 'gpu_memory')}")
+    rest = " The rest is Python, the libraries, and what autograd holds." if rss else ""
+    return f"{text}, {listed(parts)}.{rest}" if parts else f"{text}."
+
+
+def _allowed(config: object, name: str) -> str:
+    limit = config.get(name) if isinstance(config, dict) else None
+    return f" (of {format_bytes(limit)} allowed)" if isinstance(limit, int) else ""
+
+
+def on_bytes(findings: Findings) -> str:
+    """Traffic of a step, and what it does to the drives."""
+    read, written = findings.mean_of("ssd_read_bytes") or 0.0, findings.mean_of("ssd_write_bytes") or 0.0
+    text = f"A step read {format_bytes(read)} from the SSDs and wrote {format_bytes(written)}."
+    if findings.written_bytes and findings.written_bytes_per_day:
+        text += (
+            f" The run has written {drive_bytes(findings.written_bytes)}, and would write "
+            f"{drive_bytes(findings.written_bytes_per_day)} a day at this rate"
+        )
+        hardware = findings.summary.get("measured_hardware") or {}
+        endurance = [ssd["endurance_bytes"] for ssd in hardware.get("ssd", ()) if ssd.get("endurance_bytes")]
+        days = sum(endurance) / findings.written_bytes_per_day if endurance else None
+        text += f": the drives are rated for {days:.0f} such days." if days else "."
+    return text
+
+
+def on_loss(findings: Findings) -> str:
+    """Where it began and where it is."""
+    steps, losses = findings.values("loss")
+    text = f"The loss was {losses[0]:.3f} at step {steps[0]:,}"
+    if len(losses) > 1:
+        text = f"The loss went from {losses[0]:.3f} at step {steps[0]:,} to {losses[-1]:.3f} at step {steps[-1]:,}"
+    _, norms = findings.values("grad_norm")
+    if norms:
+        clipped = findings.share_of(lambda step: bool(step.get("is_clipped")))
+        how_many = {0.0: "no step was", 1.0: "every step was"}.get(clipped, f"{percent(clipped)} of the steps were")
+        text += f"; the gradient norm was {statistics.median(norms):.3g} in the median, and {how_many} clipped"
+    return f"{text}."
+
+
+def on_picture(picture: StepPicture) -> str:
+    """How much was hidden."""
+    text = f"Step {picture.step:,}, a typical one, took {seconds(picture.step_s)}. Gaps in a row are idle time."
+    if picture.ssd_hidden_share is not None:
+        text += f" The device computed during {percent(picture.ssd_hidden_share)} of the time in which the SSDs worked."
+    return text
+
+
+def warnings(findings: Findings) -> Iterator[str]:
+    """What somebody should look at."""
+    summary = findings.summary
+    if summary.get("is_finished") is False or (findings.steps and not summary):
+        planned = summary.get("num_planned_steps")
+        of = f" of {planned:,}" if planned else ""
+        done = findings.steps[-1]["step"] if findings.steps else 0
+        yield f"This run has not ended: it is at step {done:,}{of}, or it was stopped there."
+    num_skipped = sum(bool(step.get("is_skipped")) for step in findings.steps)
+    if num_skipped:
+        first = next(step["step"] for step in findings.steps if step.get("is_skipped"))
+        were = "was" if num_skipped == 1 else "were"
+        yield (
+            f"{times(num_skipped, 'step')} {were} skipped because gradients were not finite, the first at step "
+            f"{first:,}; lower the learning rate or look at the data."
+        )
+    if findings.step_s and findings.predicted_s and abs(findings.step_s / findings.predicted_s - 1) > _FAR_OFF:
+        off = findings.step_s / findings.predicted_s - 1
+        corrected = findings.corrected_s
+        later = f"; the plan was corrected to {seconds(corrected)} after the first steps" if corrected else ""
+        yield (
+            f"The prediction of {seconds(findings.predicted_s)} was off: a step took {percent(abs(off))} "
+            f"{'longer' if off > 0 else 'less'}{later}."
+        )
+    if findings.later and findings.between_s > _LONG_BETWEEN * _mean_step_s(findings):
+        share = percent(findings.between_s / _mean_step_s(findings))
+        yield f"{share} of the time passed between steps: data, logging, saving and evaluating; do these less often."
+    num_redone = sum(step.get("updates") == "redone" for step in findings.steps)
+    if num_redone:
+        yield f"{times(num_redone, 'step')} guessed wrong that the norm would not clip, and did the updates over."
+
+
+def _mean_step_s(findings: Findings) -> float:
+    return statistics.fmean(findings.step_times_s)

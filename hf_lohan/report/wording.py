@@ -1,0 +1,59 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def seconds(value: float) -> str:
+    """Three digits, in a unit that suits."""
+    if value < 1:
+        return f"{1000 * value:.3g} ms"
+    return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
+
+
+def duration(value: float) -> str:
+    """A long time: "3.2 hours"."""
+    for size, word in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
+        if value >= 2 * size:
+            return f"{value / size:.3g} {word}"
+    return f"{value:.3g} seconds"
+
+
+def count(number: float) -> str:
+    """1234567 -> "1.23 million"."""
+    for size, word in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
+        if number >= size:
+            return f"{number / size:.3g} {word}"
+    return f"{number:.0f}"
+
+
+def rate(per_s: float, unit: str) -> str:
+    """1.2e9 "B" -> "1.2 GB/s". Decimal, as data sheets have it."""
+    return f"{_decimal(per_s)}{unit}/s"
+
+
+def drive_bytes(num_bytes: float) -> str:
+    """Decimal, as drives are sold: "1.2 TB"."""
+    return f"{_decimal(num_bytes)}B"
+
+
+def percent(fraction: float) -> str:
+    """0.123 -> "12%"."""
+    value = 100 * fraction
+    return f"{value:.1f}%" if 0 < abs(value) < 1 else f"{value:.0f}%"
+
+
+def times(number: int, word: str) -> str:
+    """1 "step" -> "1 step", 2 -> "2 steps"."""
+    return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def listed(words: list[str]) -> str:
+    """["a", "b", "c"] -> "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
+
+
+def _decimal(number: float) -> str:
+    for size, prefix in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if number >= size:
+            return f"{number / size:.3g} {prefix}"
+    return f"{number:.3g} "

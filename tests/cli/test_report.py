@@ -1,0 +1,99 @@
+"""`lohan report`: what it refuses, and what it makes of runs that have left little."""
+
+from __future__ import annotations
+
+import builtins
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from hf_lohan.cli import app
+
+runner = CliRunner()
+OLD_SUMMARY = {
+    "num_steps": 4,
+    "step_s": 2.5,
+    "tokens_per_s": 100.0,
+    "store_bytes": 3 << 30,
+    "predicted_step_s": 2.4,
+    "corrected_step_s": 2.4,
+    "bottleneck": "ssd",
+    "num_parameters": 134_500_000,
+    "hardware": {"kind": "cpu", "name": "a CPU", "num_cpus": 2},
+    "config": {"cpu_memory": 1 << 30, "ssd": [{"path": "store", "capacity": "auto"}]},
+}
+"""Of a run that wrote no steps."""
+
+
+def write_run(folder: Path, *, summary: Any = None, steps: str | None = None) -> Path:
+    (folder / "lohan").mkdir(parents=True)
+    if summary is not None:
+        (folder / "lohan" / "summary.json").write_text(json.dumps(summary))
+    if steps is not None:
+        (folder / "lohan" / "steps.jsonl").write_text(steps)
+    return folder
+
+
+def test_a_folder_without_a_run_is_refused_in_one_line(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "missing"):
+        result = runner.invoke(app, ["report", str(path)])
+        assert result.exit_code == 2
+        assert "is not the output folder of an offloaded run" in result.stderr
+        assert result.stderr.count("\n") == 1
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
+    write_run(tmp_path)
+    (tmp_path / "lohan" / "summary.json").write_text("{")
+    result = runner.invoke(app, ["report", str(tmp_path)])
+    assert result.exit_code == 2
+    assert str(tmp_path / "lohan" / "summary.json") in result.stderr
+
+
+def test_an_old_run_has_a_smaller_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
+    result = runner.invoke(app, ["report", str(run)])
+    assert result.exit_code == 0, result.stderr
+    page = (run / "lohan" / "report.html").read_text()
+    for figure in ("2.5 s", "100", "134 million", "the SSDs", "3 GiB", "a CPU (cpu)", "1 GiB"):
+        assert figure in page, figure
+    assert "<svg" not in page
+
+
+@pytest.mark.parametrize("given", [".", "lohan"])
+def test_a_run_that_left_only_steps_is_shown(tmp_path: Path, given: str) -> None:
+    lines = [{"step": number, "step_s": 2.0, "loss": 3.0 / number} for number in (1, 2, 2, 3)]
+    run = write_run(tmp_path / "run", steps="".join(f"{json.dumps(line)}\n" for line in lines) + '{"step": 4, "st')
+    result = runner.invoke(app, ["report", str(run / given), "--output", str(tmp_path / "page.html")])
+    assert result.exit_code == 0, result.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "The loss went from 3.000 at step 1 to 1.000 at step 3" in page
+    assert "A step took 2 s" in page
+    assert "it is at step 3, or it was stopped there" in page
+
+
+def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
+    result = runner.invoke(app, ["report", str(run), "--output", str(tmp_path / "missing" / "page.html")])
+    assert result.exit_code == 2
+    assert "missing" in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    importing = builtins.__import__
+
+    def without_matplotlib(name: str, *rest: Any, **options: Any) -> Any:
+        if name.partition(".")[0] == "matplotlib":
+            raise ImportError(name)
+        return importing(name, *rest, **options)
+
+    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
+    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
+    result = runner.invoke(app, ["report", str(write_run(tmp_path / "run", summary=OLD_SUMMARY))])
+    assert result.exit_code == 2
+    assert "pip install 'hf-lohan[plot]'" in result.stderr

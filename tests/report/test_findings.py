@@ -1,0 +1,118 @@
+"""What is said of a run is what its lines say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.report import sentences
+from hf_lohan.report.findings import NUM_FIRST_STEPS, Findings
+from hf_lohan.report.run_data import RunData
+
+
+def line(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "step_s": 4.0,
+        "between_s": 0.0,
+        "num_tokens": 512,
+        "busy_s": {"compute": 3.2, "ssd read": 2.0, "ssd write": 1.0},
+        "bytes": {"ssd read": 4 << 30, "ssd write": 2 << 30},
+        "waits_s": {"compute waits": {"weights": 0.75, "the norm": 0.05}, "loads wait": {"for the SSD": 1.0}},
+        "ssd_read_bytes": 4 << 30,
+        "ssd_write_bytes": 2 << 30,
+        **changes,
+    }
+
+
+def findings(steps: list[dict[str, Any]], **summary: Any) -> Findings:
+    return Findings(RunData(Path("run"), {}, {"is_finished": True, **summary}, tuple(steps), ()))
+
+
+def a_run(num_steps: int = 25, **summary: Any) -> Findings:
+    first = [line(step, step_s=40.0) for step in range(1, NUM_FIRST_STEPS + 1)]
+    return findings([*first, *(line(step) for step in range(NUM_FIRST_STEPS + 1, num_steps + 1))], **summary)
+
+
+def test_the_first_steps_are_left_out() -> None:
+    run = a_run()
+    assert run.step_s == 4.0
+    assert run.tokens_per_s == 128.0
+    assert run.lanes[0].share == pytest.approx(0.8)
+    assert findings([line(1, step_s=9.0)]).step_s == 9.0, "but not the only one"
+
+
+def test_waits_have_a_length_and_a_cause() -> None:
+    assert sentences.on_waits(a_run()) == "Compute waited 800 ms a step (20%), nearly all of it for weights."
+    idle = a_run().steps[-1] | {"waits_s": {"compute waits": {"weights": 0.001}}}
+    assert "hardly waited" in sentences.on_waits(findings([idle]))
+    several = {"weights": 0.5, "activations": 0.4, "the norm": 0.1}
+    told = sentences.on_waits(findings([line(1, waits_s={"compute waits": several}, between_s=0.2)]))
+    assert "for weights (500 ms), activations (400 ms) and the norm (100 ms)" in told
+    assert "Between two steps 200 ms (5%)" in told
+
+
+def test_where_the_computing_thread_computes_its_waits_are_not_compute() -> None:
+    waits = {"compute waits": {"a gradient buffer": 1.2, "weights": 0.4}}
+    steps = [line(1, waits_s=waits)]
+    assert findings(steps, hardware={"kind": "cuda"}).lanes[0].busy_s == pytest.approx(3.2)
+    assert findings(steps, hardware={"kind": "cpu"}).lanes[0].busy_s == pytest.approx(2.0)
+
+
+def test_what_bounds_the_step() -> None:
+    assert sentences.bound_by(a_run()) == "computing"
+    waiting = line(1, busy_s={"compute": 1.0, "ssd read": 2.5, "ssd write": 1.2, "cpu optimizer": 2.0})
+    assert sentences.bound_by(findings([waiting])) == "the SSDs"
+    assert sentences.bound_by(findings([], bottleneck="h2d")) == "the link to the device"
+    assert sentences.bound_by(findings([])) is None
+
+
+def test_plan_and_floor_stand_beside_the_step() -> None:
+    run = a_run(predicted_step_s=3.2, corrected_step_s=3.2, floor_by_resource_s={"compute": 1.0, "ssd": 2.5})
+    assert run.floor == ("ssd", 2.5)
+    assert run.corrected_s is None
+    told = sentences.on_step_time(run)
+    assert "1.25 times the planned 3.2 s and 1.60 times the floor of 2.5 s set by the SSDs" in told
+
+
+def test_wear_counts_all_that_was_written() -> None:
+    before, after = {"ssd_write_bytes": 1 << 30}, {"ssd_write_bytes": 1 << 29}
+    run = findings([line(1, before=before), line(2, after=after)])
+    assert run.written_bytes == 2 * (2 << 30) + (1 << 30) + (1 << 29)
+    assert run.written_bytes_per_day == pytest.approx((2 << 30) / 4 * 86400)
+    hardware = {"ssd": [{"endurance_bytes": 100 * run.written_bytes_per_day}]}
+    assert "rated for 100 such days" in sentences.on_bytes(findings([line(1)], measured_hardware=hardware))
+
+
+def test_warnings() -> None:
+    assert not list(sentences.warnings(a_run(predicted_step_s=4.1)))
+    (off,) = sentences.warnings(a_run(predicted_step_s=3.0, corrected_step_s=3.9))
+    assert "33% longer" in off and "corrected to 3.9 s" in off
+    steps = [line(1), line(2, is_skipped=True, updates=None), line(3, updates="redone", between_s=3.0)]
+    unfinished, skipped, between, redone = sentences.warnings(
+        findings(steps, is_finished=False, num_planned_steps=10)
+    )
+    assert "step 3 of 10" in unfinished
+    assert skipped.startswith("1 step was skipped") and "step 2" in skipped
+    assert between.startswith("38% of the time")
+    assert redone.startswith("1 step guessed wrong")
+
+
+def test_loss_and_clipping() -> None:
+    steps = [line(1, loss=5.0, grad_norm=2.0, is_clipped=True), line(2), line(3, loss=4.0, grad_norm=None)]
+    told = sentences.on_loss(findings(steps))
+    assert told == (
+        "The loss went from 5.000 at step 1 to 4.000 at step 3; the gradient norm was 2 in the median, and 33% of the "
+        "steps were clipped."
+    )
+
+
+def test_memory_is_told_with_what_was_allowed() -> None:
+    held = line(1, anon_rss_bytes=3 << 30, cpu_pool_bytes={"states": 1 << 30}, device_slots_bytes=1 << 29)
+    run = Findings(RunData(Path("run"), {"cpu_memory": 2 << 30, "gpu_memory": 1 << 30}, {}, (held,), ()))
+    told = sentences.on_memory(run)
+    assert "held at most 3 GiB" in told
+    assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in told
+    assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in told
