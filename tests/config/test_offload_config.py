@@ -108,6 +108,8 @@ def test_a_key_like_no_other_lists_what_is_known() -> None:
         ("io_threads", 0, "at least 1"),
         ("io_threads", "4", "whole number"),
         ("cpu_threads", 2.0, "whole number"),
+        ("trace", "yes", "true or false"),
+        ("trace", 1, "true or false"),
         ("prefetch_blocks", True, "whole number"),
         ("io_piece_bytes", 5000, "multiple of 4096"),
         ("activations", "drop", "'auto' or 'recompute' or 'swap' or 'keep'"),

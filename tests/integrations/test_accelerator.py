@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -266,3 +267,17 @@ def test_a_plugin_takes_keywords_only_and_known_ones() -> None:
         LohanPlugin("lohan")  # type: ignore[call-arg]
     with pytest.raises(TypeError):
         LohanPlugin(offlaod="lohan")  # type: ignore[call-arg]
+
+
+def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
+    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path), "trace": True})
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "project"), lohan_plugin=plugin)
+    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(**tiny_batch()).loss)
+    optimizer.step()
+    accelerator.end_training()
+    events = json.loads((tmp_path / "project" / "lohan" / "trace.json").read_text())["traceEvents"]
+    assert {"compute", "ssd read", "ssd write", "cpu optimizer"} <= {event.get("cat") for event in events}
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()

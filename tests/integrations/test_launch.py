@@ -220,6 +220,8 @@ facts = [__name__, sys.argv, sys.path[0], transformers.Trainer.__mro__[1].__modu
 print("ECHO" + json.dumps(facts))
 """
 
+_ECHO_LINE = 'print("ECHO" + json.dumps([%s]))'
+
 
 def echoed(capsys: pytest.CaptureFixture[str]) -> Any:
     return json.loads(capsys.readouterr().out.partition("ECHO")[2])
@@ -238,6 +240,19 @@ def test_a_script_runs_as_if_started_directly(
     run.main(["--offload", "lohan", link, "--offload", "its own", "-m", "x"])
     argv = [link, "--offload", "its own", "-m", "x"]
     assert echoed(capsys) == ["__main__", argv, str(script.parent), "hf_lohan.integrations.trainer", True]
+
+
+def test_a_trace_is_asked_for_whatever_the_file_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run"])
+    (tmp_path / "offload.yaml").write_text("prefetch_blocks: 3\ntrace: false\n")
+    script = tmp_path / "script.py"
+    told = "config.trace, config.prefetch_blocks"
+    script.write_text(f"import json, transformers\nconfig = transformers.Trainer.default_offload\n{_ECHO_LINE % told}")
+    for options, is_traced in ((["--trace"], True), ([], False)):
+        run.main(["--offload", str(tmp_path / "offload.yaml"), *options, str(script)])
+        assert echoed(capsys) == [is_traced, 3]
 
 
 def test_a_module_runs_as_python_would_run_it(
@@ -312,6 +327,8 @@ def test_the_script_is_started_by_our_runner(launched: Launched, tmp_path: Path)
     assert options.training_script_args == [*ours, "--offload", "its own", "--num_processes", "7"]
     options = launched("-m", "package.train", "x")
     assert options.training_script_args == ["--offload", "lohan", "-m", "package.train", "x"]
+    options = launched("--trace", "script.py", "--trace")
+    assert options.training_script_args == ["--offload", "lohan", "--trace", "script.py", "--trace"]
 
 
 def test_threads_are_shared_among_the_processes(launched: Launched, monkeypatch: pytest.MonkeyPatch) -> None:

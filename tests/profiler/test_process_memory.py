@@ -44,6 +44,15 @@ def test_the_peak_outlives_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak.peak_bytes == 70
 
 
+def test_the_recent_peak_begins_anew_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = [70, 30, 20, 10]
+    monkeypatch.setattr(process_memory, "anonymous_memory_bytes", lambda: values.pop(0))
+    peak = AnonymousMemoryPeak()
+    peak.sample()
+    assert [peak.take_recent_peak() for _ in range(3)] == [70, 20, 10]
+    assert peak.peak_bytes == 70
+
+
 def test_a_run_shorter_than_the_interval_is_measured_too() -> None:
     peak = AnonymousMemoryPeak()
     peak.start()
