@@ -47,11 +47,16 @@ td { overflow-wrap: anywhere; }
 .figures th:not(:first-child), .figures td:not(:first-child) { text-align: right; font-variant-numeric: tabular-nums; }
 .facts td:first-child { color: var(--muted); white-space: nowrap; }
 footer { color: var(--muted); font-size: .8rem; }
-@media (max-width: 760px) { .pair { grid-template-columns: 1fr; } }
+@media screen and (max-width: 760px) { .pair { grid-template-columns: 1fr; } }
 @media print {
   :root { --text: #000; --muted: #444; --grid: #ccc; --card: #fff; --page: #fff; --warn: #5c3c00; --warn-back: #fff; }
+  html { font-size: 11px; }
   body { padding: 0; font-size: 11px; -webkit-print-color-adjust: exact; print-color-adjust: exact; }
   .warnings { border: 1px solid var(--warn); }
+  .cards { grid-template-columns: repeat(6, 1fr); gap: .4rem; }
+  .card { padding: .4rem .5rem; }
+  section { padding: .6rem .8rem; margin-bottom: .6rem; }
+  .pair { gap: .6rem; break-inside: avoid; }
 }
 </style>
 </head>
