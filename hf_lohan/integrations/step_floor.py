@@ -23,4 +23,10 @@ def floor_by_resource_s(
         updated_params=np.full(1, (forward.optimizer_s + backward.optimizer_s) * hardware.cpu.optimizer_params_per_s),
     )
     lanes = StepCosts(model, hardware, setup).lanes(load)
-    return {resource: float(seconds.item()) for resource, seconds in lanes.items()}
+    floors = {resource: float(seconds.item()) for resource, seconds in lanes.items()}
+    # Where reading and writing at once is slower than in turn, a step may do it in turn.
+    in_turn_s = (
+        prediction.ssd_read_bytes_per_step / hardware.ssd_read_bytes_per_s
+        + prediction.ssd_write_bytes_per_step / hardware.ssd_write_bytes_per_s
+    )
+    return {**floors, "ssd": min(floors["ssd"], in_turn_s)}

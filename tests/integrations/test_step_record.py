@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -17,6 +18,9 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
+from hf_lohan.integrations.attachment import run_plan_of
+from hf_lohan.integrations.step_floor import floor_by_resource_s
+from hf_lohan.planner import HardwareProfile, plan_offload
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
@@ -46,13 +50,17 @@ def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False)
 
 
 def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
-    """Train and close: the losses, and a weight."""
+    """Train and close: the losses, a weight, and what was planned for."""
     trainer.train(**options)
     engine = trainer.offload_engine
     assert engine is not None
     weight: Tensor = engine.parameters.read_parameter("model.layers.1.mlp.up_proj.weight")
+    plan = run_plan_of(engine)
+    assert plan is not None
+    setup = plan.setup()
     engine.close()
-    return {"losses": [row["loss"] for row in trainer.state.log_history if "loss" in row], "weight": weight}
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"losses": losses, "weight": weight, "model": plan.model, "setup": setup}
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -111,6 +119,22 @@ def test_the_floor_is_below_the_prediction(run: dict[str, Any]) -> None:
     assert 0 < max(floors.values()) <= summary["predicted_step_s"]
     assert summary["prediction"]["step_s"] == summary["predicted_step_s"]
     assert summary["measured_hardware"]["ssd"][0]["read_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize("mixed", [None, 0.1, 1.0, 3.0])
+def test_the_floor_is_one_however_drives_mix(run: dict[str, Any], mixed: float | None) -> None:
+    """``mixed``: how fast they read and write at once, to how fast they read or write."""
+    measured = HardwareProfile.from_mapping(run["summary"]["measured_hardware"])
+    read_bytes_per_s = measured.ssd_read_bytes_per_s
+    hardware = replace(
+        measured,
+        ssd_together_write_bytes_per_s=read_bytes_per_s,
+        ssd_mixed_bytes_per_s=None if mixed is None else mixed * read_bytes_per_s,
+    )
+    plan = plan_offload(run["model"], hardware, run["setup"])
+    floors = floor_by_resource_s(run["model"], hardware, run["setup"], plan.prediction)
+    assert floors["ssd"] >= plan.prediction.ssd_read_bytes_per_step / read_bytes_per_s * (1 - 1e-9)
+    assert max(floors.values()) <= plan.prediction.step_s * (1 + 1e-9)
 
 
 def test_the_trace_has_tasks_of_every_lane_that_worked(run: dict[str, Any]) -> None:
