@@ -238,6 +238,7 @@ def main(
     cpu_memory: str = "512MiB",
     gpu_memory: str = "512MiB",
     schedule: str = "optimized",
+    activations: Annotated[str, typer.Option(help="recompute is what the model in memory does")] = "recompute",
     max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
     num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 3,
     store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
@@ -247,7 +248,13 @@ def main(
     shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
     folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
     config = OffloadConfig.load(
-        {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "schedule": schedule, "ssd": str(folder)}
+        {
+            "cpu_memory": cpu_memory,
+            "gpu_memory": gpu_memory,
+            "schedule": schedule,
+            "activations": activations,
+            "ssd": str(folder),
+        }
     )
     try:
         results = [

@@ -1,0 +1,180 @@
+"""The I/O engine against a raw loop of preadv and pwritev: the same bytes, the same files, one interleaved run.
+
+    python scripts/bench_io.py --store /mnt/nvme --file-bytes 2GiB
+
+The raw loop is what fio would do: one thread, one call at a time, O_DIRECT, and as many threads as the engine has. The
+engine moves records of a store, chunk by chunk, as a run does, its checksums off and on. "mixed" reads and writes in
+turn, at different places, as an optimizer's step does.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from hf_lohan.config import parse_bytes
+from hf_lohan.device import mapped_empty
+from hf_lohan.storage import GRANULE_NUMEL, IoEngine, RecordFiles, RecordSpec, StoreLayout, StorePath
+
+Pattern = Literal["read", "write", "mixed"]
+PATTERNS: tuple[Pattern, ...] = ("read", "write", "mixed")
+PLACE = ("measured", "param")
+NUM_BUFFERS = 6
+
+
+def moves(pattern: Pattern, num_chunks: int) -> list[tuple[str, int]]:
+    """(verb, chunk) one after the other: all chunks once."""
+    if pattern != "mixed":
+        return [(pattern, chunk) for chunk in range(num_chunks)]
+    half = num_chunks // 2
+    return [move for chunk in range(half) for move in (("read", chunk), ("write", half + chunk))]
+
+
+class RawLoop:
+    """`num_threads` threads that each move one piece after the other."""
+
+    def __init__(self, path: Path, file_bytes: int, piece_bytes: int, num_threads: int) -> None:
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT, 0o600)
+        os.posix_fallocate(self._file, 0, file_bytes)
+        self._piece_bytes = piece_bytes
+        self._num_pieces = file_bytes // piece_bytes
+        self._buffers = [mmap.mmap(-1, piece_bytes) for _ in range(num_threads)]
+        for buffer in self._buffers:
+            buffer[:] = os.urandom(piece_bytes)
+        self._threads = ThreadPoolExecutor(num_threads)
+
+    def run(self, pattern: Pattern) -> int:
+        work = moves(pattern, self._num_pieces)
+        num = len(self._buffers)
+        list(self._threads.map(lambda row: self._move(work[row::num], self._buffers[row]), range(num)))
+        return len(work) * self._piece_bytes
+
+    def _move(self, work: Sequence[tuple[str, int]], buffer: mmap.mmap) -> None:
+        for verb, piece in work:
+            call = os.preadv if verb == "read" else os.pwritev
+            assert call(self._file, [buffer], piece * self._piece_bytes) == self._piece_bytes
+
+    def close(self) -> None:
+        self._threads.shutdown()
+        os.close(self._file)
+
+
+class Engine:
+    """Records through an `IoEngine`, as many requests under way as there are buffers."""
+
+    def __init__(self, folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, *, hashes: bool) -> None:
+        folder.mkdir()
+        chunk_numel = 4 * 1024 * 1024
+        self._io = IoEngine(num_threads, piece_bytes, file_bytes)
+        record = RecordSpec(*PLACE, "float32", file_bytes // 4)
+        layout = StoreLayout((record,), (StorePath(str(folder), file_bytes),))
+        self._files = RecordFiles.create(layout, [str(folder)], "bench.bin", self._io)
+        if not hashes:
+            self._files.hash_granules = lambda source, granule_bytes: np.zeros(
+                -(-source.nbytes // granule_bytes), np.uint64
+            )
+        self._num_chunks = file_bytes // (4 * chunk_numel)
+        self._chunk_numel = chunk_numel
+        memory = mapped_empty(NUM_BUFFERS * 4 * chunk_numel)
+        memory.view(torch.int64).random_()
+        self._buffers: Sequence[Tensor] = memory.view(torch.float32).split(chunk_numel)
+        assert chunk_numel % GRANULE_NUMEL == 0
+
+    def run(self, pattern: Pattern) -> int:
+        work = moves(pattern, self._num_chunks)
+        under_way: list[Any] = [None] * NUM_BUFFERS
+        for number, (verb, chunk) in enumerate(work):
+            slot = number % NUM_BUFFERS
+            if under_way[slot] is not None:
+                under_way[slot].wait()
+            move = self._files.read if verb == "read" else self._files.write
+            under_way[slot] = move(*PLACE, chunk * self._chunk_numel, self._buffers[slot])
+        for request in under_way:
+            if request is not None:
+                request.wait()
+        return len(work) * 4 * self._chunk_numel
+
+    def close(self) -> None:
+        self._files.close()
+        self._io.close()
+
+
+def bytes_per_s(run: Callable[[Pattern], int], pattern: Pattern) -> float:
+    began_s = time.perf_counter()
+    num_bytes = run(pattern)
+    return num_bytes / (time.perf_counter() - began_s)
+
+
+def measure(folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, num_turns: int) -> dict[str, Any]:
+    contenders: dict[str, RawLoop | Engine] = {
+        "raw, 1 thread": RawLoop(folder / "raw1.bin", file_bytes, piece_bytes, 1),
+        f"raw, {num_threads} threads": RawLoop(folder / "raw2.bin", file_bytes, piece_bytes, num_threads),
+        "engine": Engine(folder / "engine", file_bytes, piece_bytes, num_threads, hashes=False),
+        "engine, checksums": Engine(folder / "hashing", file_bytes, piece_bytes, num_threads, hashes=True),
+    }
+    rates: dict[str, dict[str, list[float]]] = {name: {p: [] for p in PATTERNS} for name in contenders}
+    try:
+        for contender in contenders.values():
+            contender.run("write")  # the first write to a place costs a file system more
+        for _ in range(num_turns):
+            for pattern in PATTERNS:
+                for name, contender in contenders.items():
+                    rates[name][pattern].append(bytes_per_s(contender.run, pattern))
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    medians = {name: {p: statistics.median(of[p]) for p in PATTERNS} for name, of in rates.items()}
+    best_raw = {p: max(medians[name][p] for name in medians if name.startswith("raw")) for p in PATTERNS}
+    return {
+        "file_bytes": file_bytes,
+        "piece_bytes": piece_bytes,
+        "num_threads": num_threads,
+        "bytes_per_s": medians,
+        "bytes_per_s_all": rates,
+        "engine_over_raw": {p: medians["engine"][p] / best_raw[p] for p in PATTERNS},
+    }
+
+
+def main(
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    file_bytes: Annotated[str, typer.Option(help="of each contender's file")] = "1GiB",
+    piece_bytes: Annotated[str, typer.Option(help="bytes of one call")] = "8MiB",
+    num_threads: int = 2,
+    num_turns: int = 3,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
+    try:
+        result = measure(folder, parse_bytes(file_bytes), parse_bytes(piece_bytes), num_threads, num_turns)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    table = Table(title="GB/s (medians, interleaved)")
+    for heading in ("", *PATTERNS):
+        table.add_column(heading, justify="right")
+    for name, rates in result["bytes_per_s"].items():
+        table.add_row(name, *(f"{rates[pattern] / 1e9:.2f}" for pattern in PATTERNS))
+    table.add_row("engine / best raw", *(f"{result['engine_over_raw'][pattern]:.2f}" for pattern in PATTERNS))
+    Console().print(table)
+    if output is not None:
+        output.write_text(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
