@@ -1,0 +1,289 @@
+"""Offloaded, in memory, and under DeepSpeed ZeRO-3 with NVMe optimizer offload: step time and memory, interleaved.
+
+    python scripts/bench_rivals.py                                    # against the model in memory
+    python scripts/bench_rivals.py --deepspeed-python ds/bin/python   # and against DeepSpeed, from its own environment
+
+Each contender lives in a process of its own, so that its memory can be told; they take turns of three steps. DeepSpeed
+wants an environment of its own (`pip install deepspeed transformers`, libaio's headers, a compiler) and, on a CPU,
+`DS_ACCELERATOR=cpu`, which is set here: fp32, parameters in RAM, optimizer states on the drive, reads and writes
+pipelined.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+
+STEPS_PER_TURN = 3
+LEARNING_RATE = 1e-4
+READY = "ready"
+
+
+# In a contender's process.
+
+
+def llama(shape: dict[str, Any]) -> Any:
+    """As `bench_step.Shape.model`, without importing the library: DeepSpeed's environment does not have it."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    heads = max(1, shape["hidden"] // 64)
+    config = LlamaConfig(
+        hidden_size=shape["hidden"],
+        num_hidden_layers=shape["layers"],
+        intermediate_size=shape["intermediate"],
+        vocab_size=shape["vocabulary"],
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        use_cache=False,
+    )
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+def deepspeed_turn(
+    shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float
+) -> Callable[[], None]:
+    import deepspeed
+
+    settings: dict[str, Any] = {
+        "train_batch_size": shape["batch_size"],
+        "train_micro_batch_size_per_gpu": shape["batch_size"],
+        "gradient_clipping": max_grad_norm,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {
+            "stage": 3,
+            "offload_optimizer": {
+                "device": "nvme",
+                "nvme_path": folder,
+                "buffer_count": 20,
+                "pipeline_read": True,
+                "pipeline_write": True,
+            },
+            "offload_param": {"device": "cpu"},
+            "sub_group_size": 4 * 1024 * 1024,
+        },
+        "aio": {"block_size": 8 << 20, "queue_depth": 8, "single_submit": False, "overlap_events": True},
+        "zero_allow_untested_optimizer": True,
+    }
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    os.environ.setdefault("MASTER_PORT", "29531")
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    engine, *_ = deepspeed.initialize(model=llama(shape), config=settings)
+
+    def turn() -> None:
+        for _ in range(STEPS_PER_TURN):
+            engine.backward(engine(**batch).loss)
+            engine.step()
+
+    return turn
+
+
+def our_turn(
+    shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float, budgets: dict[str, str]
+) -> Callable[[], None]:
+    from bench_step import Shape, offloaded_step
+    from bench_step import turn as turn_of
+
+    from hf_lohan.config import OffloadConfig
+    from hf_lohan.integrations.attachment import offload_model
+
+    config = OffloadConfig.load({**budgets, "ssd": folder, "activations": "recompute"})
+    model = Shape(**shape).model()
+    engine = offload_model(
+        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0
+    )
+    step = offloaded_step(engine, batch, max_grad_norm)
+    return lambda: turn_of(step, engine)
+
+
+def in_memory_turn(shape: dict[str, Any], batch: dict[str, Any], max_grad_norm: float) -> Callable[[], None]:
+    from bench_step import in_memory_step
+
+    step = in_memory_step(llama(shape), batch, max_grad_norm)
+
+    def turn() -> None:
+        for _ in range(STEPS_PER_TURN):
+            step()
+
+    return turn
+
+
+def anonymous_bytes() -> int:
+    """Of this process, now: memory that no file stands behind."""
+    with open("/proc/self/status", encoding="ascii") as status:
+        fields = dict(line.split(":", 1) for line in status)
+    return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
+
+
+def work(task: dict[str, Any]) -> None:
+    """Take a turn for each line on standard input; answer with seconds a step and bytes."""
+    shape = task["shape"]
+    generator = torch.Generator().manual_seed(1)
+    size = (shape["batch_size"], shape["sequence_length"])
+    ids = torch.randint(0, shape["vocabulary"], size, generator=generator)
+    batch = {"input_ids": ids, "labels": ids}
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    if task["side"] == "deepspeed":
+        turn = deepspeed_turn(shape, batch, task["folder"], task["max_grad_norm"])
+    elif task["side"] == "offloaded":
+        turn = our_turn(shape, batch, task["folder"], task["max_grad_norm"], task["budgets"])
+    else:
+        turn = in_memory_turn(shape, batch, task["max_grad_norm"])
+    turn()
+    answers.write(f"{READY}\n")
+    for _ in sys.stdin:
+        began_s = time.perf_counter()
+        turn()
+        seconds = (time.perf_counter() - began_s) / STEPS_PER_TURN
+        answers.write(json.dumps({"step_s": seconds, "anonymous_bytes": anonymous_bytes()}) + "\n")
+
+
+# In the process that asks.
+
+
+class Contender:
+    """A process that takes a turn when it is asked to."""
+
+    def __init__(self, python: str, task: dict[str, Any], log: Path) -> None:
+        self._log = log
+        environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
+        with log.open("wb") as errors:
+            self._process = subprocess.Popen(
+                [python, __file__, "--worker", json.dumps(task)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                text=True,
+                env=environment,
+            )
+        self._expect(READY)
+
+    def turn(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("turn\n")
+        self._process.stdin.flush()
+        answer: dict[str, float] = json.loads(self._expect(""))
+        return answer
+
+    def _expect(self, start: str) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line or not line.startswith(start):
+            raise RuntimeError(f"a contender ended; its last words:\n{self._log.read_text()[-3000:]}")
+        return line
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def measure(
+    shape: dict[str, Any],
+    pythons: dict[str, str],
+    folder: Path,
+    budgets: dict[str, str],
+    *,
+    max_grad_norm: float,
+    num_turns: int,
+) -> dict[str, Any]:
+    contenders: dict[str, Contender] = {}
+    try:
+        for side, python in pythons.items():
+            place = folder / side
+            place.mkdir()
+            task = {"side": side, "shape": shape, "folder": str(place), "budgets": budgets}
+            contenders[side] = Contender(python, {**task, "max_grad_norm": max_grad_norm}, folder / f"{side}.log")
+        answers: dict[str, list[dict[str, float]]] = {side: [] for side in contenders}
+        for _ in range(num_turns):
+            for side, contender in contenders.items():
+                answers[side].append(contender.turn())
+    finally:
+        for contender in contenders.values():
+            contender.close()
+    step_s = {side: statistics.median(answer["step_s"] for answer in of) for side, of in answers.items()}
+    return {
+        "max_grad_norm": max_grad_norm,
+        "step_s": step_s,
+        "step_s_all": {side: [answer["step_s"] for answer in of] for side, of in answers.items()},
+        "anonymous_bytes": {side: max(answer["anonymous_bytes"] for answer in of) for side, of in answers.items()},
+        "offloaded_over": {side: step_s["offloaded"] / step_s[side] for side in step_s},
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="step time and memory, each in its own process (medians, interleaved)")
+    for heading in ("clip at", "", "a step", "offloaded / this", "anonymous memory"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        for side in result["step_s"]:
+            table.add_row(
+                f"{result['max_grad_norm']:g}",
+                side,
+                f"{result['step_s'][side]:.3f} s",
+                f"{result['offloaded_over'][side]:.3f}",
+                f"{result['anonymous_bytes'][side] / 1e9:.2f} GB",
+            )
+        table.add_section()
+    Console().print(table)
+
+
+def main(
+    hidden: int = 1024,
+    layers: int = 8,
+    intermediate: int = 4096,
+    vocabulary: int = 8192,
+    batch_size: int = 2,
+    sequence_length: int = 256,
+    cpu_memory: str = "512MiB",
+    gpu_memory: str = "512MiB",
+    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
+    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each")] = 4,
+    deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    if worker is not None:
+        work(json.loads(worker))
+        return
+    from bench_step import Shape
+
+    shape = asdict(Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, False))
+    pythons = {"in memory": sys.executable, "offloaded": sys.executable}
+    if deepspeed_python is not None:
+        pythons["deepspeed"] = deepspeed_python
+    budgets = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
+    results = []
+    for norm in max_grad_norm or [0.0, 1.0]:
+        folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
+        try:
+            results.append(measure(shape, pythons, folder, budgets, max_grad_norm=norm, num_turns=num_turns))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+    show(results)
+    if output is not None:
+        output.write_text(json.dumps({"shape": shape, "budgets": budgets, "results": results}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
