@@ -5,6 +5,7 @@ CUDA and one for CPU. Everything above this room is written against the interfac
 a laptop's CPU in the tests is the engine that runs on the GPU. The only room that names `torch.cuda`.
 """
 
+from hf_lohan.device.allocator import keep_freed_memory
 from hf_lohan.device.base import Device, Event, Lane, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
@@ -31,6 +32,7 @@ __all__ = [
     "available_host_memory_bytes",
     "default_torch_device",
     "device_for",
+    "keep_freed_memory",
     "mapped_empty",
     "set_compute_threads",
     "usable_cpus",

@@ -13,7 +13,14 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes, device_for, set_compute_threads, usable_cpus
+from hf_lohan.device import (
+    Device,
+    available_host_memory_bytes,
+    device_for,
+    keep_freed_memory,
+    set_compute_threads,
+    usable_cpus,
+)
 from hf_lohan.integrations.model_description import describe_model
 from hf_lohan.integrations.run_plan import RunPlan
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
@@ -54,6 +61,7 @@ def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: s
     )
     assert isinstance(resolved.cpu_threads, int)
     set_compute_threads(resolved.cpu_threads)
+    keep_freed_memory()
     if resolved.trace:
         device.timeline = Timeline(is_tracing=True)
     print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
