@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, timed, turn
+from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -84,15 +84,15 @@ class Contender:
 
         return init
 
-    def stepping(self, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
-        """A turn of steps, each committed in this side's way."""
+    def stepping(self, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], float]:
+        """A turn of steps, each committed in this side's way; returns seconds a step."""
         step = offloaded_step(self.engine, batch, max_grad_norm)
 
         def committed_step() -> None:
             step()
             self.engine.commit(JOURNAL)
 
-        return lambda: turn(committed_step, self.engine)
+        return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
 
     def _only_turn_over(self, journal: Journal) -> None:
         """What is left of a commit without durability: the next step writes to the other home."""
@@ -116,10 +116,10 @@ def measure(
     for _ in range(num_turns):
         for side, one_turn in turns.items():
             began_s = time.process_time()
-            times[side].append(timed(device, one_turn) / STEPS_PER_TURN)
-            cpu[side].append((time.process_time() - began_s) / STEPS_PER_TURN)
+            times[side].append(one_turn())
+            cpu[side].append((time.process_time() - began_s) / (1 + STEPS_PER_TURN))
         commit_s.append(engine.step_log.last_commit_s)
-    num_steps = num_turns * STEPS_PER_TURN
+    num_steps = num_turns * (1 + STEPS_PER_TURN)
     medians = {side: statistics.median(values) for side, values in times.items()}
     result = {
         "num_parameters": engine.layout.num_parameters,

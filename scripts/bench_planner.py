@@ -22,7 +22,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import Shape, offloaded_step, timed
+from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
 from rich.console import Console
 from rich.table import Table
 
@@ -31,7 +31,6 @@ from hf_lohan.integrations.attachment import offload_model, run_plan_of
 from hf_lohan.planner import OffloadPlan, plan_offload, sweep_swapped_bytes
 from hf_lohan.runtime import OffloadEngine
 
-STEPS_PER_TURN = 3
 STEPS_UNTIL_CORRECTED = 5
 BATCHES = ((1, 32), (1, 256), (2, 256))
 
@@ -46,17 +45,6 @@ class Contender:
     @property
     def swapped_bytes(self) -> int:
         return int(self.plan.prediction.swapped_bytes)
-
-
-def turn_s(engine: OffloadEngine, step: Any, device: str) -> float:
-    """Seconds a step, of some in a row and all that they left to be done."""
-
-    def steps() -> None:
-        for _ in range(STEPS_PER_TURN):
-            step()
-        engine.settle()
-
-    return timed(device, steps) / STEPS_PER_TURN
 
 
 def contenders_of(engine: OffloadEngine, num_points: int) -> list[Contender]:
@@ -96,9 +84,7 @@ def measure_shape(
         for _ in range(num_turns):
             for contender in contenders:
                 engine.activation_memory.place(contender.plan.activations)
-                step()  # the first under another plan
-                engine.settle()
-                times[contender.name].append(turn_s(engine, step, device))
+                times[contender.name].append(turn(step, engine.settle, device=device))
                 backward[contender.name].append(engine.last_backward_s)
         medians = {name: statistics.median(values) for name, values in times.items()}
         backward_s = {name: statistics.median(values) for name, values in backward.items()}

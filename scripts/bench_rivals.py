@@ -57,7 +57,7 @@ def llama(shape: dict[str, Any]) -> Any:
     return model
 
 
-def deepspeed_turn(
+def deepspeed_step(
     shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float
 ) -> Callable[[], None]:
     import deepspeed
@@ -87,19 +87,17 @@ def deepspeed_turn(
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     engine, *_ = deepspeed.initialize(model=llama(shape), config=settings)
 
-    def turn() -> None:
-        for _ in range(STEPS_PER_TURN):
-            engine.backward(engine(**batch).loss)
-            engine.step()
+    def step() -> None:
+        engine.backward(engine(**batch).loss)
+        engine.step()
 
-    return turn
+    return step
 
 
-def our_turn(
+def our_step(
     shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float, budgets: dict[str, str]
-) -> Callable[[], None]:
+) -> tuple[Callable[[], None], Callable[[], None]]:
     from bench_step import Shape, offloaded_step
-    from bench_step import turn as turn_of
 
     from hf_lohan.config import OffloadConfig
     from hf_lohan.integrations.attachment import offload_model
@@ -109,20 +107,28 @@ def our_turn(
     engine = offload_model(
         model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0
     )
-    step = offloaded_step(engine, batch, max_grad_norm)
-    return lambda: turn_of(step, engine)
+    return offloaded_step(engine, batch, max_grad_norm), engine.settle
 
 
-def in_memory_turn(shape: dict[str, Any], batch: dict[str, Any], max_grad_norm: float) -> Callable[[], None]:
+def memory_step(shape: dict[str, Any], batch: dict[str, Any], max_grad_norm: float) -> Callable[[], None]:
     from bench_step import in_memory_step
 
-    step = in_memory_step(llama(shape), batch, max_grad_norm)
+    return in_memory_step(llama(shape), batch, max_grad_norm)
 
-    def turn() -> None:
-        for _ in range(STEPS_PER_TURN):
-            step()
 
-    return turn
+def _nothing_left() -> None:
+    return
+
+
+def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
+    """As `bench_step.turn`."""
+    step()
+    began_s = time.perf_counter()
+    for _ in range(STEPS_PER_TURN):
+        step()
+    seconds = (time.perf_counter() - began_s) / STEPS_PER_TURN
+    settle()
+    return seconds
 
 
 def anonymous_bytes() -> int:
@@ -141,18 +147,17 @@ def work(task: dict[str, Any]) -> None:
     batch = {"input_ids": ids, "labels": ids}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
+    settle = _nothing_left
     if task["side"] == "deepspeed":
-        turn = deepspeed_turn(shape, batch, task["folder"], task["max_grad_norm"])
+        step = deepspeed_step(shape, batch, task["folder"], task["max_grad_norm"])
     elif task["side"] == "offloaded":
-        turn = our_turn(shape, batch, task["folder"], task["max_grad_norm"], task["budgets"])
+        step, settle = our_step(shape, batch, task["folder"], task["max_grad_norm"], task["budgets"])
     else:
-        turn = in_memory_turn(shape, batch, task["max_grad_norm"])
-    turn()
+        step = memory_step(shape, batch, task["max_grad_norm"])
+    turn_s(step, settle)
     answers.write(f"{READY}\n")
     for _ in sys.stdin:
-        began_s = time.perf_counter()
-        turn()
-        seconds = (time.perf_counter() - began_s) / STEPS_PER_TURN
+        seconds = turn_s(step, settle)
         answers.write(json.dumps({"step_s": seconds, "anonymous_bytes": anonymous_bytes()}) + "\n")
 
 

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, timed, turn
+from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
 from rich.console import Console
 from rich.table import Table
 
@@ -48,14 +48,13 @@ def measure_row(
             ids = torch.randint(0, shape.vocabulary, size, generator=generator).to(device)
             engines.append(engine)
             steps.append(offloaded_step(engine, {"input_ids": ids, "labels": ids}, 0.0))
-            turn(steps[-1], engine)
+            turn(steps[-1], engine.settle, device=device)
         times: list[list[float]] = [[] for _ in shapes]
         moved = [engine.tiers.io.read_bytes + engine.tiers.io.write_bytes for engine in engines]
         for _ in range(num_turns):
             for index, (engine, step) in enumerate(zip(engines, steps, strict=True)):
-                seconds = timed(device, lambda of=step, by=engine: turn(of, by))
-                times[index].append(seconds / STEPS_PER_TURN)
-        num_steps = num_turns * STEPS_PER_TURN
+                times[index].append(turn(step, engine.settle, device=device))
+        num_steps = num_turns * (1 + STEPS_PER_TURN)
         return [
             {
                 "shape": asdict(shape),

@@ -20,7 +20,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, timed, turn
+from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
 from rich.console import Console
 from rich.table import Table
 
@@ -43,12 +43,11 @@ def measure(shape: Shape, settings: dict[str, Any], folder: Path, *, device: str
         engines[schedule], steps[schedule] = engine, offloaded_step(engine, batch, 0.0)
     try:
         for schedule in SCHEDULES:
-            turn(steps[schedule], engines[schedule])
+            turn(steps[schedule], engines[schedule].settle, device=device)
         times: dict[str, list[float]] = {schedule: [] for schedule in SCHEDULES}
         for _ in range(num_turns):
             for schedule in SCHEDULES:
-                seconds = timed(device, lambda of=schedule: turn(steps[of], engines[of]))
-                times[schedule].append(seconds / STEPS_PER_TURN)
+                times[schedule].append(turn(steps[schedule], engines[schedule].settle, device=device))
         medians = {schedule: statistics.median(values) for schedule, values in times.items()}
         return {
             "shape": asdict(shape),

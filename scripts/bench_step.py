@@ -3,9 +3,9 @@
     python scripts/bench_step.py                       # Llama 151M, batch 2 x 256, float32, all records on the SSD
     python scripts/bench_step.py --device cuda --hidden 4096 --layers 8 --bf16
 
-Both sides run the same steps in turns of three (A A A B B B A A A ...; an offloaded turn ends when its last update is
-in the store), with the same activation recomputation and the same AdamW; medians
-are quoted. Beside them stands the floor: bytes moved over the bandwidth that the I/O engine reaches alone on the same
+Both sides run the same steps in turns (A A A A B B B B A A A A ...; a turn's first step is not timed, so that each
+timed one has, as in a run, a step before it), with the same activation recomputation and the same AdamW; medians are
+quoted. Beside them stands the floor: bytes moved over the bandwidth that the I/O engine reaches alone on the same
 files, and FLOPs over the throughput of this model's own matrix shapes, both measured in the same run.
 """
 
@@ -105,12 +105,19 @@ def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_gr
     return step
 
 
-def turn(step: Callable[[], None], engine: OffloadEngine) -> None:
-    """Some steps in a row, and all that they left to be done: updates that run under the next forward must not run
-    under the other side's."""
-    for _ in range(STEPS_PER_TURN):
-        step()
-    engine.settle()
+def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *, device: str = "cpu") -> float:
+    """Some steps in a row; seconds a step, as in a run: the first step finds nothing that the one before left to be
+    done under it, so it is not timed, and neither is what the last one leaves (`settle`), which must not run under the
+    other side's steps."""
+    step()
+
+    def steps() -> None:
+        for _ in range(STEPS_PER_TURN):
+            step()
+
+    seconds = timed(device, steps)
+    settle()
+    return seconds / STEPS_PER_TURN
 
 
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:
@@ -175,14 +182,14 @@ def measure(
             "offloaded": offloaded_step(engine, batch, max_grad_norm),
         }
         for step in sides.values():
-            turn(step, engine)
+            turn(step, engine.settle, device=device)
         io = engine.tiers.io
         before = io.read_bytes, io.write_bytes
         times: dict[str, list[float]] = {name: [] for name in sides}
         for _ in range(num_turns):
             for name, step in sides.items():
-                times[name].append(timed(device, lambda step=step: turn(step, engine)) / STEPS_PER_TURN)
-        num_steps = num_turns * STEPS_PER_TURN
+                times[name].append(turn(step, engine.settle, device=device))
+        num_steps = num_turns * (1 + STEPS_PER_TURN)
         read_bytes = (io.read_bytes - before[0]) / num_steps
         write_bytes = (io.write_bytes - before[1]) / num_steps
         floor |= io_floor(engine, read_bytes, write_bytes)
