@@ -33,6 +33,7 @@ def training_setup(
         cpu_fixed_bytes=layout.plan.cpu_pool_bytes,
         ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
         activation_cpu_bytes=layout.activation_bytes,
+        record_cpu_bytes=layout.resident_bytes,
         activations=config.activations,
         lent_bytes=_lent_bytes(layout),
         hands_over=config.schedule == "optimized",

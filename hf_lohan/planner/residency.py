@@ -74,9 +74,11 @@ class ResidencyChoices:
 
 
 def residency_choices(model: ModelProfile, setup: TrainingSetup) -> ResidencyChoices:
-    """All that fit `cpu_memory_bytes` beside the buffers."""
+    """All that fit `cpu_memory_bytes` beside the buffers, and `record_cpu_bytes`."""
     ranked = rank_records(model, setup) if setup.hold_resident_records else []
     room_bytes = setup.cpu_memory_bytes - setup.cpu_fixed_bytes
+    if setup.record_cpu_bytes is not None:
+        room_bytes = min(room_bytes, setup.record_cpu_bytes)
     num_fit = int(np.searchsorted(np.cumsum([record.num_bytes for record in ranked]), room_bytes, side="right"))
     records = tuple(ranked[:num_fit])
     return ResidencyChoices(

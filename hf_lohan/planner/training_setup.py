@@ -26,6 +26,8 @@ class TrainingSetup:
     """Limit on the SSDs; None: their capacity."""
     activation_cpu_bytes: int | None = None
     """Limit on the RAM for swapped activations (LoHan's MEM); None: all that is left."""
+    record_cpu_bytes: int | None = None
+    """Limit on the RAM for copies of records; None: all that is left."""
     activations: Activations = "auto"
     """`recompute`: only the layers' inputs are swapped; `swap`: nothing is recomputed but what is cheap; `keep`: all
     that autograd saves stays on the device."""
