@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import statistics
 import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
@@ -144,7 +145,7 @@ class RunPlan:
             self._step_s.append(now_s - self._ended_s)
         self._ended_s = now_s
         if len(self._step_s) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED and self.plan is not None:
-            self._correct(min(self._step_s[NUM_STEPS_BEFORE - 1 :]))
+            self._correct(statistics.mean(self._step_s[NUM_STEPS_BEFORE - 1 :]))
 
     def _correct(self, measured_s: float) -> None:
         """Scale what bounds the step to what was measured, and plan once more."""
