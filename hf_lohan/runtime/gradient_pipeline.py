@@ -262,6 +262,8 @@ class GradientPipeline:
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Chunk]]:
         """Accept or undo guesses. Returns what became of them, and the chunks whose gradients are still to be applied:
         with a right guess, those that got none in the last backward."""
+        if not self.holds_gradients:
+            self._updates.finish_pending()  # before a scheduler changes the hyperparameters that it is to have
         if not self._is_speculating:
             return "deferred" if self.holds_gradients else "in_backward", self._held.chunks
         self._is_speculating = False

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,6 +82,31 @@ def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: 
     bench.pipeline.settle()
     assert torch.equal(read, bench.store.records["param"])
     assert [event for event in bench.store.order if event.startswith("w")] == ["w0", "w1", "w2", "w3"]
+
+
+def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whenever the pipeline gets to it: a scheduler moves on as soon as the step returns."""
+    bench = make_bench("optimized", hold_gradients=False)
+    pipeline, groups = bench.pipeline, [GROUP]
+    monkeypatch.setattr(pipeline, "_group_of", lambda part: groups[0])
+    monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # it never has the time to finish the last chunk
+    gate = threading.Event()
+    end_step = pipeline._updates.end_step
+
+    def late_end_step() -> float:
+        assert gate.wait(60)
+        return end_step()
+
+    monkeypatch.setattr(pipeline._updates, "end_step", late_end_step)
+    bench.submit_all()
+    pipeline.measure()
+    pipeline.finish_step(1.0, lambda part: groups[0])
+    groups[0] = replace(GROUP, lr=1.0)
+    gate.set()
+    pipeline.settle()
+    assert len(bench.store.records["param"].unique()) == 1
 
 
 def test_the_clip_coefficient_scales_once(make_bench: Callable[..., Bench]) -> None:
