@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 NUM_STEPS_BEFORE = 2
 """Steps that are not timed: the first traces and recomputes all, the second is the first to follow the plan."""
 NUM_STEPS_TIMED = 2
+_MOST_SPREAD = 1.5
+"""Of steps of a kind. In what took longer there was an evaluation or a checkpoint."""
 _GOOD_ENOUGH = 0.05
 """A prediction that is off by less is left alone."""
 _WORTH_MEASURING_S = 60.0
@@ -145,7 +147,9 @@ class RunPlan:
             self._step_s.append(now_s - self._ended_s)
         self._ended_s = now_s
         if len(self._step_s) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED and self.plan is not None:
-            self._correct(statistics.mean(self._step_s[NUM_STEPS_BEFORE - 1 :]))
+            timed_s = self._step_s[NUM_STEPS_BEFORE - 1 :]
+            has_more_than_a_step = max(timed_s) > _MOST_SPREAD * min(timed_s)
+            self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s))
 
     def _correct(self, measured_s: float) -> None:
         """Scale what bounds the step to what was measured, and plan once more."""
