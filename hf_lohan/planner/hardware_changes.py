@@ -57,7 +57,11 @@ def _improvements(
     yield (
         "twice the RAM",
         replace(hardware, cpu=replace(cpu, memory_bytes=2 * cpu.memory_bytes)),
-        replace(setup, cpu_memory_bytes=setup.cpu_memory_bytes + cpu.memory_bytes),
+        replace(
+            setup,
+            cpu_memory_bytes=setup.cpu_memory_bytes + cpu.memory_bytes,
+            record_cpu_bytes=_plus(setup.record_cpu_bytes, cpu.memory_bytes),
+        ),
     )
     faster_cpu = replace(cpu, optimizer_params_per_s=2 * cpu.optimizer_params_per_s)
     yield "a CPU that runs the optimizer twice as fast", replace(hardware, cpu=faster_cpu), setup
