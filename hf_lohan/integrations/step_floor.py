@@ -22,7 +22,7 @@ def floor_by_resource_s(
         ssd_write_bytes=np.full(1, float(prediction.ssd_write_bytes_per_step)),
         updated_params=np.full(1, (forward.optimizer_s + backward.optimizer_s) * hardware.cpu.optimizer_params_per_s),
     )
-    lanes = StepCosts(model, hardware, setup).lanes(load)
+    lanes = StepCosts(model, hardware, setup).lanes(load, efficiency=1.0)
     floors = {resource: float(seconds.item()) for resource, seconds in lanes.items()}
     # Where reading and writing at once is slower than in turn, a step may do it in turn.
     in_turn_s = (

@@ -182,8 +182,9 @@ class StepCosts:
             forward_s = forward_s + self._setup.clip_rate * done_over_s
         return forward_s, backward_s
 
-    def lanes(self, load: Load) -> dict[str, Values]:
-        """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest."""
+    def lanes(self, load: Load, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
+        """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest.
+        ``efficiency``: of cores that do several of these things."""
         hardware = self._hardware
         lanes = {
             "compute": load.compute_s,
@@ -198,7 +199,7 @@ class StepCosts:
         if hardware.device.shares_cpu:
             # The same cores compute, copy, update and hash, so these times add.
             busy = lanes["compute"] + lanes["h2d"] + lanes["d2h"] + lanes["cpu"]
-            return {"compute": busy / SHARED_CORES_EFFICIENCY, "ssd": lanes["ssd"]}
+            return {"compute": busy / efficiency, "ssd": lanes["ssd"]}
         if hardware.duplex_bytes_per_s:
             lanes["link"] = (load.h2d_bytes + load.d2h_bytes) / hardware.duplex_bytes_per_s
         return lanes
