@@ -183,6 +183,7 @@ class OffloadEngine:
 
     def _reset_optimizer_states(self) -> None:
         """Another optimizer takes over: like any new one it starts with zero moments."""
+        self.settle()  # updates that still run count their step, too
         for part in self._block_of:
             if part.num_updates:
                 part.num_updates = 0
