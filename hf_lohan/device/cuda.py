@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 
 import torch
@@ -64,6 +65,7 @@ class CudaDevice(Device):
         self.torch_device = torch.device("cuda", index)
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in (Lane.H2D, Lane.D2H)}
         self._pinning_refused = False
+        self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}
         self._clock: _Clock | None = None
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
@@ -94,14 +96,16 @@ class CudaDevice(Device):
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
-        began = self.stamp(lane)
-        with torch.cuda.stream(stream):
-            dst.copy_(src, non_blocking=True)
+        with self._copy_locks[lane]:  # or the stamps of two threads' copies would hold both
+            began = self.stamp(lane)
+            with torch.cuda.stream(stream):
+                dst.copy_(src, non_blocking=True)
+            ended = self.stamp(lane)
         for tensor in (dst, src):
             if tensor.is_cuda:
                 # The caching allocator must not hand this memory out before the copy stream is done with it.
                 tensor.record_stream(stream)
-        self.note_span(lane, "copy", began, self.stamp(lane), num_bytes=dst.nbytes)
+        self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
 
     def stamp(self, lane: Lane) -> Stamp:
         if self._clock is None:

@@ -190,11 +190,14 @@ class Accelerator(OffloadAwareAccelerator):
         """As in accelerate; with `trace: true` writes `lohan/trace.json` into the project folder, or into the working
         directory where there is none."""
         engine = self.offload_engine
-        if engine is not None and engine.timeline.is_tracing:
-            engine.settle()
-            engine.device.note_reached()
-            write_trace(Path(self.project_dir or ".") / FOLDER / TRACE_NAME, engine.timeline)
-        super().end_training()
+        try:
+            if engine is not None and engine.timeline.is_tracing:
+                if not engine.is_closed:
+                    engine.settle()
+                engine.device.note_reached()
+                write_trace(Path(self.project_dir or ".") / FOLDER / TRACE_NAME, engine.timeline)
+        finally:
+            super().end_training()
 
     def _save_offloaded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
         for model in list(models):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -103,6 +104,7 @@ class StepRecord(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._engine.settle()
+        self._engine.device.note_reached()
         if self._line:
             after = self._count()
             left_s = _rounded(time.perf_counter() - self._ended_s)
@@ -118,7 +120,8 @@ class StepRecord(TrainerCallback):
     def end(self) -> None:
         """Training is over, or was broken off: write the trace, if there is one."""
         if self._trace is not None:
-            self._engine.device.note_reached()
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: what ended the run is what counts
+                self._engine.device.note_reached()
             write_trace(self._trace, self._engine.timeline, self._marks)
             self._trace = None
 
