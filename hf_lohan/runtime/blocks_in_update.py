@@ -20,10 +20,16 @@ class Delivery:
     """The slot's [block.numel]."""
     chunks: Sequence[Chunk] = ()
     """What will come, in order; all else is to be read from the store, where it is current."""
-    wait: Callable[[], None] = lambda: None
-    """Return when the copies of all of it are enqueued on the device's H2D lane. Raises what made that impossible."""
+    updates: BlocksInUpdate | None = None
+    """Who delivers; None: nobody, for nothing comes."""
     missing: set[Chunk] = field(default_factory=set)
     is_cancelled: bool = False
+
+    def wait(self) -> None:
+        """Return when the copies of all of it are enqueued on the device's H2D lane. Raises what made that
+        impossible."""
+        if self.updates is not None:
+            self.updates.wait_for(self)
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
         """[start, stop) of the block's elements that do not come."""
@@ -102,13 +108,14 @@ class BlocksInUpdate:
         with self._changed:
             coming = set(self._to_come.get(block, ()))
             in_order = sorted(coming, key=lambda chunk: chunk.start)
-            delivery = Delivery(weights, in_order, lambda: self._wait_for(delivery), coming)
+            delivery = Delivery(weights, in_order, self, coming)
             self._deliveries[block] = delivery
             gone = self._unwritten.get(block, set()) - set(in_order)
             self._wait_until(lambda: not gone & self._unwritten.get(block, set()))
         return delivery
 
-    def _wait_for(self, delivery: Delivery) -> None:
+    def wait_for(self, delivery: Delivery) -> None:
+        """See `Delivery.wait`."""
         with self._changed:
             self._wait_until(lambda: delivery.is_cancelled or not delivery.missing)
             if delivery.is_cancelled:
