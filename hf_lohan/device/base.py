@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,6 +118,10 @@ class Device(ABC):
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
         """Work enqueued on `lane` from now on starts only after `event`. Does not block the host on a GPU."""
+
+    def in_this_lane(self) -> AbstractContextManager[object]:
+        """To be entered by another thread whose compute is to go where the calling thread's goes."""
+        return contextlib.nullcontext()
 
     @abstractmethod
     def rng_state(self) -> Tensor:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -122,6 +123,10 @@ class CudaDevice(Device):
     def wait(self, lane: Lane, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
         self._stream(lane).wait_event(event.event)
+
+    def in_this_lane(self) -> AbstractContextManager[object]:
+        stream: AbstractContextManager[object] = torch.cuda.stream(self._stream(Lane.COMPUTE))
+        return stream
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.torch_device)

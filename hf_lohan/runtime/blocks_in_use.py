@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block
 from hf_lohan.runtime.prefetcher import Prefetcher
@@ -12,9 +14,13 @@ class BlocksInUse:
     """Forward says when it is done with a block. Backward does not: there a block is done with when the next one of
     its size class is asked for, since autograd runs one node after another."""
 
-    def __init__(self, ring: SlotRing, prefetcher: Prefetcher) -> None:
+    def __init__(
+        self, ring: SlotRing, prefetcher: Prefetcher, done_in_backward: Callable[[Block], None] = lambda _block: None
+    ) -> None:
+        """``done_in_backward`` is told of each block that makes room for another one in backward."""
         self._ring = ring
         self._prefetcher = prefetcher
+        self._done_in_backward = done_in_backward
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
 
     def enter(self, block: Block) -> None:
@@ -31,14 +37,31 @@ class BlocksInUse:
             self._ring.hide(block)
         self._ring.unpin(block)
 
+    def enter_for_many(self, block: Block, *, may_leave: Callable[[Block], bool]) -> None:
+        """A module that needs the block is about to run, maybe not for the last time: it stays, until another one of
+        its size class comes and ``may_leave`` says that nothing uses it."""
+        in_use = self._blocks[block.size_class]
+        if block not in in_use:
+            for other in list(in_use):
+                if may_leave(other):
+                    self.leave(other)
+            self.enter(block)
+
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for its backward."""
         in_use = self._blocks[block.size_class]
         if block not in in_use:
-            for done in list(in_use):
-                self.leave(done)
+            for other in list(in_use):
+                self._done_in_backward(other)
+                self.leave(other)
             self.enter(block)
         return self._ring.slot_of(block)
+
+    def leave_all(self) -> None:
+        """Forwards that share blocks are over."""
+        for blocks in self._blocks.values():
+            for block in list(blocks):
+                self.leave(block)
 
     def release_all(self) -> None:
         """The pass is over, or broke off."""

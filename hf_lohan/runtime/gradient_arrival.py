@@ -78,6 +78,10 @@ class GradientArrivals:
         gradient = parameter.grad
         assert gradient is not None
         parameter.grad = None
+        self.send(param_slice, gradient)
+
+    def send(self, param_slice: ParamSlice, gradient: Tensor) -> None:
+        """Move a parameter's whole gradient to the host."""
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,12 +12,16 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_lohan.device import Device, PoolAborted
+from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.compute_spans import ComputeSpans
 from hf_lohan.runtime.discovery import ModelBlocks
 from hf_lohan.runtime.gradient_arrival import GradientArrivals
+from hf_lohan.runtime.joint_forward import JointForward
+from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.micro_batch_leaves import GradientSums, MicroBatchLeaves
 from hf_lohan.runtime.prefetcher import Prefetcher
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
@@ -53,7 +58,12 @@ class ModelHooks:
         self._before_forward = before_forward
         self._begin_backward = before_backward
         self._backward_broke = backward_broke
-        self._in_use = BlocksInUse(ring, prefetcher)
+        self._model = model
+        self._joint: JointForward | None = None
+        """While several micro-batches' forwards are under way."""
+        self._sums: GradientSums | None = None
+        """In the backward of a joint forward."""
+        self._in_use = BlocksInUse(ring, prefetcher, self._done_in_backward)
         self._spans = ComputeSpans(device)
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._is_in_forward = False
@@ -77,6 +87,8 @@ class ModelHooks:
             self._saved_weights = None
         self._spans.end()
         self._in_use.release_all()
+        if self._sums is not None:
+            self._sums.clear()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
         self._is_in_forward = self._is_in_backward = False
@@ -102,17 +114,43 @@ class ModelHooks:
                     buffer_owner._buffers[name] = buffer.to(device.torch_device)
         self._handles.append(model.register_forward_pre_hook(self._on_model_forward))
         self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
-        layers = set(model_blocks.layers)
+        layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
         for module, blocks in model_blocks.needs.items():
             self._handles.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
-            after = self._after_layer if module in layers else self._after_outer
+            after = partial(self._after_layer, layers[module]) if module in layers else self._after_outer
             self._handles.append(
                 module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out))
             )
 
     # Forward.
 
+    @contextlib.contextmanager
+    def joint_forward(self, lockstep: Lockstep) -> Iterator[None]:
+        """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward."""
+        self.recover_if_broken()
+        self._before_forward()
+        self._is_in_forward = True
+        self._clock.begin()
+        self._prefetcher.begin_pass(is_training=True)
+        self._activations.begin_forward()
+        sums = GradientSums(lockstep.num_functions, self._arrivals.send)
+        leaves = MicroBatchLeaves(self._model, self._ring, partial(self._on_leaf_gradient, sums))
+        self._joint = JointForward(lockstep, self._in_use, leaves)
+        try:
+            yield
+        finally:
+            self._joint.end()
+            self._joint = None
+        self._spans.end()
+        self._in_use.leave_all()
+        self._is_in_forward = False
+        self._activations.expect_backward()
+        self._clock.end_forward()
+
     def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
+        if self._joint is not None:
+            self._joint.begin_model(saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations))
+            return
         self.recover_if_broken()
         self._before_forward()
         is_training = torch.is_grad_enabled()
@@ -125,6 +163,9 @@ class ModelHooks:
             self._saved_weights.__enter__()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._joint is not None:
+            self._joint.end_model()
+            return
         is_training = self._saved_weights is not None
         if self._saved_weights is not None:
             self._saved_weights.__exit__(None, None, None)
@@ -149,24 +190,30 @@ class ModelHooks:
                 "what autograd saves of streamed weights can be tracked"
             )
         self._spans.end()
+        if self._joint is not None:
+            self._joint.stop_before(blocks)
+        use = self._in_use if self._joint is None else self._joint
         for block in blocks:
-            self._in_use.enter(block)
+            use.enter(block)
         if blocks:
             self._spans.begin("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
         if not self._is_in_backward:
             self._spans.end()
+            use = self._in_use if self._joint is None else self._joint
             for block in blocks:
-                self._in_use.leave(block)
+                use.leave(block)
 
-    def _after_layer(self, blocks: tuple[Block, ...], output: Any) -> None:
+    def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> None:
         if self._is_in_backward:
             return
         self._after_outer(blocks, output)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(lambda _gradient: self._before_backward(blocks))
+        if self._joint is not None:
+            self._joint.stop_behind_layer(index)
 
     # Backward.
 
@@ -193,15 +240,37 @@ class ModelHooks:
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._enter_backward()
-        try:
+        with _cause_of_abort():
             self._arrivals.take(part, parameter)
-        except PoolAborted as aborted:  # the pipeline broke: say why, not how it was noticed
-            raise (aborted.__cause__ or aborted) from None
+
+    def _on_leaf_gradient(self, sums: GradientSums, part: ParamSlice, leaf: nn.Parameter) -> None:
+        self._enter_backward()
+        self._sums = sums
+        with _cause_of_abort():
+            sums.add(part, leaf)
+
+    def _done_in_backward(self, block: Block) -> None:
+        # A block outside the layers may have been used before and behind them: the last word on it is not said.
+        if self._sums is not None and block.size_class is SizeClass.LAYER:
+            with _cause_of_abort():
+                self._sums.complete(block)
 
     def _end_backward(self) -> None:
         self._spans.end()
+        if self._sums is not None:
+            with _cause_of_abort():
+                self._sums.flush()
         self._arrivals.flush()
         self._in_use.release_all()
         self._is_in_backward = False
         self._clock.end_backward()
         self._prefetcher.end_pass()
+
+
+@contextlib.contextmanager
+def _cause_of_abort() -> Iterator[None]:
+    """If the pipeline broke: say why, not how it was noticed."""
+    try:
+        yield
+    except PoolAborted as aborted:
+        raise (aborted.__cause__ or aborted) from None

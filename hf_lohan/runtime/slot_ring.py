@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.runtime.block import Block
+from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.weight_loan import WeightLoan
 
 MIN_SLOTS_TO_LEND = 3
@@ -111,7 +111,11 @@ class SlotRing:
     def hide(self, block: Block) -> None:
         """Make the parameters placeholders."""
         for part in block.slices:
-            part.parameter.data = self._placeholder.expand(part.shape)
+            part.parameter.data = self.absent(part)
+
+    def absent(self, part: ParamSlice) -> Tensor:
+        """A placeholder for the parameter."""
+        return self._placeholder.expand(part.shape)
 
     def unpin(self, block: Block) -> None:
         """The compute enqueued so far was the last for now to read the block."""

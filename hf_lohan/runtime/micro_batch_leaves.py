@@ -1,0 +1,140 @@
+"""Weights that several micro-batches use in one backward, with a gradient for each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.runtime.block import Block, ParamSlice
+from hf_lohan.runtime.slot_ring import SlotRing
+
+OnGradient = Callable[[ParamSlice, nn.Parameter], None]
+
+
+class MicroBatchLeaves:
+    """Each micro-batch finds leaves of its own in the modules, which share the parameters' memory.
+
+    Autograd would add up what the micro-batches contribute to a parameter before anybody sees it: in the weights'
+    dtype, and for tied weights use by use. With a leaf each, every gradient arrives as from a backward of its own.
+    """
+
+    def __init__(self, model: nn.Module, ring: SlotRing, on_gradient: OnGradient) -> None:
+        """``on_gradient`` is called in backward, as soon as a micro-batch's gradient of a parameter is complete."""
+        self._ring = ring
+        self._on_gradient = on_gradient
+        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    self._places[parameter].append((module, name))
+        self._leaves: dict[tuple[int, ParamSlice], nn.Parameter] = {}
+        self._in_use: dict[int, Counter[Block]] = defaultdict(Counter)
+
+    def is_in_use(self, block: Block) -> bool:
+        """Whether some micro-batch is in the middle of using it."""
+        return any(blocks[block] for blocks in self._in_use.values())
+
+    def enter(self, micro_batch: int, block: Block) -> None:
+        """A module that needs the block, whose parameters are shown, is about to run."""
+        in_use = self._in_use[micro_batch]
+        in_use[block] += 1
+        if in_use[block] == 1:
+            self._show(micro_batch, block)
+
+    def leave(self, micro_batch: int, block: Block) -> None:
+        """That module has run."""
+        in_use = self._in_use[micro_batch]
+        in_use[block] -= 1
+        if not in_use[block]:
+            self._hide(micro_batch, block)
+
+    def suspend(self, micro_batch: int) -> None:
+        """Another micro-batch runs now."""
+        for block in +self._in_use[micro_batch]:
+            self._hide(micro_batch, block)
+
+    def resume(self, micro_batch: int) -> None:
+        """It goes on."""
+        for block in +self._in_use[micro_batch]:
+            self._show(micro_batch, block)
+
+    def restore(self) -> None:
+        """The forwards are over, or broke off: the modules have their parameters back."""
+        for parameter, places in self._places.items():
+            for module, name in places:
+                module._parameters[name] = parameter
+        self._leaves.clear()
+        self._in_use.clear()
+
+    def _show(self, micro_batch: int, block: Block) -> None:
+        for part in _recorded(block):
+            leaf = self._leaves.get((micro_batch, part))
+            if leaf is None:
+                leaf = self._leaves[micro_batch, part] = self._leaf_of(part)
+            leaf.data = part.parameter.data
+            self._put(part, leaf)
+
+    def _hide(self, micro_batch: int, block: Block) -> None:
+        for part in _recorded(block):
+            self._leaves[micro_batch, part].data = self._ring.absent(part)
+            self._put(part, part.parameter)
+
+    def _put(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        for module, name in self._places[part.parameter]:
+            module._parameters[name] = parameter
+
+    def _leaf_of(self, part: ParamSlice) -> nn.Parameter:
+        leaf = nn.Parameter(part.parameter.data)
+        leaf.register_post_accumulate_grad_hook(lambda leaf: self._on_gradient(part, leaf))
+        return leaf
+
+
+def _recorded(block: Block) -> list[ParamSlice]:
+    return [part for part in block.trainable_slices if part.parameter.requires_grad]
+
+
+class GradientSums:
+    """Adds up what the micro-batches contribute, in float32 and in the order in which it comes, and sends each
+    parameter's gradient on once it is the step's."""
+
+    def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor], None]) -> None:
+        self._num_micro_batches = num_micro_batches
+        self._send = send
+        self._sums: dict[ParamSlice, Tensor] = {}
+        self._num_added: Counter[ParamSlice] = Counter()
+
+    def add(self, part: ParamSlice, leaf: nn.Parameter) -> None:
+        """Take a leaf's gradient."""
+        gradient, leaf.grad = leaf.grad, None
+        assert gradient is not None
+        total = self._sums.get(part)
+        if total is None:
+            self._sums[part] = gradient.to(torch.float32)
+        else:
+            total.add_(gradient)
+        self._num_added[part] += 1
+        if self._num_added[part] == self._num_micro_batches:
+            self._complete(part)
+
+    def complete(self, block: Block) -> None:
+        """Backward is done with the block: of what some micro-batch did not use, no more is to come."""
+        for part in block.trainable_slices:
+            self._complete(part)
+
+    def flush(self) -> None:
+        """Backward is over."""
+        for part in list(self._sums):
+            self._complete(part)
+        self._num_added.clear()
+
+    def clear(self) -> None:
+        """Backward broke off."""
+        self._sums.clear()
+        self._num_added.clear()
+
+    def _complete(self, part: ParamSlice) -> None:
+        if part in self._sums:
+            self._send(part, self._sums.pop(part))

@@ -1,0 +1,78 @@
+"""What torch keeps by thread, for threads that take part in one forward and one backward."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+_VIEWS_AT_ONCE = 256
+
+
+class SequenceNumbers:
+    """Lets threads that run in turns number what they record for autograd as if they were one.
+
+    Each thread counts for itself, and of what is ready autograd's backward runs the highest number first. A count
+    cannot be set, but whatever is recorded, here views that nobody keeps, raises it; that takes less than a microsecond
+    each.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._source = torch.zeros((), requires_grad=True)
+
+    def leave(self) -> None:
+        """The calling thread's turn ends."""
+        with _recording():
+            self._next = self._number()
+
+    def enter(self) -> None:
+        """The calling thread's turn begins: what it records comes behind all that was recorded in earlier turns."""
+        with _recording():
+            behind = self._next - self._number()
+            while behind > 0:
+                torch.atleast_1d([self._source] * min(behind, _VIEWS_AT_ONCE))
+                behind -= _VIEWS_AT_ONCE
+
+    def _number(self) -> int:
+        node = self._source.view(1).grad_fn
+        assert node is not None
+        return node._sequence_nr()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd records, and no mode of a forward that is under way sees it."""
+    with torch.enable_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+class ThreadSettings:
+    """What a forward depends on and torch keeps by thread, to be taken along to other threads: whether gradients are
+    recorded, autocast, and the default device. What else somebody set around it (modes, hooks for what is saved) stays
+    behind."""
+
+    def __init__(self, device_type: str) -> None:
+        """Those of the calling thread, for models on devices of this type."""
+        self._records = torch.is_grad_enabled()
+        self._default_device = torch.get_default_device()
+        self._caches_casts = torch.is_autocast_cache_enabled()
+        self._autocast = {
+            kind: torch.get_autocast_dtype(kind)
+            for kind in dict.fromkeys((device_type, "cpu"))
+            if torch.is_autocast_enabled(kind)
+        }
+
+    @contextlib.contextmanager
+    def applied(self, *others: contextlib.AbstractContextManager[object]) -> Iterator[None]:
+        """For the thread that enters this, with what else it is to enter."""
+        with contextlib.ExitStack() as stack:
+            for other in others:
+                stack.enter_context(other)
+            stack.enter_context(torch.set_grad_enabled(self._records))
+            if self._default_device.type != "cpu":
+                stack.enter_context(self._default_device)
+            for kind, dtype in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._caches_casts))
+            yield
