@@ -38,12 +38,14 @@ def heading(planned: PlannedRun) -> Text:
     """Model, batch and machine."""
     profile, hardware = planned.profile, planned.hardware
     dtype = str(planned.dtype).removeprefix("torch.")
-    num_micro_batches = planned.setup.num_micro_batches
+    num_together = planned.num_together
+    num_micro_batches = max(num_together, planned.setup.num_micro_batches)
     accumulated = f", {num_micro_batches} accumulated" if num_micro_batches > 1 else ""
+    accumulated += " vertically" if num_together > 1 else ""
     return Text.assemble(
         (planned.model_class, "bold"),
         f", {count(profile.num_params)} parameters, {dtype}; "
-        f"batch {profile.batch_size} x {profile.sequence_length} tokens{accumulated}\n",
+        f"batch {profile.batch_size // num_together} x {profile.sequence_length} tokens{accumulated}\n",
         machine(hardware),
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -54,6 +55,8 @@ class PlannedRun:
     hardware: HardwareProfile
     setup: TrainingSetup
     plan: OffloadPlan
+    num_together: int
+    """Micro-batches that `profile` is of: all of a step's, under `vertical_micro_batches`."""
     in_memory: InMemoryFit
     """Whether it would train without offloading."""
 
@@ -82,27 +85,35 @@ def plan_run(request: PlanRequest) -> PlannedRun:
     model_config = read_model_config(request.model)
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype)
-    traced = trace_blocks(
+    trace = partial(
+        trace_blocks,
         model,
-        batch_size=request.batch_size,
         sequence_length=request.sequence_length or _sequence_length_of(model_config),
         fused_attention=_is_accelerator(hardware),
     )
+    traced = trace(batch_size=request.batch_size)
     if hardware is None:
         device = device_for(default_torch_device())
         config = _resolve(asked, available_host_memory_bytes(), device.total_memory_bytes())
         hardware = _measured(config, device, traced, dtype)
     else:
         config = _resolve(asked, hardware.cpu.memory_bytes, hardware.device.memory_bytes)
-    setup, plan = _plan(model, config, request, traced.profile, hardware)
+    profile, num_together = traced.profile, 1
+    if config.vertical_micro_batches and request.num_micro_batches > 1:
+        # What moves and what waits for backward is as with one micro-batch of their size together.
+        num_together = request.num_micro_batches
+        request = replace(request, batch_size=num_together * request.batch_size, num_micro_batches=1)
+        profile = trace(batch_size=request.batch_size).profile
+    setup, plan = _plan(model, config, request, profile, hardware)
     if plan.refusal is not None and asked.prefetch_blocks == "auto":
         fewer_slots = replace(config, prefetch_blocks=1)
-        if _plan(model, fewer_slots, request, traced.profile, hardware)[1].fits:
+        if _plan(model, fewer_slots, request, profile, hardware)[1].fits:
             plan = replace(plan, refusal=f"{plan.refusal}, or set prefetch_blocks to 1")
     return PlannedRun(
         model_class=type(model).__name__,
         dtype=dtype,
-        profile=traced.profile,
+        profile=profile,
+        num_together=num_together,
         hardware=hardware,
         setup=setup,
         plan=plan,

@@ -80,6 +80,10 @@ class OffloadConfig:
     """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
     updates in backward, and does it over if the norm clips; "auto" takes what is faster by its measurements."""
 
+    vertical_micro_batches: bool = False
+    """With gradient accumulation: run all micro-batches of a step through a block before the next one, so that weights
+    move once a step. What they leave for backward is there for all of them at once."""
+
     max_skipped_steps: int = 5
     """A step whose gradients are not finite is skipped; so many of them in a row end the run."""
 
@@ -185,6 +189,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
     "durability": partial(check_choice, allowed=get_args(Durability)),
     "clip": partial(check_choice, allowed=get_args(Clip)),
+    "vertical_micro_batches": check_flag,
     "max_skipped_steps": check_number,
     "cpu_threads": check_count,
     "trace": check_flag,

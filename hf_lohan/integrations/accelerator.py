@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,6 +62,12 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             if engine is not None:
                 return engine
         return None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
+        engine = self.offload_engine
+        if engine is None or not engine.defer_backward(loss / self.gradient_accumulation_steps):
+            super().backward(loss, **kwargs)
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         engine = engine_of(model)
@@ -148,6 +154,23 @@ class Accelerator(OffloadAwareAccelerator):
             self._take_over(item, engine) if isinstance(item, torch.optim.Optimizer) else item for item in objects
         ]
         return super().prepare(*converted, **kwargs)
+
+    def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run a step's micro-batches, each of which calls its forward and `backward`, together: all of them through a
+        block of an offloaded model before the next one. Returns what they return.
+
+        ```python
+        losses = accelerator.run_micro_batches([partial(forward_and_backward, batch) for batch in batches])
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        ```
+
+        See `OffloadEngine.run_micro_batches`; without an offloaded model they run one after the other.
+        """
+        engine = self.offload_engine
+        if engine is None:
+            return [micro_batch() for micro_batch in micro_batches]
+        return engine.run_micro_batches(micro_batches)
 
     def _offload(self, model: nn.Module) -> OffloadEngine:
         check_model(model)

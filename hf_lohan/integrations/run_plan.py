@@ -59,6 +59,7 @@ class RunPlan:
         self.num_steps: int | None = None
         """That the run will take; None if nobody knows."""
         self.num_micro_batches = 1
+        """That move weights of their own."""
         self._engine = proxy(engine)  # the engine outlives nobody who plans it
         self.model: ModelProfile | None = None
         self.hardware: HardwareProfile | None = None
@@ -92,9 +93,13 @@ class RunPlan:
     def _make(self, trace: Mapping[str, LayerTrace], is_short: bool) -> None:
         first = next(iter(trace.values()))
         batch_size, sequence_length = first.input_shape[:2]
-        self.num_micro_batches = first.num_runs
         traced = self._trace(batch_size, sequence_length)
-        self.model, self.hardware = traced.profile, self._measured(traced, is_short)
+        self.hardware = self._measured(traced, is_short)
+        if self._engine.activation_memory.runs_together:
+            # What moves and what waits for backward is as with one micro-batch of their size together.
+            self.model = self._trace(first.num_runs * batch_size, sequence_length).profile
+        else:
+            self.num_micro_batches, self.model = first.num_runs, traced.profile
         setup = self.setup()
         self.plan = plan_offload(self.model, self.hardware, setup)
         self.first_prediction, self.measured_hardware = self.plan.prediction, self.hardware

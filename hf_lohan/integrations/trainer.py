@@ -18,6 +18,7 @@ from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.checkpoint_folder import WholeCheckpoints, remove_unfinished
 from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.integrations.loading import from_pretrained, reload_weights
+from hf_lohan.integrations.micro_batches import MicroBatchesTogether, holds_gradients
 from hf_lohan.integrations.model_description import describe_model, load_buffers, save_buffers
 from hf_lohan.integrations.optimizer_checkpoint import (
     load_master_residuals,
@@ -36,7 +37,7 @@ from hf_lohan.storage import Commit, committed_log
 logger = logging.getLogger(__name__)
 
 
-class OffloadTrainerMixin(WholeCheckpoints):
+class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -72,13 +73,14 @@ class OffloadTrainerMixin(WholeCheckpoints):
         check_optimizers(kwargs.get("optimizers", (None, None)), kwargs.get("optimizer_cls_and_kwargs"))
 
     def _load(self, path: str | Path, args: TrainingArguments) -> Any:
+        assert self._offload_config is not None
         return from_pretrained(
             path,
             offload=self._offload_config,
             torch_device=args.device,
             bf16=args.bf16,
             default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-            hold_gradients=_holds_gradients(args),
+            hold_gradients=holds_gradients(args, self._offload_config),
         )
 
     # The engine: attached late, after everything that patches or wraps the model has had its turn.
@@ -102,7 +104,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
                 torch_device=args.device,
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
-                hold_gradients=_holds_gradients(args),
+                hold_gradients=holds_gradients(args, self._offload_config),
             )
         if self._run_summary is None or self._run_summary.engine is not engine:
             for earlier in (self._run_summary, self._step_record):
@@ -288,11 +290,6 @@ class OffloadTrainerMixin(WholeCheckpoints):
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         reload_weights(engine, self.model, best)
         load_master_residuals(engine, best)
-
-
-def _holds_gradients(args: TrainingArguments) -> bool:
-    """Whether gradients must wait for `step()`: their norm decides about clipping, or later backwards add to them."""
-    return args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1
 
 
 class Trainer(OffloadTrainerMixin, transformers.Trainer):

@@ -40,6 +40,8 @@ class ActivationMemory:
         """Asked after the first step; followed under "auto"."""
         self._trace: Mapping[str, LayerTrace] = {}
         self._activations = activations
+        self.runs_together = False
+        """Whether all micro-batches of a step leave what they leave before any of them has its backward."""
         self._mode = mode
         self._tiers = tiers
         self._budget_bytes = budget_bytes
@@ -70,21 +72,27 @@ class ActivationMemory:
         self._activations.trace, self._trace = None, trace
         return True
 
+    @property
+    def _num_at_once(self) -> int:
+        """Runs of a layer whose activations are there at the same time."""
+        return max(layer.num_runs for layer in self.trace.values()) if self.runs_together and self.trace else 1
+
     def end_step(self) -> None:
         """Once the first step is over: decide. Before the next forward."""
         if not self._end_tracing():
             return
         planned = self.plan(self.trace) if self.plan is not None else {}
         if self._mode == "swap":
-            self.place(swap_everything(self.trace, self.ram_bytes))
+            self.place(swap_everything(self.trace, self.ram_bytes // self._num_at_once))
         elif self._mode == "auto":
             self.place(planned)
 
     def place(self, placements: ActivationPlacements) -> None:
         """Follow `placements` from the next forward on. The first that need memory take it, for all that come later."""
         self._end_tracing()
-        ram_bytes, ssd_bytes = placed_bytes(self.trace, placements)
-        all_bytes = sum(sum(layer.sizes().values()) for layer in self.trace.values())
+        at_once = self._num_at_once
+        ram_bytes, ssd_bytes = (at_once * num_bytes for num_bytes in placed_bytes(self.trace, placements))
+        all_bytes = at_once * sum(sum(layer.sizes().values()) for layer in self.trace.values())
         swapper = self._activations.swapper
         if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
             swapper.take_ram(min(self.ram_bytes, int(all_bytes * _HEADROOM)))
@@ -104,7 +112,7 @@ class ActivationMemory:
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # A tensor's last granule may be short.
-        num_tensors = sum(1 + len(layer.operations) for layer in self.trace.values())
+        num_tensors = self._num_at_once * sum(1 + len(layer.operations) for layer in self.trace.values())
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:

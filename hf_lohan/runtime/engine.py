@@ -23,7 +23,7 @@ from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.layout import OffloadLayout
-from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.micro_batch_run import MicroBatchRun
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.non_finite import SkippedSteps
 from hf_lohan.runtime.param_groups import ParamGroups
@@ -35,7 +35,6 @@ from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_log import Journal, StepLog
 from hf_lohan.runtime.step_transaction import StepResult, StepTransaction
 from hf_lohan.runtime.tiers import Tiers
-from hf_lohan.runtime.torch_threads import ThreadSettings
 from hf_lohan.storage import Commit
 from hf_lohan.timeline import COMPUTE_WAITS, UPDATES_WAIT
 
@@ -104,8 +103,6 @@ class OffloadEngine:
         )
         self._groups: ParamGroups | None = None
         self._has_begun = False
-        self._deferred: list[Tensor] | None = None
-        """Losses whose backward is to come, while several micro-batches run."""
         self._is_in_step = False
         self._is_half_a_step = False
         """Whether updates of a step that was dropped could not be undone."""
@@ -126,6 +123,7 @@ class OffloadEngine:
             before_backward=self._take_back_guesses,
             backward_broke=self._drop_broken_backward,
         )
+        self._micro_batches = MicroBatchRun(self._hooks, self.device)
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
         atexit.register(self.close)
 
@@ -186,28 +184,13 @@ class OffloadEngine:
         The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
         RuntimeError if none gave a loss.
         """
-        settings = ThreadSettings(self.device.torch_device.type)
-        contexts = [settings.applied(self.device.in_this_lane()) for _ in micro_batches]
-        lockstep = Lockstep(micro_batches, contexts)
-        deferred: list[Tensor] = []
-        self._deferred = deferred
-        try:
-            with self._hooks.joint_forward(lockstep):
-                results = lockstep.run()
-        finally:
-            self._deferred = None
-        if not deferred:
-            raise RuntimeError("no micro-batch gave its loss to backward; call accelerator.backward(loss) in each")
-        torch.autograd.backward(deferred)
-        return results
+        self.activation_memory.runs_together = True
+        return self._micro_batches(micro_batches)
 
     def defer_backward(self, loss: Tensor) -> bool:
         """Within `run_micro_batches`: let ``loss`` have its backward when all forwards are over. Otherwise returns
         False, and the caller runs it."""
-        if self._deferred is None:
-            return False
-        self._deferred.append(loss)
-        return True
+        return self._micro_batches.defer_backward(loss)
 
     # Steps.
 
