@@ -1,0 +1,140 @@
+"""All micro-batches of a step through a block before the next one: what comes out is what stock accumulation makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import LOSS_TOLERANCE, Trajectory, arguments, dataset, logged, stored_weights
+from transformers import Trainer as StockTrainer
+from transformers import TrainerCallback
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_model
+
+NUM_STEPS = 4
+BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "activations": "recompute"}
+VERTICAL = {**BUDGETS, "vertical_micro_batches": True}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "opt": {},
+    "mixtral": {"output_router_logits": True},
+    "gpt2": {},
+}
+ROWS = dataset(14)
+"""Seven micro-batches: the last step of each epoch has fewer than the others."""
+
+
+def train_stock(family: str, folder: Path, overrides: dict[str, Any], **settings: Any) -> Trajectory:
+    key = repr((family, sorted(overrides.items()), sorted(settings.items())))
+    if key not in _stock:
+        model = tiny_model(family, **overrides)
+        trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), train_dataset=ROWS)
+        trainer.train()
+        _stock[key] = Trajectory(*logged(trainer), {name: p.detach() for name, p in model.named_parameters()})
+    return _stock[key]
+
+
+_stock: dict[str, Trajectory] = {}
+
+
+def train_offloaded(
+    family: str, folder: Path, overrides: dict[str, Any], offload: dict[str, Any], **settings: Any
+) -> Trajectory:
+    args = arguments(folder, max_steps=NUM_STEPS, **settings)
+    trainer = hf_lohan.Trainer(tiny_model(family, **overrides), args, train_dataset=ROWS, offload=offload)
+    trainer.train()
+    trajectory = Trajectory(*logged(trainer), stored_weights(trainer))
+    trainer.offload_engine.close()
+    return trajectory
+
+
+def assert_same(ours: Trajectory, stock: Trajectory) -> None:
+    """To the bit, but for the loss that is reported: the step's is added up before it is added to earlier ones."""
+    assert len(ours.losses) == len(stock.losses) == NUM_STEPS
+    assert all(abs(a - b) <= LOSS_TOLERANCE for a, b in zip(ours.losses, stock.losses, strict=True))
+    assert (ours.norms, ours.learning_rates) == (stock.norms, stock.learning_rates)
+    assert ours.weights.keys() == stock.weights.keys()
+    for name, weight in stock.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+@pytest.mark.parametrize("accumulated", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_equals_stock_accumulation(family: str, accumulated: int, tmp_path: Path) -> None:
+    for max_grad_norm, clip in ((0.0, "auto"), (1.0, "defer"), (1.0, "speculate")):
+        settings = {"gradient_accumulation_steps": accumulated, "max_grad_norm": max_grad_norm}
+        stock = train_stock(family, tmp_path / "stock", FAMILIES[family], **settings)
+        folder = tmp_path / f"{max_grad_norm}-{clip}"
+        offload = {**VERTICAL, "clip": clip}
+        assert_same(train_offloaded(family, folder, FAMILIES[family], offload, **settings), stock)
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "label_smoothing": {"label_smoothing_factor": 0.1},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+}
+
+
+@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS.keys())
+def test_what_upstream_does_with_a_micro_batch(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 4, **settings}
+    stock = train_stock("opt", tmp_path / "stock", {}, **settings)
+    assert_same(train_offloaded("opt", tmp_path / "ours", {}, VERTICAL, **settings), stock)
+
+
+@pytest.mark.parametrize("activations", ["swap", "keep", "auto"])
+def test_activations(activations: str, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 4}
+    stock = train_stock("llama", tmp_path / "stock", {}, **settings)
+    offload = {**VERTICAL, "activations": activations}
+    assert_same(train_offloaded("llama", tmp_path / "ours", {}, offload, **settings), stock)
+
+
+@pytest.mark.parametrize("family", ["llama", "opt"])
+def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -> None:
+    settings = {"gradient_accumulation_steps": 4, "bf16": True}
+    in_turn = train_offloaded(family, tmp_path / "in_turn", {}, BUDGETS, **settings)
+    assert_same(train_offloaded(family, tmp_path / "together", {}, VERTICAL, **settings), in_turn)
+
+
+def test_dropout_is_made_again_as_it_was(tmp_path: Path) -> None:
+    """Recomputed or swapped, the numbers are those of activations that are kept."""
+    settings = {"gradient_accumulation_steps": 4}
+    dropout = {"dropout": 0.1, "attention_dropout": 0.1}
+    kept = train_offloaded("opt", tmp_path / "keep", dropout, {**VERTICAL, "activations": "keep"}, **settings)
+    for activations in ("recompute", "swap"):
+        offload = {**VERTICAL, "activations": activations}
+        assert_same(train_offloaded("opt", tmp_path / activations, dropout, offload, **settings), kept)
+
+
+class Stops(TrainerCallback):
+    """In the middle of a step, once."""
+
+    num_substeps = 0
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.num_substeps += 1
+        control.should_epoch_stop = self.num_substeps == 2
+
+
+def test_an_epoch_that_is_left_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    """Stock's gradients of the step stay, and the next one adds to them."""
+    args = {"max_steps": 2, "gradient_accumulation_steps": 4}
+    stock_model = tiny_model("llama")
+    StockTrainer(
+        stock_model, arguments(tmp_path / "stock", **args), train_dataset=ROWS, callbacks=[Stops()]
+    ).train()
+    trainer = hf_lohan.Trainer(
+        tiny_model("llama"),
+        arguments(tmp_path / "ours", **args),
+        train_dataset=ROWS,
+        callbacks=[Stops()],
+        offload=VERTICAL,
+    )
+    trainer.train()
+    weights = stored_weights(trainer)
+    trainer.offload_engine.close()
+    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())

@@ -1,0 +1,135 @@
+"""Functions that take turns: in which order, with what of torch's settings, and what becomes of them if one fails."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import signal
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.torch_threads import SequenceNumbers, ThreadSettings
+
+
+def lockstep_of(*functions: Callable[[Lockstep], Any]) -> Lockstep:
+    lockstep: Lockstep
+    bound = [lambda function=function: function(lockstep) for function in functions]
+    lockstep = Lockstep(bound, [contextlib.nullcontext()] * len(functions))
+    return lockstep
+
+
+def walk(seen: list[tuple[int, int]], number: int, layers: range, lockstep: Lockstep) -> int:
+    for layer in layers:
+        seen.append((layer, number))
+        lockstep.pass_on((layer + 1,))
+    return number
+
+
+def test_all_pass_a_layer_before_the_next_the_last_function_first() -> None:
+    seen: list[tuple[int, int]] = []
+    lockstep = lockstep_of(*(partial(walk, seen, number, range(3)) for number in range(3)))
+    assert lockstep.run() == [0, 1, 2]
+    assert seen == [(layer, number) for layer in range(3) for number in (2, 1, 0)]
+
+
+def test_whoever_is_behind_catches_up() -> None:
+    seen: list[tuple[int, int]] = []
+    lockstep_of(partial(walk, seen, 0, range(4)), partial(walk, seen, 1, range(2, 4))).run()
+    assert seen == [(2, 1), (0, 0), (1, 0), (2, 0), (3, 1), (3, 0)]
+
+
+def test_backward_undoes_all_layers_in_reverse_the_first_function_first() -> None:
+    """Autograd's own order, though each thread counts what it records for itself."""
+    undone: list[tuple[int, int]] = []
+    weights = [torch.ones(3, requires_grad=True) for _ in range(3)]
+
+    def forward(number: int, lockstep: Lockstep) -> torch.Tensor:
+        hidden = torch.ones(3)
+        for layer, weight in enumerate(weights):
+            for _ in range(1 + 40 * number):  # of unequal length
+                hidden = torch.sin(hidden * weight)
+            hidden.register_hook(lambda _gradient, layer=layer: undone.append((layer, number)))
+            lockstep.pass_on((layer + 1,))
+        return hidden.sum()
+
+    torch.autograd.backward(lockstep_of(*(partial(forward, number) for number in range(3))).run())
+    assert undone == [(layer, number) for layer in (2, 1, 0) for number in range(3)]
+
+
+def test_sequence_numbers_go_on_behind_those_of_another_thread() -> None:
+    numbers = SequenceNumbers()
+    source = torch.ones((), requires_grad=True)
+    found: list[int] = []
+
+    def record(num_nodes: int) -> None:
+        numbers.enter()
+        last = source
+        for _ in range(num_nodes):
+            last = last * 2
+        assert last.grad_fn is not None
+        found.append(last.grad_fn._sequence_nr())
+        numbers.leave()
+
+    for num_nodes in (3, 700, 1):
+        thread = threading.Thread(target=record, args=(num_nodes,))
+        thread.start()
+        thread.join()
+    assert found == sorted(set(found)) and found[1] >= 702
+
+
+class Broken(Exception):
+    """What a function raises."""
+
+
+def test_the_first_error_ends_all_and_is_raised() -> None:
+    seen: list[tuple[int, int]] = []
+
+    def fail(lockstep: Lockstep) -> None:
+        lockstep.pass_on((1,))
+        raise Broken("on purpose")
+
+    before = threading.active_count()
+    with pytest.raises(Broken, match="on purpose") as caught:
+        lockstep_of(partial(walk, seen, 0, range(5)), fail, partial(walk, seen, 2, range(5))).run()
+    assert "fail" in [entry.name for entry in caught.traceback]
+    assert threading.active_count() == before
+    assert max(layer for layer, _ in seen) == 1
+
+
+def test_an_interrupt_ends_all() -> None:
+    def wait(lockstep: Lockstep) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+        for layer in range(1_000_000):
+            lockstep.pass_on((layer,))
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        lockstep_of(wait, wait).run()
+    assert threading.active_count() == before
+
+
+def test_one_function_alone() -> None:
+    assert lockstep_of(lambda lockstep: walk([], 7, range(3), lockstep)).run() == [7]
+
+
+def test_what_torch_keeps_by_thread_goes_along() -> None:
+    variable: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="unset")
+
+    def look() -> tuple[Any, ...]:
+        product = torch.ones(2, 2) @ torch.ones(2, 2)
+        return torch.is_grad_enabled(), product.dtype, torch.ones(1).device.type, variable.get()
+
+    variable.set("set")
+    with torch.no_grad(), torch.device("meta"), torch.autocast("cpu", dtype=torch.bfloat16):
+        settings = ThreadSettings("cpu")
+        here = look()
+        there = Lockstep([look, look], [settings.applied(), settings.applied()]).run()
+    assert there == [here, here]
+    assert Lockstep([look], [ThreadSettings("cpu").applied()]).run() == [(True, torch.float32, "cpu", "set")]
