@@ -1,0 +1,200 @@
+"""Gradient accumulation, micro-batch after micro-batch against block after block, in one interleaved run.
+
+    python scripts/bench_micro_batches.py                       # Llama 151M, 4 micro-batches of 1 x 64 and of 1 x 256
+    python scripts/bench_micro_batches.py --num-micro-batches 16 --sequence-length 64 --max-grad-norm 0
+
+One engine each, on a store of its own, with equal weights and batches, in turns of three steps (A A A A B B B B A ...;
+a turn's first step is not timed). `in_turn` runs each micro-batch's forward and backward through all blocks; `vertical`
+runs all micro-batches through a block before the next one (`OffloadEngine.run_micro_batches`). Afterwards weights and
+moments are compared: they must be equal to the bit.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench_step import LEARNING_RATE, STEPS_PER_TURN, Shape, turn
+from rich.console import Console
+from rich.table import Table
+
+from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine
+
+SIDES = ("in_turn", "vertical")
+
+
+def accumulated_step(
+    engine: OffloadEngine, batches: list[dict[str, torch.Tensor]], max_grad_norm: float, *, vertical: bool
+) -> Callable[[], None]:
+    model: Any = engine.model
+    optimizer = OffloadAdamW(model.parameters(), lr=LEARNING_RATE, engine=engine)
+
+    def micro_batch(batch: dict[str, torch.Tensor]) -> None:
+        loss = model(**batch).loss / len(batches)
+        if not engine.defer_backward(loss):
+            loss.backward()
+
+    def step() -> None:
+        if vertical:
+            engine.run_micro_batches([partial(micro_batch, batch) for batch in batches])
+        else:
+            for number, batch in enumerate(batches):
+                is_final = number == len(batches) - 1
+                engine.is_final_backward = lambda is_final=is_final: is_final
+                micro_batch(batch)
+        if max_grad_norm:
+            engine.clip_grad_norm(max_grad_norm)
+        optimizer.step()
+
+    return step
+
+
+def all_equal(engines: dict[str, OffloadEngine]) -> bool:
+    """Whether both have come to the same weights and moments."""
+    first, second = (engine.parameters for engine in engines.values())
+    names = [name for name, _ in engines["vertical"].model.named_parameters()]
+    return all(
+        torch.equal(first.read_parameter(name), second.read_parameter(name))
+        and all(torch.equal(first.read_flat(name, k), second.read_flat(name, k)) for k in ("exp_avg", "exp_avg_sq"))
+        for name in names
+    )
+
+
+def measure(
+    shape: Shape,
+    settings: dict[str, Any],
+    folder: Path,
+    *,
+    device: str,
+    num_micro_batches: int,
+    max_grad_norm: float,
+    num_turns: int,
+) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(1)
+    size = (num_micro_batches, shape.batch_size, shape.sequence_length)
+    batches = [
+        {"input_ids": ids, "labels": ids}
+        for ids in torch.randint(0, shape.vocabulary, size, generator=generator).to(device)
+    ]
+    engines, steps = {}, {}
+    for side in SIDES:
+        config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
+        is_vertical = side == "vertical"
+        engine = offload_model(
+            shape.model(),
+            config,
+            torch_device=device,
+            default_ssd_path=folder,
+            hold_gradients=max_grad_norm > 0 or not is_vertical,
+        )
+        engines[side] = engine
+        steps[side] = accumulated_step(engine, batches, max_grad_norm, vertical=is_vertical)
+    try:
+        for side in SIDES:
+            turn(steps[side], engines[side].settle, device=device)
+        before = {side: (engine.tiers.io.read_bytes, engine.tiers.io.write_bytes) for side, engine in engines.items()}
+        times: dict[str, list[float]] = {side: [] for side in SIDES}
+        for _ in range(num_turns):
+            for side in SIDES:
+                times[side].append(turn(steps[side], engines[side].settle, device=device))
+        num_steps = num_turns * (1 + STEPS_PER_TURN)
+        read, written = (
+            {side: (count(engine) - before[side][index]) / num_steps for side, engine in engines.items()}
+            for index, count in enumerate((lambda e: e.tiers.io.read_bytes, lambda e: e.tiers.io.write_bytes))
+        )
+        medians = {side: statistics.median(times[side]) for side in SIDES}
+        return {
+            "shape": asdict(shape),
+            "settings": settings,
+            "num_micro_batches": num_micro_batches,
+            "max_grad_norm": max_grad_norm,
+            "num_parameters": engines["vertical"].layout.num_parameters,
+            "step_s": medians,
+            "step_s_all": times,
+            "vertical_over_in_turn": medians["vertical"] / medians["in_turn"],
+            "read_bytes_per_step": read,
+            "write_bytes_per_step": written,
+            "weights_equal": all_equal(engines),
+            "hardware": engines["vertical"].device.describe(),
+        }
+    finally:
+        for engine in engines.values():
+            engine.close()
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    table = Table(title="accumulated steps, one micro-batch after the other and vertical (medians, interleaved)")
+    for heading in ("micro-batches", "clip at", "in turn", "vertical", "ratio", "read in turn", "vertical", "equal"):
+        table.add_column(heading, justify="right")
+    for result in results:
+        shape, step_s, read = result["shape"], result["step_s"], result["read_bytes_per_step"]
+        table.add_row(
+            f"{result['num_micro_batches']} of {shape['batch_size']} x {shape['sequence_length']}",
+            f"{result['max_grad_norm']:g}",
+            f"{step_s['in_turn']:.3f} s",
+            f"{step_s['vertical']:.3f} s",
+            f"{result['vertical_over_in_turn']:.3f}",
+            format_bytes(int(read["in_turn"])),
+            format_bytes(int(read["vertical"])),
+            "yes" if result["weights_equal"] else "NO",
+        )
+    Console().print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    hidden: int = 1024,
+    layers: int = 8,
+    intermediate: int = 4096,
+    vocabulary: int = 8192,
+    batch_size: int = 1,
+    sequence_length: Annotated[list[int] | None, typer.Option(help="may be given several times")] = None,
+    num_micro_batches: int = 4,
+    bf16: bool = False,
+    cpu_memory: str = "512MiB",
+    gpu_memory: str = "512MiB",
+    activations: Annotated[str, typer.Option(help="where they wait for backward")] = "recompute",
+    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
+    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 3,
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
+    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "activations": activations}
+    try:
+        results = [
+            measure(
+                Shape(hidden, layers, intermediate, vocabulary, batch_size, length, bf16),
+                settings,
+                folder,
+                device=device,
+                num_micro_batches=num_micro_batches,
+                max_grad_norm=norm,
+                num_turns=num_turns,
+            )
+            for length in (sequence_length or [64, 256])
+            for norm in (max_grad_norm or [1.0])
+        ]
+    finally:
+        if store is None:
+            shutil.rmtree(folder, ignore_errors=True)
+    show(results)
+    if output is not None:
+        output.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
