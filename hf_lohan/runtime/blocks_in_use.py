@@ -37,7 +37,7 @@ class BlocksInUse:
             self._ring.hide(block)
         self._ring.unpin(block)
 
-    def enter_for_many(self, block: Block, *, may_leave: Callable[[Block], bool]) -> None:
+    def enter_for_many(self, block: Block, *, may_leave: Callable[[Block], bool]) -> Slot:
         """A module that needs the block is about to run, maybe not for the last time: it stays, until another one of
         its size class comes and ``may_leave`` says that nothing uses it."""
         in_use = self._blocks[block.size_class]
@@ -46,6 +46,7 @@ class BlocksInUse:
                 if may_leave(other):
                     self.leave(other)
             self.enter(block)
+        return self._ring.slot_of(block)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for its backward."""

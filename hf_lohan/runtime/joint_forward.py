@@ -13,7 +13,9 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.block import Block
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.runtime.micro_batch_leaves import MicroBatchLeaves
+from hf_lohan.runtime.slot_ring import Slot
 
 
 @dataclass
@@ -26,7 +28,7 @@ class _Progress:
     num_stops: int = 0
     """Since then."""
 
-    def position(self) -> tuple[int, int, int]:
+    def position(self) -> tuple[int, ...]:
         return self.num_forwards, self.num_layers, self.num_stops
 
 
@@ -36,8 +38,19 @@ class JointForward:
     A block stays in its slot from one micro-batch to the next, until another one of its size class is asked for.
     """
 
-    def __init__(self, lockstep: Lockstep, in_use: BlocksInUse, leaves: MicroBatchLeaves) -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        in_use: BlocksInUse,
+        leaves: MicroBatchLeaves,
+        *,
+        num_layers: int,
+        heads: MicroBatchHeads | None,
+    ) -> None:
+        """``heads``: None if they are to wait for each other, too."""
         self.lockstep = lockstep
+        self._num_layers = num_layers
+        self._heads = heads
         self._in_use = in_use
         self._leaves = leaves
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
@@ -66,25 +79,38 @@ class JointForward:
         """That module has run."""
         self._leaves.leave(self.lockstep.running, block)
 
+    def fetch_in_backward(self, block: Block) -> Slot:
+        """Bring the block here for the backward of a head."""
+        return self._in_use.enter_for_many(block, may_leave=lambda other: not self._leaves.is_in_use(other))
+
     def stop_before(self, blocks: tuple[Block, ...]) -> None:
         """Let the others catch up before blocks that have to make room for each other."""
-        if any(block.size_class is SizeClass.OUTER for block in blocks):
-            self._progress[self.lockstep.running].num_stops += 1
-            self._pass_on()
-
-    def stop_behind_layer(self, index: int) -> None:
-        """Let the others run the layer, too. Not before a layer: its checkpoint has noted the random generator's state
-        by then, and the others would draw from it."""
         progress = self._progress[self.lockstep.running]
-        progress.num_layers, progress.num_stops = index + 1, 0
-        self._pass_on()
+        is_in_head = self._heads is not None and progress.num_layers == self._num_layers
+        if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
+            progress.num_stops += 1
+            self._pass_on(progress.position())
 
-    def _pass_on(self) -> None:
-        number = self.lockstep.running
+    def stop_behind_layer(self, index: int, output: Any) -> Any:
+        """Let the others run the layer, too. Not before a layer: its checkpoint has noted the random generator's state
+        by then, and the others would draw from it. Returns what to give to the next layer."""
         if not torch.is_grad_enabled():
-            return  # it leaves nothing for a backward, so its place among the others does not matter
+            return output  # it leaves nothing for a backward, so its place among the others does not matter
+        number = self.lockstep.running
+        progress = self._progress[number]
+        progress.num_layers, progress.num_stops = index + 1, 0
+        if self._heads is None or progress.num_layers < self._num_layers:
+            self._pass_on(progress.position())
+            return output
+        # Heads have their backward at once, so the first micro-batch's gradient must come first.
+        self._pass_on((*progress.position(), number))
+        self._leaves.begin_head(number)
+        return self._heads.put_gate(number, output)
+
+    def _pass_on(self, position: tuple[int, ...]) -> None:
+        number = self.lockstep.running
         self._leaves.suspend(number)
-        self.lockstep.pass_on(self._progress[number].position())
+        self.lockstep.pass_on(position)
         self._leaves.resume(number)
 
     def end(self) -> None:

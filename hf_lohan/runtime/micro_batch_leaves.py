@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,13 @@ from torch import Tensor, nn
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.slot_ring import SlotRing
 
-OnGradient = Callable[[ParamSlice, nn.Parameter], None]
+
+class OnGradient(Protocol):
+    """Called in backward, as soon as a micro-batch's gradient of a parameter is complete in one of its leaves.
+    ``has_more``: the micro-batch has another leaf, whose gradient may come later."""
+
+    def __call__(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None: ...
+
 
 
 class MicroBatchLeaves:
@@ -22,7 +29,6 @@ class MicroBatchLeaves:
     """
 
     def __init__(self, model: nn.Module, ring: SlotRing, on_gradient: OnGradient) -> None:
-        """``on_gradient`` is called in backward, as soon as a micro-batch's gradient of a parameter is complete."""
         self._ring = ring
         self._on_gradient = on_gradient
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
@@ -32,6 +38,12 @@ class MicroBatchLeaves:
                     self._places[parameter].append((module, name))
         self._leaves: dict[tuple[int, ParamSlice], nn.Parameter] = {}
         self._in_use: dict[int, Counter[Block]] = defaultdict(Counter)
+        self._all: set[nn.Parameter] = set()
+        self._used_by_layers: dict[int, set[ParamSlice]] = {}
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        """Whether it is a leaf of a micro-batch."""
+        return tensor in self._all
 
     def is_in_use(self, block: Block) -> bool:
         """Whether some micro-batch is in the middle of using it."""
@@ -61,19 +73,29 @@ class MicroBatchLeaves:
         for block in +self._in_use[micro_batch]:
             self._show(micro_batch, block)
 
+    def begin_head(self, micro_batch: int) -> None:
+        """The layers are behind it. It gets other leaves: those that the layers used are not reached from the head."""
+        self.suspend(micro_batch)
+        parts = {part for number, part in self._leaves if number == micro_batch}
+        for part in parts:
+            del self._leaves[micro_batch, part]
+        self._used_by_layers[micro_batch] = parts | self._used_by_layers.get(micro_batch, set())
+        self.resume(micro_batch)
+
     def restore(self) -> None:
         """The forwards are over, or broke off: the modules have their parameters back."""
         for parameter, places in self._places.items():
             for module, name in places:
                 module._parameters[name] = parameter
         self._leaves.clear()
+        self._all.clear()
         self._in_use.clear()
 
     def _show(self, micro_batch: int, block: Block) -> None:
         for part in _recorded(block):
             leaf = self._leaves.get((micro_batch, part))
             if leaf is None:
-                leaf = self._leaves[micro_batch, part] = self._leaf_of(part)
+                leaf = self._leaves[micro_batch, part] = self._leaf_of(micro_batch, part)
             leaf.data = part.parameter.data
             self._put(part, leaf)
 
@@ -86,9 +108,13 @@ class MicroBatchLeaves:
         for module, name in self._places[part.parameter]:
             module._parameters[name] = parameter
 
-    def _leaf_of(self, part: ParamSlice) -> nn.Parameter:
+    def _leaf_of(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
         leaf = nn.Parameter(part.parameter.data)
-        leaf.register_post_accumulate_grad_hook(lambda leaf: self._on_gradient(part, leaf))
+        has_more = part in self._used_by_layers.get(micro_batch, ())
+        leaf.register_post_accumulate_grad_hook(
+            lambda leaf: self._on_gradient(micro_batch, part, leaf, has_more=has_more)
+        )
+        self._all.add(leaf)
         return leaf
 
 
@@ -97,25 +123,40 @@ def _recorded(block: Block) -> list[ParamSlice]:
 
 
 class GradientSums:
-    """Adds up what the micro-batches contribute, in float32 and in the order in which it comes, and sends each
-    parameter's gradient on once it is the step's."""
+    """Adds up what the micro-batches contribute, in float32, and sends each parameter's gradient on once it is the
+    step's. It comes in the order of the micro-batches; where it may not, `keeps_order` has it wait."""
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor], None]) -> None:
+        self.keeps_order = False
         self._num_micro_batches = num_micro_batches
         self._send = send
         self._sums: dict[ParamSlice, Tensor] = {}
         self._num_added: Counter[ParamSlice] = Counter()
+        self._early: dict[ParamSlice, dict[int, Tensor]] = defaultdict(dict)
+        self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
-    def add(self, part: ParamSlice, leaf: nn.Parameter) -> None:
-        """Take a leaf's gradient."""
+    def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
+        """Another leaf of the micro-batch may add to what this one has."""
+        self._unfinished[micro_batch, part] = self._taken(micro_batch, part, leaf)
+
+    def add(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
+        """Take the gradient of the micro-batch's last leaf, with what was kept of others."""
+        self._add_in_order(micro_batch, part, self._taken(micro_batch, part, leaf))
+
+    def _taken(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
-        total = self._sums.get(part)
-        if total is None:
-            self._sums[part] = gradient.to(torch.float32)
+        kept = self._unfinished.pop((micro_batch, part), None)
+        return gradient if kept is None else kept.add_(gradient)
+
+    def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
+        if self.keeps_order:
+            early = self._early[part]
+            early[micro_batch] = gradient
+            while (due := early.pop(self._num_added[part], None)) is not None:
+                self._add(part, due)
         else:
-            total.add_(gradient)
-        self._num_added[part] += 1
+            self._add(part, gradient)
         if self._num_added[part] == self._num_micro_batches:
             self._complete(part)
 
@@ -126,15 +167,28 @@ class GradientSums:
 
     def flush(self) -> None:
         """Backward is over."""
-        for part in list(self._sums):
+        for (micro_batch, part), gradient in sorted(self._unfinished.items(), key=lambda item: item[0][0]):
+            self._add_in_order(micro_batch, part, gradient)
+        self._unfinished.clear()
+        for part in {**self._sums, **self._early}:
             self._complete(part)
         self._num_added.clear()
 
     def clear(self) -> None:
         """Backward broke off."""
-        self._sums.clear()
-        self._num_added.clear()
+        for waiting in (self._sums, self._num_added, self._early, self._unfinished):
+            waiting.clear()
+
+    def _add(self, part: ParamSlice, gradient: Tensor) -> None:
+        total = self._sums.get(part)
+        if total is None:
+            self._sums[part] = gradient.to(torch.float32)
+        else:
+            total.add_(gradient)
+        self._num_added[part] += 1
 
     def _complete(self, part: ParamSlice) -> None:
+        for _, gradient in sorted(self._early.pop(part, {}).items()):
+            self._add(part, gradient)
         if part in self._sums:
             self._send(part, self._sums.pop(part))

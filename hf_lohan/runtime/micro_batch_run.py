@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_lohan.device import Device
 from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.torch_threads import ThreadSettings
 
@@ -20,31 +21,39 @@ class MicroBatchRun:
     def __init__(self, hooks: ModelHooks, device: Device) -> None:
         self._hooks = hooks
         self._device = device
-        self._losses: list[Tensor] | None = None
-        """Whose backward is to come, while micro-batches run."""
+        self._losses: dict[int, list[Tensor]] = {}
+        self._lockstep: Lockstep | None = None
+        """While micro-batches run."""
+        self._heads_apart = True
 
     def __call__(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """See `OffloadEngine.run_micro_batches`."""
-        if self._losses is not None:
+        if self._lockstep is not None:
             raise RuntimeError("run_micro_batches was called within a micro-batch; run them all in one call")
         settings = ThreadSettings(self._device.torch_device.type)
         contexts = [settings.applied(self._device.in_this_lane()) for _ in micro_batches]
-        lockstep = Lockstep(micro_batches, contexts)
-        losses: list[Tensor] = []
-        self._losses = losses
+        heads: MicroBatchHeads
+
+        def run(number: int) -> Any:
+            self._losses[number] = []
+            result = micro_batches[number]()
+            heads.take_back(number, self._losses.pop(number))
+            return result
+
+        self._lockstep = Lockstep([partial(run, number) for number in range(len(micro_batches))], contexts)
         try:
-            with self._hooks.joint_forward(lockstep):
-                results = lockstep.run()
+            with self._hooks.joint_forward(self._lockstep, heads_apart=self._heads_apart) as heads:
+                results = self._lockstep.run()
         finally:
-            self._losses = None
-        if not losses:
-            raise RuntimeError("no micro-batch gave its loss to backward; call accelerator.backward(loss) in each")
-        torch.autograd.backward(losses)
+            self._lockstep = None
+            self._losses.clear()
+        self._heads_apart = heads.are_apart
+        heads.backward()
         return results
 
     def defer_backward(self, loss: Tensor) -> bool:
         """See `OffloadEngine.defer_backward`."""
-        if self._losses is None:
+        if self._lockstep is None:
             return False
-        self._losses.append(loss)
+        self._losses[self._lockstep.running].append(loss)
         return True

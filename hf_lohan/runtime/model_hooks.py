@@ -21,6 +21,7 @@ from hf_lohan.runtime.discovery import ModelBlocks
 from hf_lohan.runtime.gradient_arrival import GradientArrivals
 from hf_lohan.runtime.joint_forward import JointForward
 from hf_lohan.runtime.lockstep import Lockstep
+from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.runtime.micro_batch_leaves import GradientSums, MicroBatchLeaves
 from hf_lohan.runtime.prefetcher import Prefetcher
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
@@ -68,20 +69,23 @@ class ModelHooks:
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._is_in_forward = False
         self._is_in_backward = False
+        self._has_begun_backward = False
+        """Whether heads of a joint forward have had theirs, and the rest is to come."""
+        self._num_layers = len(model_blocks.layers)
         self._handles: list[Any] = []
         self._attach(model, model_blocks, device)
 
     @property
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward is under way, or was broken off."""
-        return not (self._is_in_forward or self._is_in_backward)
+        return not (self._is_in_forward or self._is_in_backward or self._has_begun_backward)
 
     def recover_if_broken(self) -> None:
         """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
         gone: half of a sum would be a wrong number."""
         if self.is_idle:
             return
-        was_in_backward = self._is_in_backward
+        was_in_backward = self._is_in_backward or self._has_begun_backward
         if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
             self._saved_weights.__exit__(None, None, None)
             self._saved_weights = None
@@ -91,7 +95,7 @@ class ModelHooks:
             self._sums.clear()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
-        self._is_in_forward = self._is_in_backward = False
+        self._is_in_forward = self._is_in_backward = self._has_begun_backward = False
         if was_in_backward:
             self._backward_broke()
 
@@ -125,8 +129,9 @@ class ModelHooks:
     # Forward.
 
     @contextlib.contextmanager
-    def joint_forward(self, lockstep: Lockstep) -> Iterator[None]:
-        """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward."""
+    def joint_forward(self, lockstep: Lockstep, *, heads_apart: bool) -> Iterator[MicroBatchHeads]:
+        """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward.
+        ``heads_apart``: whether to try and take heads back one by one."""
         self.recover_if_broken()
         self._before_forward()
         self._is_in_forward = True
@@ -135,9 +140,13 @@ class ModelHooks:
         self._activations.begin_forward()
         sums = GradientSums(lockstep.num_functions, self._arrivals.send)
         leaves = MicroBatchLeaves(self._model, self._ring, partial(self._on_leaf_gradient, sums))
-        self._joint = JointForward(lockstep, self._in_use, leaves)
+        heads = MicroBatchHeads(leaves.__contains__)
+        self._joint = JointForward(
+            lockstep, self._in_use, leaves, num_layers=self._num_layers, heads=heads if heads_apart else None
+        )
         try:
-            yield
+            yield heads
+            sums.keeps_order = heads_apart and not heads.are_apart
         finally:
             self._joint.end()
             self._joint = None
@@ -205,15 +214,14 @@ class ModelHooks:
             for block in blocks:
                 use.leave(block)
 
-    def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> None:
+    def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
         if self._is_in_backward:
-            return
+            return output
         self._after_outer(blocks, output)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(lambda _gradient: self._before_backward(blocks))
-        if self._joint is not None:
-            self._joint.stop_behind_layer(index)
+        return output if self._joint is None else self._joint.stop_behind_layer(index, output)
 
     # Backward.
 
@@ -223,17 +231,22 @@ class ModelHooks:
 
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._enter_backward()
+        use = self._in_use if self._joint is None else self._joint
         if self._spans.is_open("backward", block):
-            return self._in_use.fetch_in_backward(block)
+            return use.fetch_in_backward(block)
         self._spans.end()
-        slot = self._in_use.fetch_in_backward(block)
+        slot = use.fetch_in_backward(block)
         self._spans.begin("backward", block)
         return slot
 
     def _enter_backward(self) -> None:
-        if not self._is_in_backward:
+        if self._joint is not None:
+            self._has_begun_backward = True
+        elif not self._is_in_backward:
             self._is_in_backward = True
-            self._begin_backward()
+            if not self._has_begun_backward:
+                self._begin_backward()
+            self._has_begun_backward = False
             self._clock.begin()
             # Private, but what FSDP and DDP use: runs when the whole backward is done.
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -243,11 +256,13 @@ class ModelHooks:
         with _cause_of_abort():
             self._arrivals.take(part, parameter)
 
-    def _on_leaf_gradient(self, sums: GradientSums, part: ParamSlice, leaf: nn.Parameter) -> None:
+    def _on_leaf_gradient(
+        self, sums: GradientSums, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool
+    ) -> None:
         self._enter_backward()
         self._sums = sums
         with _cause_of_abort():
-            sums.add(part, leaf)
+            (sums.keep if has_more else sums.add)(micro_batch, part, leaf)
 
     def _done_in_backward(self, block: Block) -> None:
         # A block outside the layers may have been used before and behind them: the last word on it is not said.
