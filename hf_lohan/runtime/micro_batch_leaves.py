@@ -20,7 +20,6 @@ class OnGradient(Protocol):
     def __call__(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None: ...
 
 
-
 class MicroBatchLeaves:
     """Each micro-batch finds leaves of its own in the modules, which share the parameters' memory.
 

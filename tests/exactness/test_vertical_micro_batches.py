@@ -124,9 +124,7 @@ def test_an_epoch_that_is_left_in_the_middle_of_a_step(tmp_path: Path) -> None:
     """Stock's gradients of the step stay, and the next one adds to them."""
     args = {"max_steps": 2, "gradient_accumulation_steps": 4}
     stock_model = tiny_model("llama")
-    StockTrainer(
-        stock_model, arguments(tmp_path / "stock", **args), train_dataset=ROWS, callbacks=[Stops()]
-    ).train()
+    StockTrainer(stock_model, arguments(tmp_path / "stock", **args), train_dataset=ROWS, callbacks=[Stops()]).train()
     trainer = hf_lohan.Trainer(
         tiny_model("llama"),
         arguments(tmp_path / "ours", **args),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -112,6 +113,64 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
     layers = twins.engine.activation_memory.trace.values()
     assert swapper.swapped_bytes == NUM_MICRO_BATCHES * sum(sum(layer.sizes().values()) for layer in layers)
     train(twins, 2)
+    twins.assert_equal()
+
+
+HEADS_IN_TURN = [(what, number) for number in range(NUM_MICRO_BATCHES) for what in ("forward", "backward")]
+HEADS_TOGETHER = [("forward", n) for n in (3, 2, 1, 0)] + [("backward", n) for n in range(NUM_MICRO_BATCHES)]
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides", "order"),
+    [
+        ("llama", {}, HEADS_IN_TURN),
+        ("opt", {}, HEADS_IN_TURN),
+        ("mixtral", {"output_router_logits": True}, HEADS_TOGETHER),
+    ],
+)
+def test_logits_of_one_micro_batch_at_a_time(
+    family: str, overrides: dict[str, Any], order: list[tuple[str, int]], make_twins: TwinsFactory
+) -> None:
+    """But for a loss that leads into the layers otherwise than through the head: then all backwards come last."""
+    twins = make_twins(model_factory=partial(tiny_model, family, **overrides), recompute=True)
+    train(twins, 0)  # finds out
+    events: list[tuple[str, int]] = []
+    number_of: ContextVar[int] = ContextVar("number_of")
+
+    def watch(_module: nn.Module, _args: Any, logits: Tensor) -> None:
+        number = number_of.get()
+        events.append(("forward", number))
+        logits.register_hook(lambda _gradient: events.append(("backward", number)))
+
+    def numbered(number: int, run: Callable[[], Tensor]) -> None:
+        number_of.set(number)
+        run()
+
+    handle = twins.model.lm_head.register_forward_hook(watch)
+    twins.engine.run_micro_batches([partial(numbered, n, run) for n, run in enumerate(micro_batches(twins, 1))])
+    handle.remove()
+    assert events == order
+    twins.optimizer.zero_grad()
+    train(twins, 2)
+    twins.assert_equal()
+
+
+def test_an_interrupt_between_heads_and_layers_drops_the_step(
+    make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's gradients are complete by then, and under way."""
+    twins = make_twins("llama", recompute=True, hold_gradients=False)
+    train(twins, 0, max_norm=0.0)
+
+    def interrupt(_heads: MicroBatchHeads) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MicroBatchHeads, "backward", interrupt)
+        with pytest.raises(Interrupted):
+            twins.engine.run_micro_batches(micro_batches(twins, 1))
+    for step in range(1, 3):
+        train(twins, step, max_norm=0.0)
     twins.assert_equal()
 
 
