@@ -37,16 +37,19 @@ class BlocksInUse:
             self._ring.hide(block)
         self._ring.unpin(block)
 
-    def enter_for_many(self, block: Block, *, may_leave: Callable[[Block], bool]) -> Slot:
+    def enter_for_many(self, block: Block, *, is_idle: Callable[[Block], bool]) -> Slot:
         """A module that needs the block is about to run, maybe not for the last time: it stays, until another one of
-        its size class comes and ``may_leave`` says that nothing uses it."""
-        in_use = self._blocks[block.size_class]
-        if block not in in_use:
-            for other in list(in_use):
-                if may_leave(other):
-                    self.leave(other)
+        its size class comes and it is idle."""
+        if block not in self._blocks[block.size_class]:
+            self.leave_idle(block.size_class, is_idle)
             self.enter(block)
         return self._ring.slot_of(block)
+
+    def leave_idle(self, size_class: SizeClass, is_idle: Callable[[Block], bool]) -> None:
+        """Blocks of this class that stayed are not needed for now."""
+        for block in list(self._blocks[size_class]):
+            if is_idle(block):
+                self.leave(block)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for its backward."""
@@ -57,12 +60,6 @@ class BlocksInUse:
                 self.leave(other)
             self.enter(block)
         return self._ring.slot_of(block)
-
-    def leave_all(self) -> None:
-        """Forwards that share blocks are over."""
-        for blocks in self._blocks.values():
-            for block in list(blocks):
-                self.leave(block)
 
     def release_all(self) -> None:
         """The pass is over, or broke off."""

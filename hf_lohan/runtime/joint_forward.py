@@ -72,7 +72,10 @@ class JointForward:
 
     def enter(self, block: Block) -> None:
         """A module that needs the block is about to run."""
-        self._in_use.enter_for_many(block, may_leave=lambda other: not self._leaves.is_in_use(other))
+        if block.size_class is SizeClass.LAYER and self._progress[self.lockstep.running].num_layers:
+            # All are past the first layer, and what lies before it need not keep the head from being read ahead.
+            self._in_use.leave_idle(SizeClass.OUTER, self._is_idle)
+        self._in_use.enter_for_many(block, is_idle=self._is_idle)
         self._leaves.enter(self.lockstep.running, block)
 
     def leave(self, block: Block) -> None:
@@ -81,7 +84,7 @@ class JointForward:
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for the backward of a head."""
-        return self._in_use.enter_for_many(block, may_leave=lambda other: not self._leaves.is_in_use(other))
+        return self._in_use.enter_for_many(block, is_idle=self._is_idle)
 
     def stop_before(self, blocks: tuple[Block, ...]) -> None:
         """Let the others catch up before blocks that have to make room for each other."""
@@ -113,6 +116,14 @@ class JointForward:
         self.lockstep.pass_on(position)
         self._leaves.resume(number)
 
-    def end(self) -> None:
-        """All forwards are over, or broke off."""
+    def _is_idle(self, block: Block) -> bool:
+        return not self._leaves.is_in_use(block)
+
+    def restore(self) -> None:
+        """All forwards are over, or broke off: the model is as it was."""
         self._leaves.restore()
+
+    def leave_all(self) -> None:
+        """All forwards are over: no block is needed for now."""
+        for size_class in SizeClass:
+            self._in_use.leave_idle(size_class, self._is_idle)

@@ -141,17 +141,17 @@ class ModelHooks:
         sums = GradientSums(lockstep.num_functions, self._arrivals.send)
         leaves = MicroBatchLeaves(self._model, self._ring, partial(self._on_leaf_gradient, sums))
         heads = MicroBatchHeads(leaves.__contains__)
-        self._joint = JointForward(
+        self._joint = joint = JointForward(
             lockstep, self._in_use, leaves, num_layers=self._num_layers, heads=heads if heads_apart else None
         )
         try:
             yield heads
-            sums.keeps_order = heads_apart and not heads.are_apart
         finally:
-            self._joint.end()
+            joint.restore()
             self._joint = None
+        sums.keeps_order = heads_apart and not heads.are_apart
         self._spans.end()
-        self._in_use.leave_all()
+        joint.leave_all()
         self._is_in_forward = False
         self._activations.expect_backward()
         self._clock.end_forward()

@@ -142,6 +142,18 @@ def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
     assert values["durability"] == "checkpoint"
 
 
+def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
+    """As one batch of their size does."""
+    offload = tmp_path / "vertical.yaml"
+    offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
+    options = ("--hardware", PAPER, "--offload", offload)
+    in_one = planned(model_13b, *options, batch_size=32)
+    together = planned(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8)
+    assert together == in_one
+    printed = plan(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8).stdout
+    assert "batch 8 x" in printed and "4 accumulated vertically" in printed
+
+
 def test_one_version_of_the_state_where_two_do_not_fit(model_13b: str, tmp_path: Path) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
     assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"

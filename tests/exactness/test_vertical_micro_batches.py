@@ -110,6 +110,44 @@ def test_dropout_is_made_again_as_it_was(tmp_path: Path) -> None:
         assert_same(train_offloaded("opt", tmp_path / activations, dropout, offload, **settings), kept)
 
 
+def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:
+    """Accumulation alone would have its gradients held."""
+    settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.0}
+    stock = train_stock("llama", tmp_path / "stock", {}, **settings)
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    trainer = hf_lohan.Trainer(
+        str(tmp_path / "checkpoint"),
+        arguments(tmp_path / "ours", max_steps=NUM_STEPS, **settings),
+        train_dataset=ROWS,
+        offload=VERTICAL,
+    )
+    trainer.train()
+    ours = Trajectory(*logged(trainer), stored_weights(trainer))
+    assert not trainer.offload_engine.layout.holds_gradients
+    trainer.offload_engine.close()
+    assert_same(ours, stock)
+
+
+def test_adapters(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    settings = {"gradient_accumulation_steps": 4, "max_steps": NUM_STEPS}
+    weights = []
+    for trainer_class, offload in ((StockTrainer, {}), (hf_lohan.Trainer, {"offload": VERTICAL})):
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        model = peft.get_peft_model(tiny_model("llama"), config)
+        args = arguments(tmp_path / trainer_class.__module__, **settings)
+        trainer = trainer_class(model, args, train_dataset=ROWS, **offload)
+        trainer.train()
+        if offload:
+            weights.append(stored_weights(trainer))
+            trainer.offload_engine.close()
+        else:
+            weights.append({name: p.detach() for name, p in model.named_parameters()})
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
+
+
 class Stops(TrainerCallback):
     """In the middle of a step, once."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -131,6 +132,29 @@ def test_the_loop_equals_plain_torch(
     expected = plain_loop(stock, accumulate=accumulate, max_norm=max_norm)
     ours = prepared(tiny_model(family).train(), accumulate=accumulate)
     assert ours.run(max_norm=max_norm) == expected
+    assert_same(ours.weights(), stock)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_micro_batches_together_equal_plain_torch(family: str, prepared: Callable[..., Prepared]) -> None:
+    stock = tiny_model(family).train()
+    expected_losses, expected_norms = plain_loop(stock, accumulate=4, max_norm=MAX_NORM)
+    ours = prepared(tiny_model(family).train(), accumulate=4)
+    accelerator, losses, norms = ours.accelerator, [], []
+
+    def forward_and_backward(batch: dict[str, Tensor]) -> float:
+        loss = ours.model(**batch).loss
+        accelerator.backward(loss)
+        return loss.item()
+
+    batches = list(ours.loader)
+    for first in range(0, NUM_BATCHES, 4):
+        losses += accelerator.run_micro_batches([partial(forward_and_backward, b) for b in batches[first : first + 4]])
+        norms.append(float(accelerator.clip_grad_norm_(ours.model.parameters(), MAX_NORM)))  # type: ignore[arg-type]
+        ours.optimizer.step()
+        ours.scheduler.step()
+        ours.optimizer.zero_grad()
+    assert (losses, norms) == (expected_losses, expected_norms)
     assert_same(ours.weights(), stock)
 
 

@@ -89,14 +89,14 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     assert sorted(sent) == sorted(name for name, _ in twins.stock.named_parameters())
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(
     "settings",
     [{"hold_gradients": False}, {"activations": "swap", "cpu_memory": "16MiB"}, {"clip": "speculate"}],
     ids=["in_backward", "swap", "speculate"],
 )
 def test_on_a_device_whose_copies_run_late(settings: dict[str, Any], seed: int, make_twins: TwinsFactory) -> None:
-    family = ("llama", "opt", "mixtral", "gpt2")[seed]
+    family = ("llama", "opt")[seed]
     device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(family, recompute=True, device=device, **settings)
     for step in range(3):
@@ -178,9 +178,17 @@ class Interrupted(BaseException):
     """As `KeyboardInterrupt` is: nobody catches it by the way."""
 
 
-@pytest.mark.parametrize("error", [ValueError("on purpose"), Interrupted()])
-@pytest.mark.parametrize("layer", [0, 1, 2])
-@pytest.mark.parametrize("activations", ["recompute", "swap", "keep"])
+@pytest.mark.parametrize(
+    ("error", "layer", "activations"),
+    [
+        (ValueError("on purpose"), 0, "recompute"),
+        (ValueError("on purpose"), 1, "swap"),
+        (ValueError("on purpose"), 2, "keep"),
+        (Interrupted(), 0, "keep"),
+        (Interrupted(), 1, "recompute"),
+        (Interrupted(), 2, "swap"),
+    ],
+)
 def test_a_forward_that_fails_harms_nothing(
     error: BaseException, layer: int, activations: str, make_twins: TwinsFactory
 ) -> None:
