@@ -38,7 +38,7 @@ class MicroBatchHeads:
 
     def put_gate(self, micro_batch: int, output: Any) -> Any:
         """What to give to the head instead of the last layer's output."""
-        hidden = output[0] if isinstance(output, tuple | list) else output
+        hidden = output[0] if type(output) in (tuple, list) else output
         if not isinstance(hidden, Tensor) or not hidden.requires_grad:
             return output
         gate = hidden.view_as(hidden)  # its backward needs nothing, so it may run twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,47 @@ def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
         torch_optimizer.step()
         torch_optimizer.zero_grad()
         optimizer.step()
+    worst = max(
+        float((engine.parameters.read_parameter(name) - p.detach().cpu()).abs().max())
+        for name, p in reference.named_parameters()
+    )
+    engine.close()
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
+def test_vertical_micro_batches(family: str, hold: bool, tmp_path: Path) -> None:
+    """On a stream that is not the default one, which the micro-batches' threads have to take along."""
+    num_micro_batches, overrides = 4, {"output_router_logits": True} if family == "mixtral" else {}
+    reference = make_model(family, recompute=True, **overrides).cuda()
+    torch_optimizer = torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+    model = make_model(family, recompute=True, **overrides)
+    engine, optimizer = offloaded(model, tmp_path, hold=hold)
+
+    def forward_and_backward(step: int, number: int) -> torch.Tensor:
+        loss = model(**batches(step, number)).loss
+        assert engine.defer_backward(loss)
+        return loss.detach()
+
+    stream = torch.cuda.Stream()
+    for step in range(8):
+        expected = [reference(**batches(step, number)).loss for number in range(num_micro_batches)]
+        for loss in expected:
+            loss.backward()
+        with torch.cuda.stream(stream):
+            losses = engine.run_micro_batches(
+                [partial(forward_and_backward, step, number) for number in range(num_micro_batches)]
+            )
+            if hold:
+                engine.clip_grad_norm(0.5)
+            optimizer.step()
+        if hold:
+            torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
+        torch_optimizer.step()
+        torch_optimizer.zero_grad()
+        torch.cuda.synchronize()
+        assert all(abs(a.item() - b.item()) <= 1e-5 * b.item() for a, b in zip(losses, expected, strict=True))
     worst = max(
         float((engine.parameters.read_parameter(name) - p.detach().cpu()).abs().max())
         for name, p in reference.named_parameters()
