@@ -95,8 +95,9 @@ class JointForward:
             self._pass_on(progress.position())
 
     def stop_behind_layer(self, index: int, output: Any) -> Any:
-        """Let the others run the layer, too. Not before a layer: its checkpoint has noted the random generator's state
-        by then, and the others would draw from it. Returns what to give to the next layer."""
+        """Let the others run the layer, too. Not before a layer: where hooks run within its checkpoint (transformers
+        before 5.23), that has noted the random generator's state by then, and the others would draw from it. Returns
+        what to give to the next layer."""
         if not torch.is_grad_enabled():
             return output  # it leaves nothing for a backward, so its place among the others does not matter
         number = self.lockstep.running

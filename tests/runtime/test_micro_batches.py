@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.testing.async_device import AsyncDevice
@@ -302,6 +304,38 @@ def test_skipped_layers(make_twins: TwinsFactory) -> None:
     num_updates = {part.name: part.num_updates for part in twins.engine.parameter_slices}
     for name, parameter in twins.stock.named_parameters():
         assert num_updates[name] == int(twins.stock_optimizer.state[parameter]["step"]) == (2 if ".1." in name else 3)
+
+
+def model_whose_hooks_run_within_checkpoints() -> Any:
+    """As before transformers 5.23."""
+    model = tiny_model("opt", dropout=0.1, attention_dropout=0.1)
+
+    class Checkpointed(type(model.model.decoder.layers[0])):  # type: ignore[misc]
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(partial(super().__call__, **kwargs), *args, use_reentrant=False)
+
+    for layer in model.model.decoder.layers:
+        layer.__class__ = Checkpointed
+    return model
+
+
+def test_dropout_where_hooks_run_within_checkpoints(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    """What is made again draws what it drew, though other micro-batches have drawn since."""
+    outcomes = []
+    factories = (
+        model_whose_hooks_run_within_checkpoints,
+        partial(tiny_model, "opt", dropout=0.1, attention_dropout=0.1),
+    )
+    for index, factory in enumerate(factories):
+        twins = make_twins(model_factory=factory, activations="keep", ssd=str(tmp_path / str(index)))
+        torch.manual_seed(7)
+        for step in range(2):
+            twins.engine.run_micro_batches(micro_batches(twins, step))
+            twins.engine.clip_grad_norm(0.5)
+            twins.optimizer.step()
+        access = twins.engine.parameters
+        outcomes.append({name: access.read_parameter(name) for name, _ in twins.stock.named_parameters()})
+    assert all(torch.equal(outcomes[1][name], weight) for name, weight in outcomes[0].items())
 
 
 def test_several_losses_and_forwards_in_a_micro_batch(make_twins: TwinsFactory) -> None:
