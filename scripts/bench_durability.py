@@ -73,7 +73,7 @@ class Contender:
             self.engine = offload_model(
                 shape.model(), config, torch_device=device, default_ssd_path=folder / side, hold_gradients=True
             )
-        self.engine.commits_each_step = False
+        self.engine.commits.each_step = False
         if side == "off":
             setattr(self.engine.step_log, "commit", self._only_turn_over)  # noqa: B010 - an instance's, on purpose
 
@@ -90,7 +90,7 @@ class Contender:
 
         def committed_step() -> None:
             step()
-            self.engine.commit(JOURNAL)
+            self.engine.commits.commit(JOURNAL)
 
         return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
 

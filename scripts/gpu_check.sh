@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # On a machine with CUDA: the GPU tests, then every benchmark on the GPU. Arguments go to pytest.
-# Each scripts/bench_*.py runs as: bench_x.py --device cuda --output $OUT/bench_x.json
+# Each scripts/bench_*.py that has a --device runs as: bench_x.py --device cuda --output $OUT/bench_x.json
 # Environment: OUT, where the figures go (default bench_out); PYTHON, the interpreter (default: .venv's, else python3).
 # Exit status: 0 all well; 1 a test or a benchmark failed; 3 no CUDA.
 set -uo pipefail
@@ -35,8 +35,8 @@ PY
 failed=()
 "$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")
 
-shopt -s nullglob
-for bench in scripts/bench_*.py; do
+# Those that compute; the others (bench_io, bench_rivals) measure the drive and the CPU.
+for bench in $(grep -l -- 'help="cpu or cuda"' scripts/bench_*.py); do
     name=$(basename "$bench" .py)
     echo "== $name"
     "$python" "$bench" --device cuda --output "$out/$name.json" || failed+=("$name")

@@ -145,7 +145,7 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
         enable_recompute(model, engine)
     _warn_of_slow_bfloat16(engine)
     _plans[engine] = RunPlan(engine)
-    engine.before_first_commit = functools.partial(describe_model, model, engine)
+    engine.commits.before_first = functools.partial(describe_model, model, engine)
     return engine
 
 

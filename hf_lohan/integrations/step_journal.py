@@ -51,7 +51,7 @@ class StepJournal(TrainerCallback):
         self._num_logged = 0
         self._begins_log = True
         self._resumed: Mapping[str, Any] | None = None
-        engine.commits_each_step = False
+        engine.commits.each_step = False
 
     def resume(self, commit: Commit) -> None:
         """This run goes on from `commit`."""
@@ -64,7 +64,7 @@ class StepJournal(TrainerCallback):
         self._seen_step = state.global_step
         if self._resumed is None:
             # What was loaded, over what an earlier run left: from here on its steps are gone.
-            self._engine.commit(Journal(self._facts(resumable=False), begins_log=True), even_in_place=True)
+            self._engine.commits.commit(Journal(self._facts(resumable=False), begins_log=True), even_in_place=True)
             return
         self._restore_sums(self._resumed)
 
@@ -75,8 +75,8 @@ class StepJournal(TrainerCallback):
         self._last_checkpoint = os.path.abspath(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if not self._engine.keeps_commits:
-            self._engine.commit(self._capture(), even_in_place=True)
+        if not self._engine.commits.are_kept:
+            self._engine.commits.commit(self._capture(), even_in_place=True)
 
     def after_step(self) -> None:
         """A step is over, or an epoch after its last step. Raises SystemExit if the process was asked to end."""
@@ -88,9 +88,9 @@ class StepJournal(TrainerCallback):
             return  # there is more to come: this is called again when the epoch has ended
         is_last, has_saved = self._termination.is_requested, self._has_saved
         self._has_saved = False
-        if self._engine.keeps_commits or is_last or has_saved:
+        if self._engine.commits.are_kept or is_last or has_saved:
             # In place, a commit lasts until the next update; that then knows which checkpoint to point at.
-            self._engine.commit(self._capture(), even_in_place=True)
+            self._engine.commits.commit(self._capture(), even_in_place=True)
         if is_last:
             self._engine.settle()
             self._engine.close()

@@ -188,8 +188,8 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
     def _keep_journal(self, engine: OffloadEngine) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
-        if engine.before_first_commit is not None:
-            engine.before_first_commit = functools.partial(describe_model, self.model, engine, self.processing_class)
+        if engine.commits.before_first is not None:
+            engine.commits.before_first = functools.partial(describe_model, self.model, engine, self.processing_class)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         if self._resumes is not None:
             self._journal.resume(self._resumes)

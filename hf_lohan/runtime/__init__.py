@@ -3,7 +3,7 @@
 Follow one parameter: `layout` places it in a block and its records; `drain` (or the streamed load) writes it to the
 store; `prefetcher` reads it ahead of use into a slot of the `slot_ring`, where it becomes `p.data`; `saved_weights`
 keeps autograd from holding on to it; `gradient_arrival` takes its gradient to the host; `gradient_pipeline` and
-`state_update` turn that into its next version; `step_transaction` makes the step count or undoes it, and `step_log`
+`state_update` turn that into its next version; `step_transaction` makes the step count or undoes it, and `step_commits`
 makes it last. `engine` wires it all up.
 """
 

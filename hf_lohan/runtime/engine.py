@@ -32,11 +32,12 @@ from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.slot_ring import SlotRing
 from hf_lohan.runtime.state_update import StateUpdater
 from hf_lohan.runtime.step_clock import StepClock
-from hf_lohan.runtime.step_log import Journal, StepLog
+from hf_lohan.runtime.step_commits import StepCommits
+from hf_lohan.runtime.step_log import StepLog
 from hf_lohan.runtime.step_transaction import StepResult, StepTransaction
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
-from hf_lohan.timeline import COMPUTE_WAITS, UPDATES_WAIT
+from hf_lohan.timeline import COMPUTE_WAITS
 
 logger = logging.getLogger(__name__)
 
@@ -83,10 +84,7 @@ class OffloadEngine:
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_log = StepLog(tiers.store, self._block_of)
-        self.commits_each_step = True
-        """Whether `step` commits by itself; whoever has a journal to go with it turns this off and calls `commit`."""
-        self.before_first_commit: Callable[[], None] | None = None
-        """Writes what belongs beside the records of this model; until then what an earlier run wrote stays."""
+        self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)
         self.clip_history = ClipHistory(config.clip)
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self.step_was_skipped = False
@@ -102,7 +100,6 @@ class OffloadEngine:
             self.activations, config.activations, tiers, layout.activation_bytes
         )
         self._groups: ParamGroups | None = None
-        self._has_begun = False
         self._is_in_step = False
         self._is_half_a_step = False
         """Whether updates of a step that was dropped could not be undone."""
@@ -143,14 +140,6 @@ class OffloadEngine:
             self.activation_memory.end_step()
             self.after_step()
 
-    def _commit_what_was_loaded(self) -> None:
-        """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
-        steps of the run before are there to go back to."""
-        if not self._has_begun:
-            self._has_begun = True
-            if self.commits_each_step:
-                self.commit(even_in_place=True)
-
     def _take_back_guesses(self) -> None:
         """The step in progress needs its weights once more, as they were."""
         if taken_back := self._pipeline.stop_speculating():
@@ -160,7 +149,7 @@ class OffloadEngine:
     def _submit(self, arrived: ArrivedChunk) -> None:
         is_final = self.is_final_backward()
         if not self._pipeline.holds_gradients or self._pipeline.speculates:
-            self._commit_what_was_loaded()
+            self.commits.commit_what_was_loaded()
             if is_final:
                 arrived.loan = self._ring.lend(arrived.chunk.block)
         self._pipeline.submit(arrived, is_final=is_final)
@@ -226,7 +215,7 @@ class OffloadEngine:
         """
         self._recover()
         group_of = self._bound_groups().as_they_are_now()
-        self._commit_what_was_loaded()
+        self.commits.commit_what_was_loaded()
         self._is_in_step = True
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self.transaction.commit(group_of)
@@ -235,8 +224,7 @@ class OffloadEngine:
         self._choose_clipping(result)
         self.last_step, self.step_was_skipped = result, result.not_finite is not None
         self._is_in_step = self._is_half_a_step = False
-        if self.commits_each_step:
-            self.commit()
+        self.commits.end_step()
         self._has_new_step = True
         if result.not_finite is not None:
             self.skipped_steps.note(result.not_finite)
@@ -267,24 +255,6 @@ class OffloadEngine:
         if result.outcome == "redone" and not result.clipped:
             history.never_speculate()  # the loop changes hyperparameters between backward and step
         self._pipeline.speculates = history.speculates_next()
-
-    @property
-    def keeps_commits(self) -> bool:
-        """Whether the store holds its last commit until the next one: it has two versions."""
-        return self.tiers.store.num_homes > 1
-
-    def commit(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
-        """Make the steps so far last, as soon as their updates are written; does not wait for that. `journal` is
-        found again by `go_back_to_commit`. Where the next update would overwrite it, only if `even_in_place`."""
-        if self.keeps_commits or even_in_place:
-            self._pipeline.when_written(lambda: self._commit_now(journal or Journal()))
-
-    def _commit_now(self, journal: Journal) -> None:
-        if self.before_first_commit is not None:
-            self.before_first_commit()
-            self.before_first_commit = None
-        with self.timeline.task(UPDATES_WAIT, "commit"):
-            self.step_log.commit(journal)
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
@@ -363,7 +333,7 @@ class OffloadEngine:
         self._prefetcher.close()
         self.activations.close()
         if self._is_whole_in_place:
-            self.commit(even_in_place=True)
+            self.commits.commit(even_in_place=True)
         self._pipeline.close()
         self.tiers.close()
 
@@ -371,8 +341,8 @@ class OffloadEngine:
     def _is_whole_in_place(self) -> bool:
         """Whether a store with one version holds the last step, and only that."""
         return (
-            not self.keeps_commits
-            and self.commits_each_step
+            not self.commits.are_kept
+            and self.commits.each_step
             and self._pipeline.failure is None
             and self._hooks.is_idle
             and not (self._is_in_step or self._is_half_a_step)

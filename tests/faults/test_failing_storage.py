@@ -95,7 +95,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         if not num_steps:
-            engine.commit()  # as the first step's forward does
+            engine.commits.commit()  # as the first step's forward does
         engine.settle()
     finally:
         if engine is not None:

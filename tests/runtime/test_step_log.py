@@ -108,11 +108,11 @@ def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFact
     train(twins, 2)
     state = state_of(twins)
     twins.backward(5)
-    twins.engine.commit()
+    twins.engine.commits.commit()
     twins.engine.settle()
     assert twins.engine.step_log.num_commits == 4
     twins.clip(CLIPS)
-    twins.engine.commits_each_step = False
+    twins.engine.commits.each_step = False
     twins.step()
     twins.assert_equal()
     with reopened(twins, tmp_path) as store:
@@ -124,9 +124,9 @@ def test_a_commit_of_half_a_step_is_refused(make_twins: TwinsFactory) -> None:
     twins.train(1)
     twins.backward(5)
     with pytest.raises(RuntimeError, match=r"of no step; finish it with step\(\)"):
-        twins.engine.commit()
+        twins.engine.commits.commit()
     twins.step()
-    twins.engine.commit()
+    twins.engine.commits.commit()
     twins.assert_equal()
 
 
@@ -171,9 +171,9 @@ def test_parameters_that_some_steps_do_not_touch(mode: str, make_twins: TwinsFac
 @pytest.mark.parametrize("is_in_step", [False, True], ids=["between_steps", "between_backward_and_step"])
 def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", backend=SlowBackend(2e-4), **MODES[mode])
-    twins.engine.commits_each_step = False
+    twins.engine.commits.each_step = False
     train(twins, 2)
-    twins.engine.commit(Journal(facts={"global_step": 2}, files={"rng": b"seed"}))
+    twins.engine.commits.commit(Journal(facts={"global_step": 2}, files={"rng": b"seed"}))
     weights, optimizer = copy.deepcopy(twins.stock.state_dict()), copy.deepcopy(twins.stock_optimizer.state_dict())
     train(twins, 2, first_seed=200)
     if is_in_step:
@@ -196,10 +196,10 @@ def test_there_is_nothing_to_go_back_to_before_the_first_commit(make_twins: Twin
 def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> None:
     """Without a commit of the step before, a guess could not be undone, so there is none."""
     twins = make_twins("llama", clip="speculate")
-    twins.engine.commits_each_step = False
+    twins.engine.commits.each_step = False
     for first_seed in (100, 200):
         train(twins, 2, first_seed=first_seed)
-        twins.engine.commit()
+        twins.engine.commits.commit()
         state = state_of(twins)
     assert twins.engine.clip_history.num_speculated == 1  # that behind the first commit
     train(twins, 1, first_seed=300)

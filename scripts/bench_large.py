@@ -1,0 +1,295 @@
+"""A model that memory does not hold: loading it, training steps, saving it, and how much of the drive a step uses.
+
+    python scripts/bench_large.py                                                   # 1.1B parameters, 1 x 32 tokens
+    python scripts/bench_large.py --hidden 3072 --layers 25 --intermediate 8192 --cpu-memory 4GiB   # 3B
+
+A checkpoint of random weights is written layer by layer and loaded by `from_pretrained`, so that the model never stands
+in memory. Turns of steps and of the I/O engine alone are interleaved: alone, it moves the same records of the same
+files in the run's own chunks, with the step's share of reads, as many under way as there are buffers; what it reads it
+writes back, so that the training goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from bench_step import STEPS_PER_TURN, Shape, offloaded_step, synchronize
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import save_file
+
+import hf_lohan
+from hf_lohan.config import OffloadConfig
+from hf_lohan.profiler import AnonymousMemoryPeak
+from hf_lohan.runtime import OffloadEngine
+
+ALONE_BYTES = 6 * 10**9
+"""What the engine moves alone in one turn."""
+
+
+def write_checkpoint(shape: Shape, folder: Path) -> int:
+    """Random weights as Transformers would save them, a file a layer. Returns their bytes."""
+    with torch.device("meta"):
+        model = shape.model()
+    model.config.save_pretrained(folder)
+    files: dict[str, dict[str, torch.Tensor]] = {}
+    for name, parameter in model.named_parameters():
+        layer = name.split(".layers.")[-1].split(".")[0] if ".layers." in name else name
+        files.setdefault(layer, {})[name] = parameter
+    generator = torch.Generator().manual_seed(0)
+    places, total_bytes = {}, 0
+    for number, named in enumerate(files.values()):
+        file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+        tensors = {}
+        for name, parameter in named.items():
+            places[name] = file_name
+            value = torch.ones(parameter.shape)
+            tensors[name] = (value.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else value).to(
+                parameter.dtype
+            )
+            total_bytes += tensors[name].nbytes
+        save_file(tensors, folder / file_name, metadata={"format": "pt"})
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return total_bytes
+
+
+def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:
+    io = engine.tiers.io
+    return io.read_bytes, io.write_bytes
+
+
+def places(engine: OffloadEngine) -> Iterator[tuple[str, str, int, int]]:
+    """(block, kind, start, numel) of moments, chunk by chunk, over and over."""
+    while True:
+        for chunk in engine.layout.chunks():
+            for kind in ("exp_avg", "exp_avg_sq"):
+                yield chunk.block.name, kind, chunk.start, chunk.numel
+
+
+def alone_bytes_per_s(engine: OffloadEngine, where: Iterator[tuple[str, str, int, int]], write_share: float) -> float:
+    """What the I/O engine reaches with nothing else to do, writing back `write_share` of what it reads."""
+    engine.settle()
+    store, pool = engine.tiers.store, engine.tiers.states
+    reading: deque[tuple[Any, tuple[str, str, int], Any, torch.Tensor]] = deque()
+    writing: deque[tuple[Any, Any]] = deque()
+    free = [pool.acquire() for _ in range(pool.num_buffers)]
+    num_buffers, owed, before = pool.num_buffers, 0.0, sum(moved_bytes(engine))
+    began_s = time.perf_counter()
+
+    def free_one() -> None:
+        request, buffer = writing.popleft()
+        request.wait()
+        free.append(buffer)
+
+    def land_one() -> None:
+        nonlocal owed
+        read, place, buffer, view = reading.popleft()
+        read.wait()
+        owed += write_share
+        if owed >= 1:
+            owed -= 1
+            writing.append((store.write(*place, view), buffer))
+        else:
+            free.append(buffer)
+
+    while sum(moved_bytes(engine)) - before < ALONE_BYTES:
+        while not free:
+            free_one() if writing else land_one()
+        block, kind, start, numel = next(where)
+        buffer = free.pop()
+        view = buffer.view(torch.float32, numel)
+        reading.append((store.read(block, kind, start, view), (block, kind, start), buffer, view))
+        if len(reading) > num_buffers // 2:
+            land_one()
+    while reading:
+        land_one()
+    while writing:
+        free_one()
+    seconds = time.perf_counter() - began_s
+    for buffer in free:
+        buffer.release()
+    return (sum(moved_bytes(engine)) - before) / seconds
+
+
+def train(
+    engine: OffloadEngine, shape: Shape, *, device: str, max_grad_norm: float, num_turns: int, steps_per_turn: int
+) -> dict[str, Any]:
+    """Turns of steps, each after a turn of the I/O engine alone; the first step of a turn is not timed."""
+    model: Any = engine.model
+    generator = torch.Generator().manual_seed(1)
+    size = (shape.batch_size, shape.sequence_length)
+    ids = torch.randint(0, shape.vocabulary, size, generator=generator).to(device)
+    batch = {"input_ids": ids, "labels": ids}
+    step = offloaded_step(engine, batch, max_grad_norm)
+    step()
+    engine.settle()
+    where = places(engine)
+    turns: dict[str, list[float]] = {"step_s": [], "bytes_per_s": [], "alone_bytes_per_s": [], "share": []}
+    reads, writes = [], []
+    for _ in range(num_turns):
+        write_share = writes[-1] / reads[-1] if reads else 0.9
+        turns["alone_bytes_per_s"].append(alone_bytes_per_s(engine, where, write_share))
+        step()
+        synchronize(device)
+        before, began_s = moved_bytes(engine), time.perf_counter()
+        for _ in range(steps_per_turn):
+            step()
+        synchronize(device)
+        turns["step_s"].append((time.perf_counter() - began_s) / steps_per_turn)
+        after = moved_bytes(engine)
+        reads.append((after[0] - before[0]) / steps_per_turn)
+        writes.append((after[1] - before[1]) / steps_per_turn)
+        turns["bytes_per_s"].append((reads[-1] + writes[-1]) / turns["step_s"][-1])
+        turns["share"].append(turns["bytes_per_s"][-1] / turns["alone_bytes_per_s"][-1])
+        engine.settle()
+    loss = model(**batch).loss.item()
+    medians = {name: statistics.median(values) for name, values in turns.items()}
+    moved = statistics.median(reads) + statistics.median(writes)
+    return {
+        "max_grad_norm": max_grad_norm,
+        "num_tokens": ids.numel(),
+        "read_bytes_per_step": statistics.median(reads),
+        "write_bytes_per_step": statistics.median(writes),
+        **medians,
+        "io_floor_s": moved / medians["alone_bytes_per_s"],
+        "all": turns,
+        "loss_after": loss,
+    }
+
+
+def measure(
+    shape: Shape,
+    config: OffloadConfig,
+    folder: Path,
+    *,
+    device: str,
+    max_grad_norm: float,
+    num_turns: int,
+    steps_per_turn: int,
+) -> dict[str, Any]:
+    checkpoint, saved = folder / "checkpoint", folder / "saved"
+    checkpoint.mkdir()
+    checkpoint_bytes = write_checkpoint(shape, checkpoint)
+    peak = AnonymousMemoryPeak()
+    peak.start()
+    began_s = time.perf_counter()
+    model = hf_lohan.from_pretrained(
+        checkpoint, config, torch_device=device, default_ssd_path=folder, hold_gradients=max_grad_norm > 0
+    )
+    load_s = time.perf_counter() - began_s
+    load_peak_bytes = peak.take_recent_peak()
+    shutil.rmtree(checkpoint)
+    engine = hf_lohan.engine_of(model)
+    try:
+        model.train()
+        result = train(
+            engine,
+            shape,
+            device=device,
+            max_grad_norm=max_grad_norm,
+            num_turns=num_turns,
+            steps_per_turn=steps_per_turn,
+        )
+        train_peak_bytes = peak.take_recent_peak()
+        began_s = time.perf_counter()
+        model.save_pretrained(saved)
+        save_s = time.perf_counter() - began_s
+        peak.stop()
+        return {
+            "num_parameters": engine.layout.num_parameters,
+            "store_bytes": engine.tiers.store_bytes,
+            "durability": engine.tiers.store.durability,
+            "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
+            "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
+            "checkpoint_bytes": checkpoint_bytes,
+            "load_s": load_s,
+            "save_s": save_s,
+            "peak_anonymous_bytes": {
+                "loading": load_peak_bytes,
+                "training": train_peak_bytes,
+                "saving": peak.take_recent_peak(),
+            },
+            **result,
+            "hardware": engine.device.describe(),
+        }
+    finally:
+        engine.close()
+
+
+def show(result: dict[str, Any]) -> None:
+    table = Table(title=f"{result['num_parameters'] / 1e9:.2f}B parameters, medians, interleaved")
+    for heading in ("what", "measured"):
+        table.add_column(heading)
+    peaks = result["peak_anonymous_bytes"]
+    gb_per_s = result["checkpoint_bytes"] / 1e9
+    moved = result["read_bytes_per_step"] + result["write_bytes_per_step"]
+    rows = {
+        "load": f"{result['load_s']:.1f} s, {gb_per_s / result['load_s']:.2f} GB/s of checkpoint",
+        "a step": f"{result['step_s']:.2f} s (floor by bytes: {result['io_floor_s']:.2f} s)",
+        "moved a step": f"{moved / 1e9:.2f} GB at {result['bytes_per_s'] / 1e9:.2f} GB/s",
+        "the I/O engine alone": f"{result['alone_bytes_per_s'] / 1e9:.2f} GB/s",
+        "share of it, median of turns": f"{result['share']:.3f}",
+        "save": f"{result['save_s']:.1f} s, {gb_per_s / result['save_s']:.2f} GB/s of checkpoint",
+        "loss afterwards": f"{result['loss_after']:.4f}",
+        "store": f"{result['store_bytes'] / 1e9:.1f} GB, durability: {result['durability']}",
+        **{f"anonymous memory, {what}": f"{peaks[what] / 1e9:.2f} GB" for what in peaks},
+    }
+    for what, measured in rows.items():
+        table.add_row(what, measured)
+    Console().print(table)
+
+
+def main(
+    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    hidden: int = 2048,
+    layers: int = 15,
+    intermediate: int = 8192,
+    vocabulary: int = 16384,
+    batch_size: int = 1,
+    sequence_length: int = 32,
+    bf16: bool = False,
+    cpu_memory: str = "2GiB",
+    gpu_memory: str = "2GiB",
+    durability: str = "auto",
+    max_grad_norm: float = 1.0,
+    num_turns: int = 3,
+    steps_per_turn: int = STEPS_PER_TURN,
+    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: here")] = None,
+    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+) -> None:
+    """Measure, print a table, and write JSON."""
+    shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
+    folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
+    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "durability": durability}
+    config = OffloadConfig.load({**settings, "activations": "recompute", "ssd": str(folder / "store")})
+    try:
+        result = measure(
+            shape,
+            config,
+            folder,
+            device=device,
+            max_grad_norm=max_grad_norm,
+            num_turns=num_turns,
+            steps_per_turn=steps_per_turn,
+        )
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    show(result)
+    if output is not None:
+        output.write_text(json.dumps({"shape": asdict(shape), "settings": settings, **result}, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
