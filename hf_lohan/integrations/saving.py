@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import modeling_utils
 
+from hf_lohan.integrations.safetensors_stream import save_tensors
 from hf_lohan.runtime import OffloadEngine, ParameterAccess
 
 logger = logging.getLogger(__name__)
@@ -108,14 +110,17 @@ def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
     turn, and un-fuses experts shard by shard."""
     previous = getattr(model, "hf_device_map", None)
+    stock_writer = modeling_utils.safe_save_file
     model.hf_device_map = {"": "disk"}
     model._hf_hook = types.SimpleNamespace(weights_map=weights)
+    modeling_utils.safe_save_file = save_tensors  # does not hold a shard twice
     try:
         with warnings.catch_warnings():
             # True of models that do not fit; here a shard is at most `max_shard_size`.
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             yield
     finally:
+        modeling_utils.safe_save_file = stock_writer
         del model._hf_hook
         if previous is None:
             del model.hf_device_map

@@ -134,6 +134,8 @@ class StepCosts:
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
         self._num_blocks = max(1, len(model.blocks))
         self._param_bytes = model.param_bytes
+        # Where the device's memory is the host's, what is read is where it is wanted.
+        self._copied_param_bytes = 0 if hardware.device.shares_cpu else model.param_bytes
         trainable_bytes = model.num_trainable_params * model.param_itemsize
         state_bytes = model.num_trainable_params * setup.state_bytes_per_param
         self._gradient_bytes = trainable_bytes
@@ -159,7 +161,11 @@ class StepCosts:
         if not self._setup.hands_over:
             return load
         handed_over = np.maximum(0.0, self._gradient_bytes - choice.resident_param_bytes)
-        return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over)
+        # Copied they are in any case: here by the update, else by the forward, which counts it already.
+        copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
+        return replace(
+            load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes
+        )
 
     def _lent(self, choice: Choice) -> Load:
         """What an update in backward gets from the slots instead of the SSDs."""
@@ -218,7 +224,7 @@ class StepCosts:
     def _forward(self, choice: Choice) -> Load:
         return Load(
             compute_s=np.full(1, float(self._forward_s)),
-            h2d_bytes=np.full(1, float(self._param_bytes)),
+            h2d_bytes=np.full(1, float(self._copied_param_bytes)),
             d2h_bytes=choice.swapped_bytes,
             ssd_read_bytes=self._param_bytes - choice.resident_param_bytes,
             ssd_write_bytes=choice.spilled_bytes,
@@ -233,7 +239,7 @@ class StepCosts:
         brought_back = spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
         return Load(
             compute_s=self._backward_s + choice.recompute_s,
-            h2d_bytes=max(0, self._param_bytes - turnaround_bytes) + choice.swapped_bytes,
+            h2d_bytes=max(0, self._copied_param_bytes - turnaround_bytes) + choice.swapped_bytes,
             d2h_bytes=np.full(1, float(self._gradient_bytes)),
             ssd_read_bytes=read_again + choice.spilled_bytes + brought_back,
             ssd_write_bytes=np.full(1, float(spilled_gradient_bytes)),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.optim import MasterFormat, encode_master_
-from hf_lohan.runtime.block import Block, ParamSlice, ranges
-from hf_lohan.storage import Store
+from hf_lohan.runtime.block import Block, ParamSlice, ranges, round_up
+from hf_lohan.storage import GRANULE_NUMEL, RecordRead, Store
 
 
 class Sliceable(Protocol):
@@ -99,11 +100,40 @@ class ParameterAccess:
     def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
         block, part = self.slices[name]
-        with self._buffers(2) as (bounce, landing):
+        if part.start % GRANULE_NUMEL == 0:
+            yield from self._read_ahead(block, part, kind)
+            return
+        with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
             for start, stop in ranges(part.numel, self._piece_numel):
                 piece = landing.view(self.state_dtype(kind), stop - start)
                 self._store.read_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
                 yield start, piece
+
+    def _read_ahead(self, block: Block, part: ParamSlice, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """One piece is read while the one before is in use."""
+        dtype = self.state_dtype(kind)
+        record_numel = block.numel if kind == "param" else block.state_numel
+        reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
+        with self._buffers(2) as buffers:
+            try:
+                for number, (start, stop) in enumerate(ranges(part.numel, self._piece_numel)):
+                    read_stop = min(round_up(part.start + stop, GRANULE_NUMEL), record_numel)
+                    landing = buffers[number % 2].view(dtype, read_stop - part.start - start)
+                    read = self._store.read(block.name, kind, part.start + start, landing)
+                    reading.append((start, stop, read, landing))
+                    if len(reading) == len(buffers):
+                        yield self._landed(*reading.popleft())
+                while reading:
+                    yield self._landed(*reading.popleft())
+            finally:
+                for _, _, read, _ in reading:  # nobody wants it any more, but it still writes into its buffer
+                    with suppress(Exception):
+                        read.arrive()
+
+    @staticmethod
+    def _landed(start: int, stop: int, read: RecordRead, landing: Tensor) -> tuple[int, Tensor]:
+        read.wait()
+        return start, landing[: stop - start]
 
     @torch.no_grad()
     def write_state(self, name: str, kind: str, source: Sliceable) -> None:
