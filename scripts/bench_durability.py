@@ -11,12 +11,9 @@ Then each side runs alone in a process of its own, to compare peak memory.
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -26,9 +23,20 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    TurnsOption,
+    folder_in,
+    offloaded_step,
+    table_of,
+    turn,
+    write_figures,
+)
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hf_lohan.config import OffloadConfig, format_bytes
@@ -161,11 +169,19 @@ def peak_bytes(
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="what checksums and commits cost (medians, interleaved)")
-    for heading in ("on", "off", "ratio", "CPU time on", "off", "commit", "hashed a step", "hashing, CPU time a step"):
-        table.add_column(heading, justify="right")
-    for heading in ("peak RAM on", "off"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "what checksums and commits cost (medians, interleaved)",
+        "on",
+        "off",
+        "ratio",
+        "CPU time on",
+        "off",
+        "commit",
+        "hashed a step",
+        "hashing, CPU time a step",
+        "peak RAM on",
+        "off",
+    )
     table.add_row(
         f"{result['step_s']['on']:.3f} s",
         f"{result['step_s']['off']:.3f} s",
@@ -181,7 +197,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     layers: int = 8,
     intermediate: int = 4096,
@@ -192,32 +208,28 @@ def main(
     cpu_memory: str = "512MiB",
     gpu_memory: str = "512MiB",
     max_grad_norm: float = 1.0,
-    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 5,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    num_turns: TurnsOption = 5,
+    store: StoreOption = None,
+    output: OutputOption = None,
     only_peak: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
     shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
     settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "clip": "defer"}
-    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
     if only_peak is not None:
         side: Side = "on" if only_peak == "on" else "off"
-        print(f"peak {peak_bytes(side, shape, settings, folder, device, max_grad_norm)}")
+        with folder_in(store) as folder:
+            print(f"peak {peak_bytes(side, shape, settings, folder, device, max_grad_norm)}")
         return
-    try:
+    with folder_in(store) as folder:
         result = measure(shape, settings, folder, device=device, max_grad_norm=max_grad_norm, num_turns=num_turns)
-        shutil.rmtree(folder, ignore_errors=True)
-        result["peak_anonymous_bytes"] = {side: alone(side, folder) for side in SIDES}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    result["peak_anonymous_bytes"] = {side: alone(side) for side in SIDES}
     show(result)
-    if output is not None:
-        output.write_text(json.dumps({"shape": shape.__dict__, **result}, indent=2) + "\n")
+    write_figures(output, {"shape": shape.__dict__, **result})
 
 
-def alone(side: str, folder: Path) -> int:
-    command = [sys.executable, *sys.argv, "--store", str(folder), "--only-peak", side]
+def alone(side: str) -> int:
+    command = [sys.executable, *sys.argv, "--only-peak", side]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return int(next(line for line in lines if line.startswith("peak ")).split()[1])
 

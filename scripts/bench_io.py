@@ -9,12 +9,9 @@ turn, at different places, as an optimizer's step does.
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,8 +21,8 @@ from typing import Annotated, Any, Literal
 import numpy as np
 import torch
 import typer
+from benchmarking import OutputOption, StoreOption, folder_in, table_of, write_figures
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from hf_lohan.config import parse_bytes
@@ -152,28 +149,22 @@ def measure(folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, n
 
 
 def main(
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
+    store: StoreOption = None,
     file_bytes: Annotated[str, typer.Option(help="of each contender's file")] = "1GiB",
     piece_bytes: Annotated[str, typer.Option(help="bytes of one call")] = "8MiB",
     num_threads: int = 2,
     num_turns: int = 3,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
-    folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
-    try:
+    with folder_in(store) as folder:
         result = measure(folder, parse_bytes(file_bytes), parse_bytes(piece_bytes), num_threads, num_turns)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    table = Table(title="GB/s (medians, interleaved)")
-    for heading in ("", *PATTERNS):
-        table.add_column(heading, justify="right")
+    table = table_of("GB/s (medians, interleaved)", "", *PATTERNS)
     for name, rates in result["bytes_per_s"].items():
         table.add_row(name, *(f"{rates[pattern] / 1e9:.2f}" for pattern in PATTERNS))
     table.add_row("engine / best raw", *(f"{result['engine_over_raw'][pattern]:.2f}" for pattern in PATTERNS))
     Console().print(table)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(output, result)
 
 
 if __name__ == "__main__":

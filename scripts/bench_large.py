@@ -14,17 +14,26 @@ from __future__ import annotations
 import json
 import shutil
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, synchronize
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    folder_in,
+    offloaded_step,
+    synchronize,
+    write_figures,
+)
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -252,7 +261,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 2048,
     layers: int = 15,
     intermediate: int = 8192,
@@ -266,15 +275,14 @@ def main(
     max_grad_norm: float = 1.0,
     num_turns: int = 3,
     steps_per_turn: int = STEPS_PER_TURN,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: here")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
     shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
     settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "durability": durability}
-    config = OffloadConfig.load({**settings, "activations": "recompute", "ssd": str(folder / "store")})
-    try:
+    with folder_in(store) as folder:
+        config = OffloadConfig.load({**settings, "activations": "recompute", "ssd": str(folder / "store")})
         result = measure(
             shape,
             config,
@@ -284,11 +292,8 @@ def main(
             num_turns=num_turns,
             steps_per_turn=steps_per_turn,
         )
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
     show(result)
-    if output is not None:
-        output.write_text(json.dumps({"shape": asdict(shape), "settings": settings, **result}, indent=2) + "\n")
+    write_figures(output, {"shape": asdict(shape), "settings": settings, **result})
 
 
 if __name__ == "__main__":

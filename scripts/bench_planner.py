@@ -12,9 +12,7 @@ everything, in turns (A B C A B C ...); medians are quoted, and the planner's ow
 from __future__ import annotations
 
 import json
-import shutil
 import statistics
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -22,9 +20,18 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    folder_in,
+    offloaded_step,
+    table_of,
+    turn,
+)
 from rich.console import Console
-from rich.table import Table
 
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.integrations.attachment import offload_model, run_plan_of
@@ -110,9 +117,17 @@ def measure_shape(
 
 def show(results: list[dict[str, Any]]) -> None:
     console = Console()
-    table = Table(title="predicted and measured seconds a step")
-    for heading in ("batch", "bound by", "first", "corrected", "measured", "error", "corrected", "planned / best"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "predicted and measured seconds a step",
+        "batch",
+        "bound by",
+        "first",
+        "corrected",
+        "measured",
+        "error",
+        "corrected",
+        "planned / best",
+    )
     for result in results:
         table.add_row(
             "{} x {}".format(*result["batch"]),
@@ -126,9 +141,8 @@ def show(results: list[dict[str, Any]]) -> None:
         )
     console.print(table)
     for result in results:
-        sweep = Table(title="batch {} x {}: what is swapped, and what that takes".format(*result["batch"]))
-        for heading in ("plan", "swapped", "predicted", "measured", "backward"):
-            sweep.add_column(heading, justify="right")
+        title = "batch {} x {}: what is swapped, and what that takes".format(*result["batch"])
+        sweep = table_of(title, "plan", "swapped", "predicted", "measured", "backward")
         for name in sorted(result["step_s"], key=lambda name: result["swapped_bytes"][name]):
             sweep.add_row(
                 name,
@@ -141,7 +155,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     layers: int = 8,
     intermediate: int = 4096,
@@ -152,8 +166,8 @@ def main(
     gpu_memory: str = "512MiB",
     num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each plan")] = 3,
     num_points: Annotated[int, typer.Option(help="forced amounts to swap")] = 4,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print tables, and write JSON."""
     batches = [tuple(int(size) for size in one.split("x")) for one in batch] if batch else BATCHES
@@ -161,14 +175,10 @@ def main(
     results = []
     for batch_size, sequence_length in batches:
         shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-        folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
-        try:
+        with folder_in(store) as folder:
             results.append(
                 measure_shape(shape, settings, folder, device=device, num_turns=num_turns, num_points=num_points)
             )
-        finally:
-            if store is None:
-                shutil.rmtree(folder, ignore_errors=True)
     show(results)
     if output is not None:
         shape_facts = asdict(Shape(hidden, layers, intermediate, vocabulary, 0, 0, bf16))

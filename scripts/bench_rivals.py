@@ -38,7 +38,7 @@ READY = "ready"
 
 
 def llama(shape: dict[str, Any]) -> Any:
-    """As `bench_step.Shape.model`, without importing the library: DeepSpeed's environment does not have it."""
+    """As `benchmarking.Shape.model`, without importing the library: DeepSpeed's environment does not have it."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     heads = max(1, shape["hidden"] // 64)
@@ -97,7 +97,7 @@ def deepspeed_step(
 def our_step(
     shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float, budgets: dict[str, str]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    from bench_step import Shape, offloaded_step
+    from benchmarking import Shape, offloaded_step
 
     from hf_lohan.config import OffloadConfig
     from hf_lohan.integrations.attachment import offload_model
@@ -111,7 +111,7 @@ def our_step(
 
 
 def memory_step(shape: dict[str, Any], batch: dict[str, Any], max_grad_norm: float) -> Callable[[], None]:
-    from bench_step import in_memory_step
+    from benchmarking import in_memory_step
 
     return in_memory_step(llama(shape), batch, max_grad_norm)
 
@@ -121,7 +121,7 @@ def _nothing_left() -> None:
 
 
 def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
-    """As `bench_step.turn`."""
+    """As `benchmarking.turn`."""
     step()
     began_s = time.perf_counter()
     for _ in range(STEPS_PER_TURN):
@@ -271,7 +271,7 @@ def main(
     if worker is not None:
         work(json.loads(worker))
         return
-    from bench_step import Shape
+    from benchmarking import Shape
 
     shape = asdict(Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, False))
     pythons = {"in memory": sys.executable, "offloaded": sys.executable}

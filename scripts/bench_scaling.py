@@ -9,10 +9,8 @@ points of a row take turns of three steps, medians are quoted, and a straight li
 
 from __future__ import annotations
 
-import json
 import shutil
 import statistics
-import tempfile
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -21,9 +19,18 @@ from typing import Annotated, Any
 import numpy as np
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    OutputOption,
+    Shape,
+    folder_in,
+    offloaded_step,
+    table_of,
+    turn,
+    write_figures,
+)
 from rich.console import Console
-from rich.table import Table
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations.attachment import offload_model
@@ -63,8 +70,7 @@ def measure_row(
                 "num_tokens": shape.batch_size * shape.sequence_length,
                 "step_s": statistics.median(of_point),
                 "step_s_all": of_point,
-                "moved_bytes_per_step": (engine.tiers.io.read_bytes + engine.tiers.io.write_bytes - before)
-                / num_steps,
+                "moved_bytes_per_step": (engine.tiers.io.read_bytes + engine.tiers.io.write_bytes - before) / num_steps,
             }
             for shape, paths, engine, of_point, before in zip(shapes, folders, engines, times, moved, strict=True)
         ]
@@ -112,9 +118,15 @@ def plot(result: dict[str, Any], path: Path) -> None:
 
 
 def show(result: dict[str, Any]) -> None:
-    table = Table(title="seconds a step (medians, interleaved)")
-    for heading in ("parameters", "tokens", "paths", "a step", "moved, GB", "GB/s"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "seconds a step (medians, interleaved)",
+        "parameters",
+        "tokens",
+        "paths",
+        "a step",
+        "moved, GB",
+        "GB/s",
+    )
     for name in ("by_parameters", "by_tokens", "by_paths"):
         for point in result[name]:
             table.add_row(
@@ -132,7 +144,7 @@ def show(result: dict[str, Any]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     intermediate: int = 4096,
     vocabulary: int = 8192,
@@ -141,42 +153,34 @@ def main(
     gpu_memory: str = "512MiB",
     num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each point")] = 3,
     store: Annotated[list[Path] | None, typer.Option(help="folders on the drives; default: temporary ones")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    output: OutputOption = None,
     plot_to: Annotated[Path | None, typer.Option("--plot", help="write a picture")] = None,
 ) -> None:
     """Measure, print a table, write JSON and a picture."""
     base = Shape(hidden, 8, intermediate, vocabulary, 1, 32, bf16)
     settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "activations": "recompute"}
-    folders = [Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=path)) for path in (store or [Path(), Path()])]
 
     def row(name: str, shapes: list[Shape], num_paths: list[int]) -> list[Row]:
-        places = [
-            [folder / f"{name}-{index}" for folder in folders[:count]] for index, count in enumerate(num_paths)
-        ]
+        places = [[folder / f"{name}-{index}" for folder in folders[:count]] for index, count in enumerate(num_paths)]
         points = measure_row(shapes, places, settings, device=device, num_turns=num_turns)
         for place in places:
             for folder in place:
                 shutil.rmtree(folder, ignore_errors=True)
         return points
 
-    try:
+    with ExitStack() as stack:
+        folders = [stack.enter_context(folder_in(path)) for path in (store or [Path(), Path()])]
         by_parameters = [replace(base, layers=layers) for layers in (4, 8, 16, 24)]
-        by_tokens = [
-            replace(base, batch_size=batch_size, sequence_length=256) for batch_size in (2, 3, 4, 6)
-        ]
+        by_tokens = [replace(base, batch_size=batch_size, sequence_length=256) for batch_size in (2, 3, 4, 6)]
         result: dict[str, Any] = {
             "by_parameters": row("parameters", by_parameters, [1] * 4),
             "by_tokens": row("tokens", by_tokens, [1] * 4),
             "by_paths": row("paths", [base, base], [1, 2]),
         }
-    finally:
-        for folder in folders:
-            shutil.rmtree(folder, ignore_errors=True)
     result["by_parameters_fit"] = fit(result["by_parameters"], "num_parameters")
     result["by_tokens_fit"] = fit(result["by_tokens"], "num_tokens")
     show(result)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(output, result)
     if plot_to is not None:
         plot(result, plot_to)
 

@@ -10,19 +10,26 @@ a store of its own, in turns of three steps (A A A B B B C C C A A A ...).
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import STEPS_PER_TURN, Shape, offloaded_step, turn
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    folder_in,
+    offloaded_step,
+    table_of,
+    turn,
+    write_figures,
+)
 from rich.console import Console
-from rich.table import Table
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations.attachment import offload_model
@@ -64,7 +71,7 @@ def measure(shape: Shape, settings: dict[str, Any], folder: Path, *, device: str
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     layers: int = 8,
     intermediate: int = 4096,
@@ -75,21 +82,22 @@ def main(
     cpu_memory: str = "512MiB",
     gpu_memory: str = "512MiB",
     num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each schedule")] = 3,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
     shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
     settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "activations": "recompute"}
-    try:
+    with folder_in(store) as folder:
         result = measure(shape, settings, folder, device=device, num_turns=num_turns)
-    finally:
-        if store is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    table = Table(title=f"seconds a step by schedule, batch {batch_size} x {sequence_length} (medians, interleaved)")
-    for heading in ("schedule", "a step", "over optimized", "fastest", "slowest"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        f"seconds a step by schedule, batch {batch_size} x {sequence_length} (medians, interleaved)",
+        "schedule",
+        "a step",
+        "over optimized",
+        "fastest",
+        "slowest",
+    )
     for schedule in SCHEDULES:
         values = result["step_s_all"][schedule]
         table.add_row(
@@ -100,8 +108,7 @@ def main(
             f"{max(values):.3f} s",
         )
     Console().print(table)
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    write_figures(output, result)
 
 
 if __name__ == "__main__":

@@ -11,113 +11,37 @@ files, and FLOPs over the throughput of this model's own matrix shapes, both mea
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
+from benchmarking import (
+    STEPS_PER_TURN,
+    DeviceOption,
+    NormsOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    TurnsOption,
+    folder_in,
+    in_memory_step,
+    offloaded_step,
+    table_of,
+    timed,
+    turn,
+    write_figures,
+)
 from rich.console import Console
-from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.integrations.attachment import offload_model
-from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
-
-LEARNING_RATE = 1e-4
-STEPS_PER_TURN = 3
-
-
-@dataclass(frozen=True)
-class Shape:
-    hidden: int
-    layers: int
-    intermediate: int
-    vocabulary: int
-    batch_size: int
-    sequence_length: int
-    bf16: bool
-
-    def model(self) -> Any:
-        config = LlamaConfig(
-            hidden_size=self.hidden,
-            num_hidden_layers=self.layers,
-            intermediate_size=self.intermediate,
-            vocab_size=self.vocabulary,
-            num_attention_heads=max(1, self.hidden // 64),
-            num_key_value_heads=max(1, self.hidden // 64),
-            use_cache=False,
-        )
-        torch.manual_seed(0)
-        dtype = torch.bfloat16 if self.bf16 else torch.float32
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype).train()
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-        return model
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
-def timed(device: str, work: Callable[[], object]) -> float:
-    synchronize(device)
-    began_s = time.perf_counter()
-    work()
-    synchronize(device)
-    return time.perf_counter() - began_s
-
-
-def in_memory_step(model: Any, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    parameters = list(model.parameters())
-
-    def step() -> None:
-        model(**batch).loss.backward()
-        if max_grad_norm:
-            torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
-
-
-def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], None]:
-    model: Any = engine.model
-    optimizer = OffloadAdamW(model.parameters(), lr=LEARNING_RATE, engine=engine)
-
-    def step() -> None:
-        model(**batch).loss.backward()
-        if max_grad_norm:
-            engine.clip_grad_norm(max_grad_norm)
-        optimizer.step()
-
-    return step
-
-
-def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *, device: str = "cpu") -> float:
-    """Some steps in a row; seconds a step, as in a run: the first step finds nothing that the one before left to be
-    done under it, so it is not timed, and neither is what the last one leaves (`settle`), which must not run under the
-    other side's steps."""
-    step()
-
-    def steps() -> None:
-        for _ in range(STEPS_PER_TURN):
-            step()
-
-    seconds = timed(device, steps)
-    settle()
-    return seconds / STEPS_PER_TURN
 
 
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:
@@ -126,9 +50,7 @@ def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> di
     buffers = [engine.tiers.states.acquire() for _ in range(engine.tiers.states.num_buffers)]
     block = max(engine.layout.blocks, key=lambda block: block.state_numel)
     places = [
-        (kind, start)
-        for kind in ("exp_avg", "exp_avg_sq")
-        for start in range(0, block.state_numel - numel + 1, numel)
+        (kind, start) for kind in ("exp_avg", "exp_avg_sq") for start in range(0, block.state_numel - numel + 1, numel)
     ][: 4 * len(buffers)]
 
     def sweep(move: Callable[..., Any]) -> float:
@@ -216,9 +138,17 @@ def measure(
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="step time, offloaded against in memory (medians, interleaved)")
-    for heading in ("clip at", "in memory", "offloaded", "ratio", "read", "written", "I/O floor", "compute floor"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "step time, offloaded against in memory (medians, interleaved)",
+        "clip at",
+        "in memory",
+        "offloaded",
+        "ratio",
+        "read",
+        "written",
+        "I/O floor",
+        "compute floor",
+    )
     for result in results:
         table.add_row(
             f"{result['max_grad_norm']:g}",
@@ -234,7 +164,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     layers: int = 8,
     intermediate: int = 4096,
@@ -246,34 +176,27 @@ def main(
     gpu_memory: str = "512MiB",
     schedule: str = "optimized",
     activations: Annotated[str, typer.Option(help="recompute is what the model in memory does")] = "recompute",
-    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
-    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 3,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    max_grad_norm: NormsOption = None,
+    num_turns: TurnsOption = 3,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
     shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
-    config = OffloadConfig.load(
-        {
-            "cpu_memory": cpu_memory,
-            "gpu_memory": gpu_memory,
-            "schedule": schedule,
-            "activations": activations,
-            "ssd": str(folder),
-        }
-    )
-    try:
+    settings = {
+        "cpu_memory": cpu_memory,
+        "gpu_memory": gpu_memory,
+        "schedule": schedule,
+        "activations": activations,
+    }
+    with folder_in(store) as folder:
+        config = OffloadConfig.load({**settings, "ssd": str(folder)})
         results = [
             measure(shape, config, folder, device=device, max_grad_norm=norm, num_turns=num_turns)
             for norm in (max_grad_norm or [0.0, 1.0])
         ]
-    finally:
-        if store is None:
-            shutil.rmtree(folder, ignore_errors=True)
     show(results)
-    if output is not None:
-        output.write_text(json.dumps({"shape": asdict(shape), "results": results}, indent=2) + "\n")
+    write_figures(output, {"shape": asdict(shape), "results": results})
 
 
 if __name__ == "__main__":

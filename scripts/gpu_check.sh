@@ -36,7 +36,7 @@ failed=()
 "$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")
 
 # Those that compute; the others (bench_io, bench_rivals) measure the drive and the CPU.
-for bench in $(grep -l -- 'help="cpu or cuda"' scripts/bench_*.py); do
+for bench in $(grep -l 'device: DeviceOption' scripts/bench_*.py); do
     name=$(basename "$bench" .py)
     echo "== $name"
     "$python" "$bench" --device cuda --output "$out/$name.json" || failed+=("$name")
