@@ -8,17 +8,15 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hf_lohan.config import format_bytes
 from hf_lohan.report.findings import Findings, Wait
-from hf_lohan.report.sentences import LANE_LABELS
+from hf_lohan.report.lanes import LANES
 from hf_lohan.report.svg import (
     BLUE,
     FULL_WIDTH,
-    GRAY,
     GREEN,
     HALF_WIDTH,
     MUTED,
     ORANGE,
     PURPLE,
-    RED,
     TEAL,
     TEXT,
     new_figure,
@@ -26,32 +24,10 @@ from hf_lohan.report.svg import (
     to_svg,
 )
 from hf_lohan.report.wording import percent, seconds
-from hf_lohan.timeline import (
-    COMPUTE,
-    COMPUTE_WAITS,
-    CPU_OPTIMIZER,
-    D2H,
-    H2D,
-    LOADS_WAIT,
-    SSD_READ,
-    SSD_WRITE,
-    UPDATES_WAIT,
-)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-LANE_COLORS = {
-    COMPUTE: BLUE,
-    H2D: PURPLE,
-    D2H: "#b79be0",
-    SSD_READ: TEAL,
-    SSD_WRITE: "#2f7f88",
-    CPU_OPTIMIZER: GREEN,
-    COMPUTE_WAITS: RED,
-    LOADS_WAIT: "#b9a18f",
-    UPDATES_WAIT: GRAY,
-}
 _MAX_POINTS = 500
 """In a line; beyond that a point is the median of some steps."""
 _MAX_BARS = 7
@@ -88,7 +64,7 @@ def lanes_chart(findings: Findings) -> str:
     """Busy share of each lane."""
     works = findings.lanes
     bars = [
-        (LANE_LABELS[work.lane], work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", LANE_COLORS[work.lane])
+        (LANES[work.lane].label, work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", LANES[work.lane].color)
         for work in works
     ]
     return _bars(bars, "lanes", "busy share of each lane", axis_label="share of a step's time", are_shares=True)
@@ -99,13 +75,13 @@ def waits_chart(findings: Findings) -> str:
     longest = sorted(findings.waits, key=lambda wait: -wait.seconds)[:_MAX_BARS]
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
-    bars = [(_wait_label(wait), wait.seconds / unit_s, seconds(wait.seconds), LANE_COLORS[wait.lane]) for wait in waits]
+    bars = [(_wait_label(wait), wait.seconds / unit_s, seconds(wait.seconds), LANES[wait.lane].color) for wait in waits]
     return _bars(bars, "waits", "time waited in a step, by cause", axis_label=f"{unit} a step")
 
 
 def _wait_label(wait: Wait) -> str:
     """ "computing: weights"."""
-    return f"{LANE_LABELS[wait.lane].split()[0]}: {wait.cause}"
+    return f"{LANES[wait.lane].label.split()[0]}: {wait.cause}"
 
 
 def memory_chart(findings: Findings) -> str:

@@ -8,23 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from hf_lohan.report.lanes import WAIT_LANES, WORK_LANES
 from hf_lohan.report.run_data import RunData
-from hf_lohan.timeline import (
-    COMPUTE,
-    COMPUTE_WAITS,
-    CPU_OPTIMIZER,
-    D2H,
-    H2D,
-    LOADS_WAIT,
-    SSD_READ,
-    SSD_WRITE,
-    UPDATES_WAIT,
-)
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS
 
 NUM_FIRST_STEPS = 5
 """They are watched, planned and corrected, so they are slower."""
-WORK_LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER)
-WAIT_LANES = (COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT)
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
 _DAY_S = 86400.0
 

@@ -7,31 +7,11 @@ from collections.abc import Iterator
 
 from hf_lohan.config import format_bytes
 from hf_lohan.report.findings import Findings, Wait
+from hf_lohan.report.lanes import LANES
 from hf_lohan.report.step_picture import StepPicture
 from hf_lohan.report.wording import drive_bytes, listed, percent, seconds, times
-from hf_lohan.timeline import (
-    COMPUTE,
-    COMPUTE_WAITS,
-    CPU_OPTIMIZER,
-    D2H,
-    H2D,
-    LOADS_WAIT,
-    SSD_READ,
-    SSD_WRITE,
-    UPDATES_WAIT,
-)
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
 
-LANE_LABELS = {
-    COMPUTE: "computing",
-    H2D: "copies to the device",
-    D2H: "copies from the device",
-    SSD_READ: "SSD reading",
-    SSD_WRITE: "SSD writing",
-    CPU_OPTIMIZER: "optimizer on the CPU",
-    COMPUTE_WAITS: "computing waits",
-    LOADS_WAIT: "loading waits",
-    UPDATES_WAIT: "updating waits",
-}
 RESOURCE_LABELS = {
     "compute": "computing",
     "h2d": "the link to the device",
@@ -91,7 +71,7 @@ def on_step_time(findings: Findings) -> str:
 def on_lanes(findings: Findings) -> str:
     """Who was busy how much."""
     by_share = sorted(findings.lanes, key=lambda work: -work.share)
-    words = [f"{LANE_LABELS[work.lane]} {percent(work.share)}" for work in by_share]
+    words = [f"{LANES[work.lane].label} {percent(work.share)}" for work in by_share]
     first, *rest = words
     others = f", {listed(rest)}" if rest else ""
     return f"Of a step's time, {first.replace(' ', ' took ', 1) if ' ' in first else first}{others}. They overlap."

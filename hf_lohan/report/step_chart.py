@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hf_lohan.report.charts import LANE_COLORS
-from hf_lohan.report.sentences import LANE_LABELS
+from hf_lohan.report.lanes import LANES
 from hf_lohan.report.step_picture import StepPicture
 from hf_lohan.report.svg import FULL_WIDTH, MUTED, TEXT, new_figure, plain_axes, to_svg
-from hf_lohan.timeline import LANES
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -28,13 +26,13 @@ def step_chart(picture: StepPicture) -> str:
     for row, lane in enumerate(lanes):
         kinds = [(name, spans) for (of_lane, name), spans in picture.spans.items() if of_lane == lane]
         for number, (name, spans) in enumerate(kinds):
-            color, shade = LANE_COLORS[lane], _SHADES[min(number, len(_SHADES) - 1)]
+            color, shade = LANES[lane].color, _SHADES[min(number, len(_SHADES) - 1)]
             bars = [(begin / unit_s, (end - begin) / unit_s) for begin, end in spans]
             axes.broken_barh(bars, (row - 0.36, 0.72), facecolor=color, alpha=shade, linewidth=0)
             if number < _MAX_KINDS:
                 middle = row + 0.29 * (number - (min(len(kinds), _MAX_KINDS) - 1) / 2)
                 _legend(axes, middle, name, color, shade)
-    axes.set_yticks(range(len(lanes)), [LANE_LABELS[lane] for lane in lanes])
+    axes.set_yticks(range(len(lanes)), [LANES[lane].label for lane in lanes])
     axes.tick_params(axis="y", labelcolor=TEXT, length=0)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, picture.step_s / unit_s)
