@@ -7,10 +7,11 @@ import logging
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from hf_lohan.timeline import Timeline, chrome_trace
+from hf_lohan.timeline import Timeline, trace_events
 
 logger = logging.getLogger(__name__)
 
@@ -32,13 +33,13 @@ class StepMark:
 def write_trace(path: Path, timeline: Timeline, steps: Iterable[StepMark] = ()) -> None:
     """Write all tasks so far, an event a line, with the steps in a row of their own on top. The file is there when it
     is whole; where that cannot be, a warning says so: the training itself is fine."""
-    trace = chrome_trace(timeline.tasks, began_s=timeline.began_s)
-    events = [*_row_of_steps(), *(_event(mark, timeline.began_s) for mark in steps), *trace.pop("traceEvents")]
+    marks = (_event(mark, timeline.began_s) for mark in steps)
+    events = chain(_row_of_steps(), marks, trace_events(timeline.tasks, began_s=timeline.began_s))
     fresh = path.with_name(f"{path.name}.new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with fresh.open("w", encoding="utf-8") as stream:
-            stream.write(json.dumps(trace)[:-1] + ', "traceEvents": [\n')
+            stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(events):
                 stream.write((",\n" if number else "") + json.dumps(event))
             stream.write("\n]}\n")

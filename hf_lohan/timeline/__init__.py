@@ -5,7 +5,7 @@ clock readings a task and are always on; a trace keeps every task and writes the
 standard library alone.
 """
 
-from hf_lohan.timeline.chrome_trace import chrome_trace
+from hf_lohan.timeline.chrome_trace import trace_events
 from hf_lohan.timeline.timeline import (
     COMPUTE,
     COMPUTE_WAITS,
@@ -36,5 +36,5 @@ __all__ = [
     "LaneTotals",
     "Task",
     "Timeline",
-    "chrome_trace",
+    "trace_events",
 ]

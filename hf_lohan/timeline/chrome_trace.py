@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from hf_lohan.timeline.timeline import LANES, Task
@@ -10,14 +10,15 @@ from hf_lohan.timeline.timeline import LANES, Task
 _PID = 1
 
 
-def chrome_trace(tasks: Iterable[Task], *, began_s: float) -> dict[str, Any]:
-    """The trace; its clock starts at ``began_s`` and counts microseconds.
+def trace_events(tasks: Iterable[Task], *, began_s: float) -> Iterator[dict[str, Any]]:
+    """The `traceEvents` of a trace, one at a time, for there may be millions. Their clock starts at ``began_s`` and
+    counts microseconds.
 
     Tasks of a lane that overlap without one holding the other are drawn in rows of their own, for the format allows
     only nested ones in a row.
     """
     rows: dict[tuple[str, int], int] = {}
-    events: list[dict[str, Any]] = [_metadata("process_name", 0, {"name": "hf_lohan"})]
+    yield _metadata("process_name", 0, {"name": "hf_lohan"})
     by_lane: dict[str, list[Task]] = {lane: [] for lane in LANES}
     for task in tasks:
         by_lane[task.lane].append(task)
@@ -27,11 +28,10 @@ def chrome_trace(tasks: Iterable[Task], *, began_s: float) -> dict[str, Any]:
             row = next((row for row, end_s in enumerate(ends_s) if end_s <= task.began_s), len(ends_s))
             ends_s[row : row + 1] = [task.ended_s]
             thread = rows.setdefault((lane, row), len(rows) + 1)
-            events.append(_event(task, thread, began_s))
+            yield _event(task, thread, began_s)
     for (lane, row), thread in rows.items():
-        events.append(_metadata("thread_name", thread, {"name": lane if row == 0 else f"{lane} ({row + 1})"}))
-        events.append(_metadata("thread_sort_index", thread, {"sort_index": LANES.index(lane) * 100 + row}))
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
+        yield _metadata("thread_name", thread, {"name": lane if row == 0 else f"{lane} ({row + 1})"})
+        yield _metadata("thread_sort_index", thread, {"sort_index": LANES.index(lane) * 100 + row})
 
 
 def _event(task: Task, thread: int, began_s: float) -> dict[str, Any]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 import threading
 
-from hf_lohan.timeline import COMPUTE, LANES, SSD_READ, SSD_WRITE, Timeline, chrome_trace
+from hf_lohan.timeline import COMPUTE, LANES, SSD_READ, SSD_WRITE, Timeline, trace_events
 
 
 def test_tasks_are_counted_by_lane_and_name() -> None:
@@ -63,9 +63,9 @@ def test_a_trace_draws_overlapping_tasks_of_a_lane_in_rows_of_their_own() -> Non
     timeline.add(SSD_READ, "exp_avg", began_s + 2, began_s + 4)
     timeline.add(SSD_READ, "exp_avg", began_s + 3, began_s + 5)
     timeline.add(COMPUTE, "forward", began_s + 1, began_s + 2)
-    trace = json.loads(json.dumps(chrome_trace(timeline.tasks, began_s=began_s)))
-    drawn = [event for event in trace["traceEvents"] if event["ph"] == "X"]
-    names = {e["tid"]: e["args"]["name"] for e in trace["traceEvents"] if e["name"] == "thread_name"}
+    events = json.loads(json.dumps(list(trace_events(timeline.tasks, began_s=began_s))))
+    drawn = [event for event in events if event["ph"] == "X"]
+    names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
     assert [(names[e["tid"]], e["name"], round(e["ts"]), round(e["dur"])) for e in drawn] == [
         ("compute", "forward", 1_000_000, 1_000_000),
         ("ssd read", "param 0", 1_000_000, 2_000_000),
