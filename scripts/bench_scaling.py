@@ -170,8 +170,8 @@ def main(
 
     with ExitStack() as stack:
         folders = [stack.enter_context(folder_in(path)) for path in (store or [Path(), Path()])]
-        by_parameters = [replace(base, layers=layers) for layers in (4, 8, 16, 24)]
-        by_tokens = [replace(base, batch_size=batch_size, sequence_length=256) for batch_size in (2, 3, 4, 6)]
+        by_parameters = [replace(base, layers=layers) for layers in (4, 8, 12, 16)]
+        by_tokens = [replace(base, batch_size=batch_size, sequence_length=256) for batch_size in (2, 3, 4, 5)]
         result: dict[str, Any] = {
             "by_parameters": row("parameters", by_parameters, [1] * 4),
             "by_tokens": row("tokens", by_tokens, [1] * 4),

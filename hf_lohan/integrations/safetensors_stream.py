@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -22,11 +22,6 @@ _DTYPE_NAMES = {
     torch.float16: "F16",
     torch.int16: "I16",
     torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.int32: "I32",
-    torch.int64: "I64",
-    torch.float64: "F64",
-    torch.bool: "BOOL",
 }
 DATA_ALIGN_BYTES = 4096
 """The data begin at a multiple of this in the file, so that whole blocks of a file system can be cloned into it."""
@@ -45,41 +40,20 @@ class TensorSpec:
     numel: int
     pieces: Iterable[Tensor]
     clone: Clone | None = None
-    shape: tuple[int, ...] | None = None
-    """If it is not flat."""
 
     @property
     def num_bytes(self) -> int:
         return self.numel * self.dtype.itemsize
 
 
-def save_tensors(tensors: Mapping[str, Tensor], path: str | Path, metadata: Mapping[str, str] | None = None) -> None:
-    """As `safetensors.torch.save_file`, which copies all of them before it writes the first; same limits.
-
-    Raises as `write_safetensors`, and ValueError for a dtype that is not known here.
-    """
-    unknown = sorted({str(tensor.dtype) for tensor in tensors.values() if tensor.dtype not in _DTYPE_NAMES})
-    if unknown:
-        raise ValueError(f"cannot write tensors of {', '.join(unknown)} as safetensors")
-    # The widest first: each then begins at a multiple of its element's size.
-    by_width = sorted(tensors.items(), key=lambda item: -item[1].element_size())
-    specs = [
-        TensorSpec(name, tensor.dtype, tensor.numel(), [tensor.detach().reshape(-1)], shape=tuple(tensor.shape))
-        for name, tensor in by_width
-    ]
-    write_safetensors(Path(path), specs, metadata)
-
-
-def write_safetensors(
-    path: Path, tensors: Iterable[TensorSpec], metadata: Mapping[str, str] | None = None
-) -> None:
+def write_safetensors(path: Path, tensors: Iterable[TensorSpec]) -> None:
     """Write `tensors` to `path`: header length, JSON header, then the data from a multiple of `DATA_ALIGN_BYTES` on.
 
     The file is whole and on the medium when this returns. Raises `StorageError` with the bytes needed and free if the
     disk is full, ValueError if pieces do not add up to their tensor.
     """
     specs = list(tensors)
-    header = _header_of(specs, metadata or {"format": "pt"})
+    header = _header_of(specs)
     try:
         with open(path, "wb") as file:
             file.write(header)
@@ -102,13 +76,12 @@ def write_safetensors(
         ) from error
 
 
-def _header_of(specs: list[TensorSpec], metadata: Mapping[str, str]) -> bytes:
-    entries: dict[str, object] = {"__metadata__": dict(metadata)}
+def _header_of(specs: list[TensorSpec]) -> bytes:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for spec in specs:
         end = offset + spec.num_bytes
-        shape = [spec.numel] if spec.shape is None else list(spec.shape)
-        entries[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": shape, "data_offsets": [offset, end]}
+        entries[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": [spec.numel], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGN_BYTES)

@@ -13,9 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import modeling_utils
 
-from hf_lohan.integrations.safetensors_stream import save_tensors
 from hf_lohan.runtime import OffloadEngine, ParameterAccess
 
 logger = logging.getLogger(__name__)
@@ -38,7 +36,8 @@ class StoredModel:
         itemsize = engine.layout.master.working_dtype.itemsize
         largest_block_bytes = max(block.numel for block in engine.layout.blocks) * itemsize
         assert isinstance(engine.config.cpu_memory, int)
-        shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 2, _MAX_SHARD_BYTES))
+        # A shard stands in RAM beside the pools, which have taken their budget already.
+        shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 8, _MAX_SHARD_BYTES))
         return cls(engine.model, lambda: engine.parameters, shard_bytes)
 
 
@@ -74,8 +73,8 @@ def save_pretrained_from_store(
 ) -> Any:
     """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
 
-    `max_shard_size` bounds the RAM this takes; by default a shard is as large as the largest block, but at least
-    what `cpu_memory` allows and at most 5 GB. A `state_dict` passed in is not used (scripts
+    `max_shard_size` bounds the RAM this takes; by default a shard is as large as an eighth of `cpu_memory`, but at
+    least as the largest block, and at most 5 GB. A `state_dict` passed in is not used (scripts
     pass what `accelerator.get_state_dict` gave them, which are the same weights); that is logged.
     """
     model = stored_model.model
@@ -110,17 +109,14 @@ def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
     """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
     turn, and un-fuses experts shard by shard."""
     previous = getattr(model, "hf_device_map", None)
-    stock_writer = modeling_utils.safe_save_file
     model.hf_device_map = {"": "disk"}
     model._hf_hook = types.SimpleNamespace(weights_map=weights)
-    modeling_utils.safe_save_file = save_tensors  # does not hold a shard twice
     try:
         with warnings.catch_warnings():
             # True of models that do not fit; here a shard is at most `max_shard_size`.
             warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
             yield
     finally:
-        modeling_utils.safe_save_file = stock_writer
         del model._hf_hook
         if previous is None:
             del model.hf_device_map
