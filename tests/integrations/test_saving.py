@@ -28,10 +28,10 @@ def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("shard_size", [None, "100KB"])
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_same_tensors_as_from_memory(family: str, shard_size: str | None, offload: Offload, tmp_path: Path) -> None:
-    options: dict[str, Any] = {} if shard_size is None else {"max_shard_size": shard_size}
+def test_the_same_tensors_as_from_memory(family: str, shard_size: str, offload: Offload, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_shard_size": shard_size}
     model = tiny_model(family)
     model.save_pretrained(tmp_path / "stock", **options)
     offload(model)
@@ -42,7 +42,7 @@ def test_the_same_tensors_as_from_memory(family: str, shard_size: str | None, of
         assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(ours[name], tensor), name
     num_shards = len(list((tmp_path / "ours").glob("*.safetensors")))
-    assert num_shards > 3 if shard_size else num_shards == 1
+    assert num_shards > 3 if shard_size == "100KB" else num_shards == 1
     for name in ("config.json", "generation_config.json"):
         files = [json.loads((tmp_path / folder / name).read_text()) for folder in ("stock", "ours")]
         assert files[0] == files[1]
@@ -76,7 +76,7 @@ def test_by_default_a_shard_takes_no_more_than_the_budget_allows(offload: Offloa
     model.save_pretrained(tmp_path)
     largest_block_bytes = max(block.numel for block in engine.layout.blocks) * 4
     assert isinstance(engine.config.cpu_memory, int)
-    allowed_bytes = max(largest_block_bytes, engine.config.cpu_memory // 2)
+    allowed_bytes = max(largest_block_bytes, engine.config.cpu_memory // 8)
     shards = list(tmp_path.glob("*.safetensors"))
     assert len(shards) > 1
     for shard in shards:
