@@ -16,11 +16,10 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations.attachment import engine_of, offload_model
 from hf_lohan.integrations.guards import check_model
 from hf_lohan.integrations.loading import reload_weights
+from hf_lohan.integrations.loop_record import LoopRecord
 from hf_lohan.integrations.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
 from hf_lohan.integrations.saving import StoredModel, StoredWeights
-from hf_lohan.integrations.trace_file import write_trace
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.report.files import FOLDER, TRACE_NAME
 from hf_lohan.runtime import OffloadEngine
 
 _MODEL_FOLDER = "lohan_model"
@@ -138,6 +137,7 @@ class Accelerator(OffloadAwareAccelerator):
             )
         if self.num_processes > 1:
             raise ValueError(f"offload runs in one process for now, this launch has {self.num_processes}")
+        self._loop_record: LoopRecord | None = None
         self.register_save_state_pre_hook(self._save_offloaded)
         self.register_load_state_pre_hook(self._load_offloaded)
 
@@ -193,7 +193,15 @@ class Accelerator(OffloadAwareAccelerator):
         # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
         taken = OffloadAdamW(optimizer.param_groups, engine=engine)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
+        if self.project_dir is not None or engine.timeline.is_tracing:
+            self._loop_record = LoopRecord(engine, taken, Path(self.project_dir or "."))
         return taken
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As in accelerate; `loss`, `grad_norm`, `learning_rate` and `eval_loss` go to `lohan/steps.jsonl` as well."""
+        super().log(values, *args, **kwargs)
+        if self._loop_record is not None:
+            self._loop_record.log(values)
 
     def save_model(
         self,
@@ -210,15 +218,11 @@ class Accelerator(OffloadAwareAccelerator):
             model.save_pretrained(save_directory, **kwargs)
 
     def end_training(self) -> None:
-        """As in accelerate; with `trace: true` writes `lohan/trace.json` into the project folder, or into the working
-        directory where there is none."""
-        engine = self.offload_engine
+        """As in accelerate; ends what `lohan report` reads, `lohan/` in the project folder. Without a project folder
+        only runs with `trace: true` have it, in the working directory."""
         try:
-            if engine is not None and engine.timeline.is_tracing:
-                if not engine.is_closed:
-                    engine.settle()
-                engine.device.note_reached()
-                write_trace(Path(self.project_dir or ".") / FOLDER / TRACE_NAME, engine.timeline)
+            if self._loop_record is not None:
+                self._loop_record.end()
         finally:
             super().end_training()
 

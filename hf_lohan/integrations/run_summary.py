@@ -46,7 +46,8 @@ class RunSummary(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._peak.start()
-        if plan := run_plan_of(self.engine):
+        plan = run_plan_of(self.engine)
+        if plan is not None and state.max_steps > 0:
             plan.begin(num_steps=state.max_steps - state.global_step)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
@@ -86,7 +87,7 @@ class RunSummary(TrainerCallback):
             "num_parameters": engine.layout.num_parameters,
             "hardware": engine.device.describe(),
             "is_finished": is_finished,
-            "num_planned_steps": state.max_steps,
+            "num_planned_steps": state.max_steps or None,
             "model_class": engine.layout.identity.model_class,
             "dtype": str(engine.layout.master.working_dtype).removeprefix("torch."),
             "versions": {

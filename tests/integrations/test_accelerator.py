@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 from hf_lohan import Accelerator, LohanPlugin, engine_of
 from hf_lohan.config import ConfigError
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.report import write_report
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_BATCHES = 8
@@ -293,15 +294,45 @@ def test_a_plugin_takes_keywords_only_and_known_ones() -> None:
         LohanPlugin(offlaod="lohan")  # type: ignore[call-arg]
 
 
-def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
-    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path), "trace": True})
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path / "project"), lohan_plugin=plugin)
+def a_loop(project: Path | None, store: Path, *, num_steps: int, trace: bool = False, log: bool = True) -> None:
+    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(store), "trace": trace})
+    accelerator = Accelerator(
+        cpu=True, project_dir=project and str(project), lohan_plugin=plugin, gradient_accumulation_steps=2
+    )
     model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
-    accelerator.backward(model(**tiny_batch()).loss)
-    optimizer.step()
+    for _ in range(num_steps):
+        for _ in range(2):
+            with accelerator.accumulate(model):
+                loss = model(**tiny_batch()).loss
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        if log:
+            accelerator.log({"loss": loss.item(), "accuracy": 0.5})
     accelerator.end_training()
-    events = json.loads((tmp_path / "project" / "lohan" / "trace.json").read_text())["traceEvents"]
-    assert {"compute", "ssd read", "ssd write", "cpu optimizer"} <= {event.get("cat") for event in events}
     engine = engine_of(model)
     assert engine is not None
     engine.close()
+
+
+def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
+    a_loop(tmp_path / "project", tmp_path / "store", num_steps=1, trace=True)
+    events = json.loads((tmp_path / "project" / "lohan" / "trace.json").read_text())["traceEvents"]
+    assert {"compute", "ssd read", "ssd write", "cpu optimizer", "step"} <= {event.get("cat") for event in events}
+
+
+def test_a_loop_in_a_project_can_be_reported_on(tmp_path: Path) -> None:
+    a_loop(tmp_path / "project", tmp_path / "store", num_steps=3)
+    folder = tmp_path / "project" / "lohan"
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
+    assert {line["num_tokens"] for line in lines} == {2 * tiny_batch()["input_ids"].numel()}
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["is_finished"] and summary["num_steps"] == 3
+    assert "3 steps" in write_report(tmp_path / "project").read_text()
+
+
+def test_a_loop_without_a_project_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_loop(None, tmp_path / "store", num_steps=1, log=False)
+    assert [path.name for path in tmp_path.iterdir()] == ["store"]
