@@ -55,6 +55,11 @@ class ParameterAccess:
     def state_dtype(self, kind: str) -> torch.dtype:
         return self._master.state_dtype(kind)
 
+    def elements(self, name: str, kind: str) -> tuple[int, int]:
+        """Which elements [start, stop) of its block's record of a kind are a parameter's."""
+        _, part = self.slices[name]
+        return self._master.elements(kind, part.start, part.stop)
+
     @torch.no_grad()
     def write_parameter(self, name: str, source: Tensor) -> None:
         """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
@@ -89,32 +94,34 @@ class ParameterAccess:
         return self.read_flat(name, "param").view(part.shape)
 
     def read_flat(self, name: str, kind: str) -> Tensor:
-        """One record kind of a parameter as a new flat host tensor [numel]."""
-        _, part = self.slices[name]
-        out = torch.empty(part.numel, dtype=self.state_dtype(kind))
+        """One record kind of a parameter, as it is stored, as a new flat host tensor."""
+        start, stop = self.elements(name, kind)
+        out = torch.empty(stop - start, dtype=self.state_dtype(kind))
         for start, piece in self.read_pieces(name, kind):
             out[start : start + piece.numel()].copy_(piece)
         return out
 
     def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
-        block, part = self.slices[name]
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
         with self._buffers(2) as (bounce, landing):
-            for start, stop in ranges(part.numel, self._piece_numel):
+            for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(self.state_dtype(kind), stop - start)
-                self._store.read_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+                self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
 
     @torch.no_grad()
     def write_state(self, name: str, kind: str, source: Sliceable) -> None:
-        """Store one state record (`exp_avg`, `exp_avg_sq`, `master_residual`) of a parameter from a flat source."""
-        block, part = self.slices[name]
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter from a flat source."""
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
         dtype = self.state_dtype(kind)
         with self._buffers(2) as (bounce, landing):
-            for start, stop in ranges(part.numel, self._piece_numel):
+            for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(dtype, stop - start)
                 piece.copy_(source[start:stop])
-                self._store.write_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+                self._store.write_unaligned(block.name, kind, first + start, piece, bounce.bytes)
 
     @contextmanager
     def _buffers(self, count: int) -> Iterator[list[Buffer]]:
