@@ -58,7 +58,11 @@ def store_paths(run: str | Path) -> Sequence[str]:
 
 def _moment_dtype(store: Store) -> MomentDtype:
     name = store.model.optimizer_state_dtype
-    assert name in get_args(MomentDtype), "the store's fingerprint covers it"
+    if name not in get_args(MomentDtype):
+        raise ValueError(
+            f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this hf_lohan does not know; "
+            "upgrade it"
+        )
     return cast(MomentDtype, name)
 
 

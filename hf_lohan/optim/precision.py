@@ -4,6 +4,8 @@ float32 working weights *are* the master. For bfloat16 working weights the maste
 bits, rounded half up, are the working weight, and what the rounding took or gave is a signed 16-bit residual. So no
 second copy is stored: 12 bytes a parameter with both moments, where a float32 master beside it would make it 14.
 (Half up, not half to even: only then is the residual always in [-32768, 32767].)
+
+A `MasterFormat` says this of a run's weights, and of their moments, which are float32 or what `moments` makes of them.
 """
 
 from __future__ import annotations

@@ -43,7 +43,8 @@ def _mixed(value: int) -> int:
 def _integers() -> Tensor:
     """All values in an order that is a matter of arithmetic, not of some torch version's generator; and the beginning
     once more, so that a run that goes past the end is one slice."""
-    order = torch.tensor([_mixed(value) for value in range(PERIOD)]).argsort(stable=True).to(torch.int32)
+    keys = torch.tensor([_mixed(value) for value in range(PERIOD)], device="cpu")
+    order = keys.argsort(stable=True).to(torch.int32)
     return torch.cat([order, order[:MAX_RUN_NUMEL]])
 
 
