@@ -4,7 +4,7 @@
     python scripts/measure_state_dtypes.py quickstart_out        # SmolLM2-135M, 48 steps of 2 x 256 tokens, float32
 
 The quickstart's fine-tune with float32, bfloat16 and int8 moments, one after the other, from the same weights and over
-the same batches. With float32 it is bit for bit that of torch in memory, so what differs from it is the rounding's doing.
+the same batches. With float32 it is bit for bit that of torch in memory: what differs from it is the rounding's doing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """AdamW's moments in fewer bytes than float32 takes: how `exp_avg` and `exp_avg_sq` become records, and come back.
 
 Both forms round by chance, up as often as it takes to be right on average. To the nearest would be no good: with
-beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so that it would never decay.
+beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so that it would never decay. (`exp_avg` at
+beta1 = 0.9 would do with the nearest as well, but not at any beta1.)
 
 Records full of zeros, as those of a new store, are moments of zero.
 """
