@@ -19,6 +19,7 @@ from hf_lohan.cli.rate_verdicts import rate_checks
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for, usable_cpus
+from hf_lohan.optim import master_format
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.profiler import (
     MatrixShape,
@@ -95,7 +96,9 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
             hardware = cached_hardware(
                 config, device, matrix_shapes=SHAPES, dtype=DTYPE, effort=EFFORT, measure_again=measure_again
             )
-            checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."))
+            form = master_format(DTYPE, config.optimizer_state_dtype)
+            update_bytes = DTYPE.itemsize + form.state_bytes_per_param
+            checks += rate_checks(hardware, str(DTYPE).removeprefix("torch."), update_bytes=update_bytes)
         except (OSError, ValueError) as error:
             advice = "see to what is bad with the paths"
             checks.append(Check("measured rates", f"none: {error}", Verdict.BAD, advice))

@@ -17,12 +17,11 @@ _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S = 0.5e9, 2e9
 _TOGETHER_FRACTION = 0.75
 _MIXED_FRACTION = 0.6
 _FAST_GPU_FLOPS_PER_S = 50e12
-_UPDATE_READ_BYTES, _UPDATE_WRITE_BYTES = 12, 12
-"""A parameter's weight, master and moments, each way."""
 
 
-def rate_checks(profile: HardwareProfile, dtype: str) -> list[Check]:
-    """The lines on what was measured, `dtype` being that of the products."""
+def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
+    """The lines on what was measured, `dtype` being that of the products; an update reads `update_bytes` of a parameter
+    (its weight, master and moments), and writes as many."""
     checks = [_compute(profile, dtype), *_links(profile)]
     for ssd in profile.ssd:
         checks.append(_reads(ssd))
@@ -30,7 +29,7 @@ def rate_checks(profile: HardwareProfile, dtype: str) -> list[Check]:
     if len(profile.ssd) > 1:
         checks.append(_together(profile))
     checks += _mixed(profile)
-    checks.append(_optimizer(profile))
+    checks.append(_optimizer(profile, update_bytes))
     return checks
 
 
@@ -102,23 +101,21 @@ def _mixed(profile: HardwareProfile) -> list[Check]:
     return [Check("reads and writes mixed", _per_s(mixed), Verdict.GOOD)]
 
 
-def _optimizer(profile: HardwareProfile) -> Check:
-    rate = _params_per_s(profile.cpu)
+def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
+    rate = _params_per_s(profile.cpu, update_bytes)
     value = f"{profile.cpu.optimizer_params_per_s / 1e6:,.0f} M parameters/s"
     if profile.cpu.checksum_bytes_per_s:
         value += f", checksums {_per_s(profile.cpu.checksum_bytes_per_s)}"
-    drives = 1 / (
-        _UPDATE_READ_BYTES / profile.ssd_read_bytes_per_s + _UPDATE_WRITE_BYTES / profile.ssd_write_bytes_per_s
-    )
+    drives = 1 / (update_bytes / profile.ssd_read_bytes_per_s + update_bytes / profile.ssd_write_bytes_per_s)
     if rate < drives:
         advice = f"give the run more cores or faster memory: the drives could feed {drives / 1e6:,.0f} M parameters/s"
         return Check("optimizer", value, Verdict.COULD_BE_BETTER, advice)
     return Check("optimizer", f"{value}; the drives feed {drives / 1e6:,.0f} M/s", Verdict.GOOD)
 
 
-def _params_per_s(cpu: CpuProfile) -> float:
+def _params_per_s(cpu: CpuProfile, update_bytes: float) -> float:
     """With the checksums of what an update reads and writes."""
-    hash_s = (_UPDATE_READ_BYTES + _UPDATE_WRITE_BYTES) / cpu.checksum_bytes_per_s if cpu.checksum_bytes_per_s else 0.0
+    hash_s = 2 * update_bytes / cpu.checksum_bytes_per_s if cpu.checksum_bytes_per_s else 0.0
     return 1 / (1 / cpu.optimizer_params_per_s + hash_s)
 
 

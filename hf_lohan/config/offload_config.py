@@ -24,7 +24,7 @@ from hf_lohan.config.value_checks import (
 
 Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
-OptimizerStateDtype: TypeAlias = Literal["float32"]
+OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
@@ -52,7 +52,8 @@ class OffloadConfig:
     has room for, those first that are read most often; "none" reads all from the SSD."""
 
     optimizer_state_dtype: OptimizerStateDtype = "float32"
-    """Type in which `exp_avg` and `exp_avg_sq` are stored."""
+    """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW computes in float32 whatever it is; what is not
+    float32 is rounded when it is stored, so that the training is no longer bit for bit that of torch in memory."""
 
     io_threads: int | Literal["auto"] = AUTO
     """Threads that read and write the store; "auto" is one per CPU, at least 2 and at most 8."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import torch
 from safetensors.torch import load
@@ -15,6 +15,7 @@ from hf_lohan.integrations.checkpoint_folder import unfinished_checkpoint
 from hf_lohan.integrations.model_description import BUFFERS_NAME, build_described, described_tokenizer
 from hf_lohan.integrations.resumption import store_paths_of_run
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.optim import MomentDtype
 from hf_lohan.runtime import ParameterAccess, stored_form
 from hf_lohan.storage import IoEngine, Store, StorePath
 
@@ -55,11 +56,21 @@ def store_paths(run: str | Path) -> Sequence[str]:
     return [str(run)] if (Path(run) / "manifest.json").is_file() else store_paths_of_run(run)
 
 
+def _moment_dtype(store: Store) -> MomentDtype:
+    name = store.model.optimizer_state_dtype
+    if name not in get_args(MomentDtype):
+        raise ValueError(
+            f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this hf_lohan does not know; "
+            "upgrade it"
+        )
+    return cast(MomentDtype, name)
+
+
 def _export_store(store: Store, out: Path) -> None:
     folder = store.paths[0].path
     model: Any = build_described(folder)
     working_dtype = getattr(torch, next(record.dtype for record in store.records if record.kind == "param"))
-    form = stored_form(model, working_dtype)
+    form = stored_form(model, working_dtype, _moment_dtype(store))
     if form.identity.fingerprint != store.model.fingerprint:
         raise ValueError(
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "

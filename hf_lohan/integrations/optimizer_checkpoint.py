@@ -20,7 +20,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_lohan.integrations.safetensors_stream import Clone, TensorSpec, write_safetensors
+from hf_lohan.integrations.safetensors_stream import DTYPE_NAMES, Clone, TensorSpec, write_safetensors
+from hf_lohan.optim import SCALE_BLOCK_NUMEL
 from hf_lohan.runtime import Block, OffloadEngine, ParameterAccess, ParamSlice
 from hf_lohan.storage import StorageError, Store
 from hf_lohan.storage.reflink import RecordCloner
@@ -32,7 +33,8 @@ _FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's states are: elements [start, start + numel) of each tensor of `file`."""
+    """Where a parameter's states are: elements [start, start + numel) of each tensor of `file`, or those that go with
+    these (`MasterFormat.elements`)."""
 
     file: str
     start: int
@@ -40,13 +42,14 @@ class _Place:
     num_updates: int
 
     @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
 
 
 class _Index(NamedTuple):
     folder: Path
     working_dtype: str
+    optimizer_state_dtype: str
     parameters: dict[str, _Place]
 
     def names_by_file(self) -> dict[str, list[str]]:
@@ -70,7 +73,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
     access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
     kinds = engine.layout.master.state_kinds
-    _check_room(folder, blocks, sum(access.state_dtype(kind).itemsize for kind in kinds))
+    _check_room(folder, blocks, engine.layout.master.state_bytes_per_param)
     parameters: dict[str, _Place] = {}
     with closing(RecordCloner()) as cloner:
         for number, block in enumerate(blocks):
@@ -78,24 +81,26 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
             with ExitStack() as held:
                 specs = []
                 for kind in kinds:
-                    pieces = _record_pieces(access, block, kind)
+                    numel = engine.layout.master.numel(kind, block.state_numel)
+                    pieces = _record_pieces(access, block, kind, numel)
                     held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
                     clone = _cloning(cloner, engine.tiers.store, block, kind)
-                    specs.append(TensorSpec(kind, access.state_dtype(kind), block.state_numel, pieces, clone))
+                    specs.append(TensorSpec(kind, access.state_dtype(kind), numel, pieces, clone))
                 write_safetensors(folder / file_name, specs)
             for part in block.trainable_slices:
                 parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), part.num_updates)
     index = {
         "format_version": _FORMAT_VERSION,
         "working_dtype": _working_dtype(engine),
+        "optimizer_state_dtype": engine.layout.master.moment_dtype,
         "parameters": {name: asdict(place) for name, place in parameters.items()},
     }
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
-def _check_room(folder: Path, blocks: list[Block], bytes_per_element: int) -> None:
+def _check_room(folder: Path, blocks: list[Block], bytes_per_param: float) -> None:
     """Clones take no room now, but the store does when it writes its next version: it must not find the disk full."""
-    needed_bytes = sum(block.state_numel for block in blocks) * bytes_per_element
+    needed_bytes = int(sum(block.state_numel for block in blocks) * bytes_per_param)
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed_bytes:  # some network file systems tell no sizes
         raise StorageError(
@@ -107,15 +112,16 @@ def _check_room(folder: Path, blocks: list[Block], bytes_per_element: int) -> No
         )
 
 
-def _record_pieces(access: ParameterAccess, block: Block, kind: str) -> Generator[Tensor, None, None]:
-    """A record in order, in pieces that are valid until the next; zeros where it only pads."""
+def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int) -> Generator[Tensor, None, None]:
+    """A record [numel] in order, in pieces that are valid until the next; zeros where it only pads."""
     dtype = access.state_dtype(kind)
     end = 0
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
-        yield torch.zeros(part.start - end, dtype=dtype)
+        start, stop = access.elements(part.name, kind)
+        yield torch.zeros(start - end, dtype=dtype)
         yield from (piece for _, piece in access.read_pieces(part.name, kind))
-        end = part.stop
-    yield torch.zeros(block.state_numel - end, dtype=dtype)
+        end = stop
+    yield torch.zeros(numel - end, dtype=dtype)
 
 
 def _cloning(cloner: RecordCloner, store: Store, block: Block, kind: str) -> Clone | None:
@@ -130,7 +136,7 @@ def _cloning(cloner: RecordCloner, store: Store, block: Block, kind: str) -> Clo
 
 def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
     """Read back what `save_optimizer_states` wrote, after the weights. Raises ValueError, before anything is
-    overwritten, if it is not there, is damaged or of another model, or has another working dtype."""
+    overwritten, if it is not there, is damaged or of another model, or has other dtypes."""
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index, engine.layout.master.state_kinds)
@@ -165,7 +171,8 @@ def _read_index(checkpoint: str | Path) -> _Index:
         version = int(fields["format_version"])
         if version == _FORMAT_VERSION:
             places = {name: _place_from(place) for name, place in fields["parameters"].items()}
-            return _Index(folder, str(fields["working_dtype"]), places)
+            state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
+            return _Index(folder, str(fields["working_dtype"]), state_dtype, places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error!r}); resume from another checkpoint") from error
     advice = "update hf_lohan" if version > _FORMAT_VERSION else "start anew from the checkpoint's weights"
@@ -202,17 +209,31 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
             f"the checkpoint was trained with {index.working_dtype} working weights, this run uses "
             f"{_working_dtype(engine)}; set bf16 as it was"
         )
+    moment_dtype = engine.layout.master.moment_dtype
+    if index.optimizer_state_dtype != moment_dtype:
+        raise ValueError(
+            f"the optimizer states in {str(index.folder)!r} were saved with optimizer_state_dtype="
+            f"{index.optimizer_state_dtype}, this run has {moment_dtype}; set it to {index.optimizer_state_dtype}, or "
+            "start anew from the checkpoint's weights"
+        )
+    if moment_dtype != "float32" and any(place.start % SCALE_BLOCK_NUMEL for place in index.parameters.values()):
+        raise ValueError(
+            f"the optimizer states in {str(index.folder)!r} begin in the middle of a scale block, which none can; "
+            "resume from another checkpoint"
+        )
     _check_files(engine, index)
     return trainable
 
 
 def _check_files(engine: OffloadEngine, index: _Index) -> None:
+    master = engine.layout.master
     for file_name, names in index.names_by_file().items():
-        needed_numel = max(index.parameters[name].start + index.parameters[name].numel for name in names)
+        last = max(index.parameters[name].stop for name in names)
         with _open_states(index, file_name) as file:
             stored_kinds = set(file.keys())
-            for kind in engine.layout.master.state_kinds:
-                dtype = _SAFETENSORS_DTYPES[engine.parameters.state_dtype(kind)]
+            for kind in master.state_kinds:
+                needed_numel = master.numel(kind, last)
+                dtype = DTYPE_NAMES[master.state_dtype(kind)]
                 record = file.get_slice(kind) if kind in stored_kinds else None
                 shape = record.get_shape() if record is not None and record.get_dtype() == dtype else []
                 if len(shape) != 1 or shape[0] < needed_numel:
@@ -223,13 +244,15 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
 
 
 def _load_kinds(engine: OffloadEngine, index: _Index, kinds: tuple[str, ...]) -> None:
-    access = engine.parameters
+    access, master = engine.parameters, engine.layout.master
     for file_name, names in index.names_by_file().items():
         with _open_states(index, file_name) as file:
             for kind in kinds:
                 record = file.get_slice(kind)
                 for name in names:
-                    access.write_state(name, kind, _From(record, index.parameters[name].start))
+                    place = index.parameters[name]
+                    start, _ = master.elements(kind, place.start, place.stop)
+                    access.write_state(name, kind, _From(record, start))
 
 
 class _From:
@@ -257,6 +280,3 @@ def _open_states(index: _Index, file_name: str) -> Iterator[Any]:
 
 def _working_dtype(engine: OffloadEngine) -> str:
     return str(engine.layout.master.working_dtype).removeprefix("torch.")
-
-
-_SAFETENSORS_DTYPES = {torch.float32: "F32", torch.int16: "I16"}

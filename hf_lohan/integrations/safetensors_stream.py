@@ -16,13 +16,15 @@ from torch import Tensor
 from hf_lohan.storage import StorageError
 from hf_lohan.storage.errors import NO_ROOM
 
-_DTYPE_NAMES = {
+DTYPE_NAMES = {
     torch.float32: "F32",
     torch.bfloat16: "BF16",
     torch.float16: "F16",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint8: "U8",
 }
+"""What safetensors calls them."""
 DATA_ALIGN_BYTES = 4096
 """The data begin at a multiple of this in the file, so that whole blocks of a file system can be cloned into it."""
 
@@ -81,7 +83,7 @@ def _header_of(specs: list[TensorSpec]) -> bytes:
     offset = 0
     for spec in specs:
         end = offset + spec.num_bytes
-        entries[spec.name] = {"dtype": _DTYPE_NAMES[spec.dtype], "shape": [spec.numel], "data_offsets": [offset, end]}
+        entries[spec.name] = {"dtype": DTYPE_NAMES[spec.dtype], "shape": [spec.numel], "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % DATA_ALIGN_BYTES)

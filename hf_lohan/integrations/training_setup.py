@@ -37,7 +37,7 @@ def training_setup(
         activations=config.activations,
         lent_bytes=_lent_bytes(layout),
         hands_over=config.schedule == "optimized",
-        state_bytes_per_param=float(sum(master.state_dtype(kind).itemsize for kind in master.state_kinds)),
+        state_bytes_per_param=master.state_bytes_per_param,
         clip=clip,
         clip_rate=clip_rate,
         num_micro_batches=num_micro_batches,

@@ -1,9 +1,11 @@
-"""The optimizer: torch's fused CPU AdamW over flat chunks, exact precision codecs, and the `Optimizer` the world sees.
+"""The optimizer: torch's fused CPU AdamW over flat chunks, exact codecs of masters, rounding ones of moments where that
+is asked for, and the `Optimizer` the world sees.
 
 Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
 """
 
 from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_, within
+from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype, moment_codec
 from hf_lohan.optim.optimizer import OffloadAdamW
 from hf_lohan.optim.precision import (
     MasterFormat,
@@ -12,16 +14,21 @@ from hf_lohan.optim.precision import (
     master_format,
     widen_in_place,
 )
+from hf_lohan.optim.tiled_update import adamw_in_tiles_
 
 __all__ = [
+    "SCALE_BLOCK_NUMEL",
     "AdamWGroup",
     "MasterFormat",
+    "MomentDtype",
     "OffloadAdamW",
     "Segment",
     "adamw_",
+    "adamw_in_tiles_",
     "decode_master_",
     "encode_master_",
     "master_format",
+    "moment_codec",
     "widen_in_place",
     "within",
 ]

@@ -4,6 +4,8 @@ float32 working weights *are* the master. For bfloat16 working weights the maste
 bits, rounded half up, are the working weight, and what the rounding took or gave is a signed 16-bit residual. So no
 second copy is stored: 12 bytes a parameter with both moments, where a float32 master beside it would make it 14.
 (Half up, not half to even: only then is the residual always in [-32768, 32767].)
+
+A `MasterFormat` says this of a run's weights, and of their moments, which are float32 or what `moments` makes of them.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentCodec, MomentDtype, moment_codec
+
 _HALF = 0x8000
 _LOW_BITS = 16
 _SEQUENTIAL_NUMEL = 1024
@@ -20,33 +24,96 @@ _SEQUENTIAL_NUMEL = 1024
 
 @dataclass(frozen=True, slots=True)
 class MasterFormat:
-    """Which records hold a trainable weight's master, and what passes through host buffers to update it."""
+    """Which records hold a trainable weight's master and moments, and what passes through host buffers to update it."""
 
     working_dtype: torch.dtype
     has_residual: bool
+    moment_dtype: MomentDtype = "float32"
+
+    @property
+    def moment_codec(self) -> MomentCodec | None:
+        """Brings the moments to float32 and back, where they are not stored so."""
+        return moment_codec(self.moment_dtype)
+
+    @property
+    def moment_kinds(self) -> tuple[str, ...]:
+        """Record kinds that hold moments."""
+        codec = self.moment_codec
+        return tuple(codec.dtypes) if codec is not None else ("exp_avg", "exp_avg_sq")
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
         """Record kinds beside `param` that every trainable block has."""
-        return ("master_residual", "exp_avg", "exp_avg_sq") if self.has_residual else ("exp_avg", "exp_avg_sq")
+        return ("master_residual", *self.moment_kinds) if self.has_residual else self.moment_kinds
+
+    @property
+    def buffer_kinds(self) -> tuple[tuple[str, ...], ...]:
+        """Record kinds that lie in a buffer of a chunk together, one behind the other: 4 bytes an element or less."""
+        weight = ("param", "master_residual") if self.has_residual else ("param",)
+        moments = self.moment_kinds
+        return (weight, moments) if self.moment_codec is not None else (weight, *((kind,) for kind in moments))
+
+    @property
+    def num_private_buffers(self) -> int:
+        """Buffers of a chunk for what is not stored: a split master and scratch for it, or a workspace for tiles."""
+        if self.moment_codec is not None:
+            return 1
+        return 2 if self.has_residual else 0
 
     @property
     def num_state_buffers_per_chunk(self) -> int:
-        """Host buffers one chunk's update needs: weight (with residual), moments; split masters: master and scratch."""
-        return 5 if self.has_residual else 3
+        """Host buffers that one chunk's update needs."""
+        return len(self.buffer_kinds) + self.num_private_buffers
 
     def state_dtype(self, kind: str) -> torch.dtype:
         """Element type of a record kind in the store."""
+        codec = self.moment_codec
+        if codec is not None and kind in codec.dtypes:
+            return codec.dtypes[kind]
         return {"param": self.working_dtype, "master_residual": torch.int16}.get(kind, torch.float32)
 
+    def params_per_element(self, kind: str) -> int:
+        """With how many parameters an element of a record kind goes."""
+        codec = self.moment_codec
+        return codec.params_per_element.get(kind, 1) if codec is not None else 1
 
-def master_format(working_dtype: torch.dtype) -> MasterFormat:
-    """The format for a working dtype. Raises ValueError for one that has no exact master (float16)."""
+    def elements(self, kind: str, start: int, stop: int) -> tuple[int, int]:
+        """The elements [start, stop) of a record kind that go with parameters [start, stop), which begin at a scale
+        block; where they end in one, its scales are among them."""
+        ratio = self.params_per_element(kind)
+        if ratio == 1:
+            return start, stop
+        assert start % SCALE_BLOCK_NUMEL == 0, f"parameter {start} begins no scale block"
+        return start // ratio, -(-stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL // ratio
+
+    def numel(self, kind: str, num_params: int) -> int:
+        """Elements of a record kind that go with so many parameters, from a scale block's first on."""
+        return self.elements(kind, 0, num_params)[1]
+
+    @property
+    def state_bytes_per_param(self) -> float:
+        """Of all records beside `param`."""
+        return sum(self.state_bytes(kind) for kind in self.state_kinds)
+
+    def state_bytes(self, kind: str) -> float:
+        """Of a record kind, for each parameter."""
+        return self.state_dtype(kind).itemsize / self.params_per_element(kind)
+
+    @property
+    def align_numel(self) -> int:
+        """The records of a block's trainable parameters have to end at a multiple of so many of these."""
+        codec = self.moment_codec
+        return codec.align_numel if codec is not None else 1
+
+
+def master_format(working_dtype: torch.dtype, moment_dtype: MomentDtype = "float32") -> MasterFormat:
+    """The format for a working dtype, and for moments stored as `moment_dtype`. Raises ValueError for a working dtype
+    that has no exact master (float16)."""
     match working_dtype:
         case torch.float32:
-            return MasterFormat(working_dtype, has_residual=False)
+            return MasterFormat(working_dtype, False, moment_dtype)
         case torch.bfloat16:
-            return MasterFormat(working_dtype, has_residual=True)
+            return MasterFormat(working_dtype, True, moment_dtype)
         case _:
             raise ValueError(
                 f"working weights of {working_dtype} cannot be trained under offload; load the model with "

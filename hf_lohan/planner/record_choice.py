@@ -24,11 +24,11 @@ def step_traffic(
     blocks: Sequence[BlockShape],
     *,
     param_itemsize: int,
-    state_itemsizes: Mapping[str, int],
+    state_itemsizes: Mapping[str, float],
     num_slots: Mapping[SizeClass, int],
     num_micro_batches: int = 1,
 ) -> list[RecordTraffic]:
-    """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per element by kind.
+    """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per parameter by kind.
 
     A pass reads a block unless the slots hold it still: the blocks that end a forward begin the backward, and those
     that end a backward begin the next forward, if they were not updated in between. An update reads all once more.
@@ -52,7 +52,7 @@ def step_traffic(
         read_bytes = num_pass_reads(block) * block.param_bytes + state_numel * param_itemsize
         kinds = {"param": (block.param_bytes, read_bytes)}
         if state_numel:
-            kinds |= {kind: (state_numel * itemsize,) * 2 for kind, itemsize in state_itemsizes.items()}
+            kinds |= {kind: (int(state_numel * itemsize),) * 2 for kind, itemsize in state_itemsizes.items()}
         records += [
             RecordTraffic(block=block.name, kind=kind, num_bytes=num_bytes, read_bytes_per_step=read_bytes)
             for kind, (num_bytes, read_bytes) in kinds.items()

@@ -33,7 +33,8 @@ class TrainingSetup:
     that autograd saves stays on the device."""
     state_bytes_per_param: float = 10.0
     """Of the records beside `param`, for a trainable parameter: 10 for bfloat16 (residual and float32 moments), 8 for
-    float32 (moments), 12 in LoHan (float32 master and moments)."""
+    float32 (moments), less with moments of an `optimizer_state_dtype` that is not float32; 12 in LoHan (float32 master
+    and moments)."""
     update_reads_param: bool = True
     """Whether the optimizer reads the working weight, as half or all of the master; in LoHan it only writes it."""
     lent_bytes: int = 0

@@ -10,6 +10,7 @@ import torch
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, set_compute_threads
+from hf_lohan.optim import MomentDtype
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.profiler.checksum_rate import checksum_bytes_per_s
 from hf_lohan.profiler.cpu_facts import device_name
@@ -86,7 +87,13 @@ def measure_hardware(
         )
         links = measure_links(device, copy_bytes=effort.copy_bytes, budget_s=0.1 * budget_s)
         device_profile = _measure_device(device, matrix_shapes, dtype, effort)
-        cpu_profile = _measure_cpu(device, dtype, effort, num_threads=config.cpu_threads)
+        cpu_profile = _measure_cpu(
+            device,
+            dtype,
+            effort,
+            num_threads=config.cpu_threads,
+            moment_dtype=config.optimizer_state_dtype,
+        )
     return HardwareProfile(
         device=replace(device_profile, memory_bytes=device_memory_bytes),
         cpu=replace(cpu_profile, memory_bytes=host_memory_bytes),
@@ -130,9 +137,13 @@ def _measure_device(
     )
 
 
-def _measure_cpu(device: Device, dtype: torch.dtype, effort: MeasuringEffort, *, num_threads: int) -> CpuProfile:
+def _measure_cpu(
+    device: Device, dtype: torch.dtype, effort: MeasuringEffort, *, num_threads: int, moment_dtype: MomentDtype
+) -> CpuProfile:
     hashed_bytes_per_s = checksum_bytes_per_s(num_threads=num_threads, budget_s=0.03 * effort.budget_s)
-    params_per_s = optimizer_params_per_s(device, dtype, numel=effort.update_numel, budget_s=0.12 * effort.budget_s)
+    params_per_s = optimizer_params_per_s(
+        device, dtype, numel=effort.update_numel, budget_s=0.12 * effort.budget_s, moment_dtype=moment_dtype
+    )
     return CpuProfile(
         memory_bytes=available_host_memory_bytes(),
         optimizer_params_per_s=_rounded(params_per_s),

@@ -10,57 +10,92 @@ from itertools import cycle
 import torch
 
 from hf_lohan.device import Device, KernelThreads, Lane
-from hf_lohan.optim import AdamWGroup, Segment, adamw_, decode_master_, encode_master_, master_format
+from hf_lohan.optim import (
+    SCALE_BLOCK_NUMEL,
+    AdamWGroup,
+    MomentDtype,
+    Segment,
+    adamw_,
+    adamw_in_tiles_,
+    decode_master_,
+    encode_master_,
+    master_format,
+)
 from hf_lohan.profiler.timing import median_s
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 _NUM_CHUNKS = 3
 """As many as a run's pipeline has: one after the other they come from memory, not from the cache."""
+_MIN_PART_NUMEL = 1024
 _LOAD_SIDE = 2048
 
 
-def optimizer_params_per_s(device: Device, working_dtype: torch.dtype, *, numel: int, budget_s: float) -> float:
-    """Parameters a second, over chunks of `numel` that are in RAM, with float32 or bfloat16 working weights.
+def optimizer_params_per_s(
+    device: Device,
+    working_dtype: torch.dtype,
+    *,
+    numel: int,
+    budget_s: float,
+    moment_dtype: MomentDtype = "float32",
+) -> float:
+    """Parameters a second, over chunks of about `numel` that are in RAM, with float32 or bfloat16 working weights and
+    moments that are stored as `moment_dtype`.
 
     A device with cores of its own computes meanwhile: launching its work and its traffic cost the host something. On
     a CPU nothing else runs: there compute and optimizer take turns, and the planner adds up their times. Raises
     ValueError for a type that has no exact master.
     """
     threads = KernelThreads(torch.get_num_threads())
-    chunks = cycle([_Chunk(working_dtype, numel, threads) for _ in range(_NUM_CHUNKS)])
+    chunks = [_Chunk(working_dtype, numel, threads, moment_dtype) for _ in range(_NUM_CHUNKS)]
+    turns = cycle(chunks)
     with _kept_busy(device):
-        return numel / median_s(lambda: next(chunks).update(), lambda: None, budget_s=budget_s)
+        return chunks[0].numel / median_s(lambda: next(turns).update(), lambda: None, budget_s=budget_s)
 
 
 class _Chunk:
     """A chunk's records in RAM, updated as a run does it: in as many parts as there are threads."""
 
-    def __init__(self, working_dtype: torch.dtype, numel: int, threads: KernelThreads) -> None:
-        self._numel = numel
+    def __init__(
+        self, working_dtype: torch.dtype, numel: int, threads: KernelThreads, moment_dtype: MomentDtype = "float32"
+    ) -> None:
         self._threads = threads
-        self._has_residual = master_format(working_dtype).has_residual
-        self._working = torch.linspace(-1, 1, numel).to(working_dtype)
-        num_split = numel if self._has_residual else 0
-        self._residual = torch.zeros(num_split, dtype=torch.int16)
-        self._masters, self._scratch = torch.zeros(num_split), torch.zeros(num_split, dtype=torch.int32)
-        self._gradient = torch.linspace(-1e-3, 1e-3, numel)
-        self._exp_avg, self._exp_avg_sq = torch.zeros(numel), torch.zeros(numel)
+        self._form = form = master_format(working_dtype, moment_dtype)
+        # Parts begin at scale blocks, as a run's do.
+        self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), SCALE_BLOCK_NUMEL)
+        self.numel = _rounded_up(numel, SCALE_BLOCK_NUMEL)
+        self.records = {
+            kind: torch.zeros(form.numel(kind, self.numel), dtype=form.state_dtype(kind)) for kind in form.state_kinds
+        }
+        self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
+        self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
+        private_bytes = 4 * (self.numel + self._part_numel)  # the last part's share is as large as the others'
+        self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
 
     def update(self) -> None:
-        part_numel = -(-self._numel // self._threads.num_threads)
-        starts = range(0, self._numel, part_numel)
-        self._threads.map(self._update_part, [slice(start, min(start + part_numel, self._numel)) for start in starts])
+        starts = range(0, self.numel, self._part_numel)
+        self._threads.map(lambda start: self._update_part(start, min(start + self._part_numel, self.numel)), starts)
 
     @torch.no_grad()
-    def _update_part(self, part: slice) -> None:
-        working = self._working[part]
-        master = self._masters[part] if self._has_residual else working
-        if self._has_residual:
-            decode_master_(master, working, self._residual[part])
-        segments = [Segment(0, working.numel(), _GROUP, step=10)]
-        adamw_(master, self._gradient[part], self._exp_avg[part], self._exp_avg_sq[part], segments)
-        if self._has_residual:
-            encode_master_(master, working, self._residual[part], self._scratch[part])
+    def _update_part(self, start: int, stop: int) -> None:
+        form, gradient = self._form, self._gradient[start:stop]
+        records = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in self.records.items()}
+        segments = [Segment(0, gradient.numel(), _GROUP, step=10)]
+        if form.moment_codec is not None:
+            workspace = self._private[0][4 * start : 4 * (start + self._part_numel)]
+            adamw_in_tiles_(records, gradient, segments, form, position=start, workspace=workspace)
+            return
+        private = [buffer[4 * start : 4 * stop] for buffer in self._private]
+        master = private[0].view(torch.float32) if form.has_residual else records["param"]
+        if form.has_residual:
+            decode_master_(master, records["param"], records["master_residual"])
+        adamw_(master, gradient, records["exp_avg"], records["exp_avg_sq"], segments)
+        if form.has_residual:
+            scratch = private[1].view(torch.int32)
+            encode_master_(master, records["param"], records["master_residual"], scratch)
+
+
+def _rounded_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
 
 
 @contextmanager

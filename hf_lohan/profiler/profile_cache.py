@@ -95,7 +95,10 @@ def _key(
     effort: MeasuringEffort,
 ) -> dict[str, Any]:
     """Everything that the rates depend on, in JSON's types."""
-    return {
+    state_dtype = config.optimizer_state_dtype
+    # Profiles from before there was a choice stay good.
+    moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
+    return moments | {
         "format": _FORMAT,
         "machine": platform.node(),
         "device": device_name(device),

@@ -98,6 +98,8 @@ class Block:
     name: str
     size_class: SizeClass
     slices: list[ParamSlice]
+    align_numel: int = 1
+    """`state_numel` is a multiple of this."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -107,13 +109,14 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        return round_up(max(part.stop for part in self.slices), RECORD_ALIGN_NUMEL)
+        return round_up(max(self.state_numel, *(part.stop for part in self.slices)), RECORD_ALIGN_NUMEL)
 
     @cached_property
     def state_numel(self) -> int:
         trained = max((part.stop for part in self.trainable_slices), default=0)
         # Frozen weights share no granule with trainable ones: no step writes them.
-        return round_up(trained, GRANULE_NUMEL if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL)
+        whole = GRANULE_NUMEL if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
+        return round_up(trained, max(whole, self.align_numel))
 
     @property
     def trainable_slices(self) -> list[ParamSlice]:
@@ -157,8 +160,12 @@ def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
         yield start, min(start + step, numel)
 
 
-def lay_out_block(name: str, size_class: SizeClass, named_parameters: dict[str, nn.Parameter]) -> Block:
-    """Place parameters in a block. The order is stable for one model and one set of frozen weights."""
+def lay_out_block(
+    name: str, size_class: SizeClass, named_parameters: dict[str, nn.Parameter], align_numel: int = 1
+) -> Block:
+    """Place parameters in a block. The order is stable for one model and one set of frozen weights. `align_numel` (see
+    `Block`) is 1 or the granule."""
+    assert align_numel in (1, GRANULE_NUMEL)
     order = sorted(
         named_parameters.items(),
         key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within
@@ -173,4 +180,4 @@ def lay_out_block(name: str, size_class: SizeClass, named_parameters: dict[str, 
         was_trainable = parameter.requires_grad
         slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
         start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
-    return Block(name, size_class, slices)
+    return Block(name, size_class, slices, align_numel)

@@ -65,15 +65,16 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def discover_blocks(model: nn.Module) -> ModelBlocks:
-    """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them."""
+def discover_blocks(model: nn.Module, align_numel: int = 1) -> ModelBlocks:
+    """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them.
+    `align_numel`: see `Block`."""
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     owned: dict[nn.Parameter, Block] = {}
     blocks: list[Block] = []
 
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
-        block = lay_out_block(name, size_class, {names[p]: p for p in parameters})
+        block = lay_out_block(name, size_class, {names[p]: p for p in parameters}, align_numel)
         blocks.append(block)
         owned.update({part.parameter: block for part in block.slices})
 

@@ -196,7 +196,7 @@ class OffloadEngine:
         for part in self._block_of:
             if part.num_updates:
                 part.num_updates = 0
-                for kind in ("exp_avg", "exp_avg_sq"):
+                for kind in self.layout.master.moment_kinds:
                     self.parameters.write_state(part.name, kind, Zeros())
 
     def _group_of(self, part: ParamSlice) -> AdamWGroup:

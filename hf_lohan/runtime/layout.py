@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.optim import MasterFormat, master_format
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype, master_format
 from hf_lohan.planner import (
     BudgetError,
     PoolPlan,
@@ -20,9 +20,11 @@ from hf_lohan.planner import (
     step_traffic,
 )
 from hf_lohan.planner.placement import activation_share
-from hf_lohan.runtime.block import Block, Chunk
+from hf_lohan.runtime.block import PARAM_ALIGN_NUMEL, Block, Chunk
 from hf_lohan.runtime.discovery import ModelBlocks, discover_blocks
-from hf_lohan.storage import ModelIdentity, RecordSpec
+from hf_lohan.storage import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
+
+assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
 
 
 @dataclass(frozen=True)
@@ -83,13 +85,13 @@ class StoredForm:
     identity: ModelIdentity
 
 
-def stored_form(model: nn.Module, working_dtype: torch.dtype) -> StoredForm:
-    """The records of `model` (real or on meta). Raises DiscoveryError, or ValueError for a working dtype that cannot be
-    trained."""
-    model_blocks = discover_blocks(model)
-    master = master_format(working_dtype)
+def stored_form(model: nn.Module, working_dtype: torch.dtype, moment_dtype: MomentDtype) -> StoredForm:
+    """The records of `model` (real or on meta), its moments stored as `moment_dtype`. Raises DiscoveryError, or
+    ValueError for a working dtype that cannot be trained."""
+    master = master_format(working_dtype, moment_dtype)
+    model_blocks = discover_blocks(model, master.align_numel)
     records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
-    return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records))
+    return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
 def lay_out(
@@ -104,7 +106,7 @@ def lay_out(
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
-    form = stored_form(model, working_dtype)
+    form = stored_form(model, working_dtype, config.optimizer_state_dtype)
     model_blocks, master = form.model_blocks, form.master
     hold_gradients = hold_gradients or config.schedule == "serial"
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
@@ -130,7 +132,7 @@ def lay_out(
         step_traffic(
             shapes,
             param_itemsize=working_dtype.itemsize,
-            state_itemsizes={kind: master.state_dtype(kind).itemsize for kind in master.state_kinds},
+            state_itemsizes={kind: master.state_bytes(kind) for kind in master.state_kinds},
             num_slots=plan.num_slots,
         ),
         free_bytes=config.cpu_memory - plan.cpu_pool_bytes if config.resident_records == "auto" else 0,
@@ -144,10 +146,10 @@ def lay_out(
 def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
     specs = [RecordSpec(block.name, "param", _dtype_name(master.working_dtype), block.numel, block.state_numel)]
     if block.state_numel:
-        specs += [
-            RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), block.state_numel)
-            for kind in master.state_kinds
-        ]
+        for kind in master.state_kinds:
+            assert master.params_per_element(kind) == PARAMS_PER_ELEMENT.get(kind, 1), kind
+            numel = master.numel(kind, block.state_numel)
+            specs.append(RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), numel))
     return specs
 
 
@@ -155,7 +157,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _identify(model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...]) -> ModelIdentity:
+def _identify(
+    model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
+) -> ModelIdentity:
     """Two models share a store only if every parameter has the same name, shape and place."""
     text = [type(model).__name__]
     text += [f"{part.name} {tuple(part.shape)} {part.start}" for block in blocks for part in block.slices]
@@ -164,4 +168,5 @@ def _identify(model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, 
         model_class=type(model).__name__,
         num_parameters=sum(part.numel for block in blocks for part in block.slices),
         fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
+        optimizer_state_dtype=moment_dtype,
     )

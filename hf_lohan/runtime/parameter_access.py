@@ -56,6 +56,11 @@ class ParameterAccess:
     def state_dtype(self, kind: str) -> torch.dtype:
         return self._master.state_dtype(kind)
 
+    def elements(self, name: str, kind: str) -> tuple[int, int]:
+        """Which elements [start, stop) of its block's record of a kind are a parameter's."""
+        _, part = self.slices[name]
+        return self._master.elements(kind, part.start, part.stop)
+
     @torch.no_grad()
     def write_parameter(self, name: str, source: Tensor) -> None:
         """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
@@ -90,36 +95,41 @@ class ParameterAccess:
         return self.read_flat(name, "param").view(part.shape)
 
     def read_flat(self, name: str, kind: str) -> Tensor:
-        """One record kind of a parameter as a new flat host tensor [numel]."""
-        _, part = self.slices[name]
-        out = torch.empty(part.numel, dtype=self.state_dtype(kind))
+        """One record kind of a parameter, as it is stored, as a new flat host tensor."""
+        start, stop = self.elements(name, kind)
+        out = torch.empty(stop - start, dtype=self.state_dtype(kind))
         for start, piece in self.read_pieces(name, kind):
             out[start : start + piece.numel()].copy_(piece)
         return out
 
     def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
-        block, part = self.slices[name]
-        if part.start % GRANULE_NUMEL == 0:
-            yield from self._read_ahead(block, part, kind)
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
+        granule_numel = GRANULE_NUMEL // self._master.params_per_element(kind)
+        if first % granule_numel == 0:
+            yield from self._read_ahead(block, kind, first, last, granule_numel)
             return
         with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
-            for start, stop in ranges(part.numel, self._piece_numel):
+            for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(self.state_dtype(kind), stop - start)
-                self._store.read_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+                self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
 
-    def _read_ahead(self, block: Block, part: ParamSlice, kind: str) -> Iterator[tuple[int, Tensor]]:
-        """One piece is read while the one before is in use."""
+    def _read_ahead(
+        self, block: Block, kind: str, first: int, last: int, granule_numel: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """`read_pieces` of elements [first, last), from a granule's start on: one piece is read while the one before is
+        in use."""
         dtype = self.state_dtype(kind)
-        record_numel = block.numel if kind == "param" else block.state_numel
+        record_numel = block.numel if kind == "param" else self._master.numel(kind, block.state_numel)
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
-                for number, (start, stop) in enumerate(ranges(part.numel, self._piece_numel)):
-                    read_stop = min(round_up(part.start + stop, GRANULE_NUMEL), record_numel)
-                    landing = buffers[number % 2].view(dtype, read_stop - part.start - start)
-                    read = self._store.read(block.name, kind, part.start + start, landing)
+                for number, (start, stop) in enumerate(ranges(last - first, self._piece_numel)):
+                    read_stop = min(round_up(first + stop, granule_numel), record_numel)
+                    landing = buffers[number % 2].view(dtype, read_stop - first - start)
+                    read = self._store.read(block.name, kind, first + start, landing)
                     reading.append((start, stop, read, landing))
                     if len(reading) == len(buffers):
                         yield self._landed(*reading.popleft())
@@ -137,14 +147,15 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_state(self, name: str, kind: str, source: Sliceable) -> None:
-        """Store one state record (`exp_avg`, `exp_avg_sq`, `master_residual`) of a parameter from a flat source."""
-        block, part = self.slices[name]
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter from a flat source."""
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
         dtype = self.state_dtype(kind)
         with self._buffers(2) as (bounce, landing):
-            for start, stop in ranges(part.numel, self._piece_numel):
+            for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(dtype, stop - start)
                 piece.copy_(source[start:stop])
-                self._store.write_unaligned(block.name, kind, part.start + start, piece, bounce.bytes)
+                self._store.write_unaligned(block.name, kind, first + start, piece, bounce.bytes)
 
     @contextmanager
     def _buffers(self, count: int) -> Iterator[list[Buffer]]:

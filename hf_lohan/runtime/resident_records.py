@@ -36,10 +36,10 @@ class ResidentStore(Store):
             return
         memory = host_empty(sum(record.num_bytes for record in records))
         stops = list(accumulate(record.num_bytes for record in records))
-        granule_numel = self.files.versions.granule_numel
+        granule_numel_of = self.files.versions.granule_numel_of
         self._copies = {
             (record.block, record.kind): ResidentCopy(
-                memory[stop - record.num_bytes : stop], granule_numel * record.itemsize
+                memory[stop - record.num_bytes : stop], granule_numel_of(record.kind) * record.itemsize
             )
             for record, stop in zip(records, stops, strict=True)
         }
@@ -140,12 +140,13 @@ class _FillingRead(RecordRead):
     def arrive(self) -> None:
         self._read.arrive()
 
-    def verify(self, start_numel: int, stop_numel: int) -> None:
-        self._read.verify(start_numel, stop_numel)
-        part = self._out[start_numel:stop_numel]
-        self._copy.fill(self._start + start_numel * part.element_size(), byte_tensor(part), self._stamp)
+    def verify(self, first: int, stop: int) -> None:
+        self._read.verify(first, stop)
+        granule_numel = self._read.granule_numel
+        part = self._out[first * granule_numel : stop * granule_numel]
+        self._copy.fill(self._start + first * granule_numel * part.element_size(), byte_tensor(part), self._stamp)
 
     def wait(self) -> None:
         self.arrive()
         if not self.is_verified:
-            self.verify(0, self._out.numel())
+            self.verify(0, self._read.num_granules)

@@ -41,7 +41,7 @@ class RecordStore(Protocol):
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
     ) -> IoRequest: ...
 
-    def checksums(self, source: Tensor) -> Checksums: ...
+    def checksums(self, kind: str, source: Tensor) -> Checksums: ...
 
 
 @dataclass(eq=False)
@@ -78,7 +78,7 @@ class ChunkGradient:
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """A chunk's update on its way: `records` are views [chunk.numel] by kind into `buffers`."""
+    """A chunk's update on its way: `records` are views by kind into `buffers`, of the chunk's elements."""
 
     gradient: ChunkGradient
     records: dict[str, Tensor]
@@ -87,7 +87,7 @@ class ChunkUpdate:
     keeps_gradient: bool = False
     """The update may have to be done over: its gradient stays in its buffer."""
     private: list[Buffer] = field(default_factory=list)
-    """Buffers that hold nothing that is written (a split master's master and scratch)."""
+    """Buffers that hold nothing that is written (see `MasterFormat.num_private_buffers`)."""
 
 
 class StateUpdater:
@@ -113,25 +113,30 @@ class StateUpdater:
         """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
         come from the device."""
         chunk = gradient.chunk
-        num_private = 2 if self._master.has_residual else 0
         with self.timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
-            buffers = [self._pool.acquire() for _ in range(3 + num_private)]
-        views = {
-            "param": buffers[0].view(self._master.working_dtype, chunk.numel),
-            "exp_avg": buffers[1].view(torch.float32, chunk.numel),
-            "exp_avg_sq": buffers[2].view(torch.float32, chunk.numel),
-        }
-        update = ChunkUpdate(gradient, views, buffers[:3], list(reads), keep_gradient, private=buffers[3:])
-        if self._master.has_residual:
-            # A bfloat16 weight and its residual fill one buffer together.
-            after_param = chunk.numel * self._master.working_dtype.itemsize
-            views["master_residual"] = buffers[0].view(torch.int16, chunk.numel, start_byte=after_param)
+            buffers = [self._pool.acquire() for _ in range(self._master.num_state_buffers_per_chunk)]
+        num_written = len(self._master.buffer_kinds)
+        written, private = buffers[:num_written], buffers[num_written:]
+        views = self._views(chunk, written)
+        update = ChunkUpdate(gradient, views, written, list(reads), keep_gradient, private)
         for kind, view in views.items():
             if kind == "param" and loan is not None:
                 update.reads.append(loan.read(chunk.start, view))
             else:
-                update.reads.append(self._store.read(chunk.block.name, kind, chunk.start, view))
+                start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+                update.reads.append(self._store.read(chunk.block.name, kind, start, view))
         return update
+
+    def _views(self, chunk: Chunk, buffers: Sequence[Buffer]) -> dict[str, Tensor]:
+        """Where in the buffers the chunk's records go."""
+        views = {}
+        for buffer, kinds in zip(buffers, self._master.buffer_kinds, strict=True):
+            start_byte = 0
+            for kind in kinds:
+                numel = self._master.numel(kind, chunk.numel)
+                views[kind] = buffer.view(self._master.state_dtype(kind), numel, start_byte=start_byte)
+                start_byte += views[kind].nbytes
+        return views
 
     def finish(
         self,
@@ -151,8 +156,10 @@ class StateUpdater:
             for read in update.reads:
                 read.arrive()
         split = SplitUpdate(
+            form=self._master,
             records=update.records,
             gradient=gradient.values,
+            position=gradient.chunk.start,
             reads=update.reads,
             segments=merge_segments(gradient, group_of),
             clip_coefficient=clip_coefficient,
@@ -175,10 +182,10 @@ class StateUpdater:
         copied: Event | None,
         written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
-        writes = [
-            self._store.write(chunk.block.name, kind, chunk.start, view, checksums=checksums[kind])
-            for kind, view in update.records.items()
-        ]
+        writes = []
+        for kind, view in update.records.items():
+            start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+            writes.append(self._store.write(chunk.block.name, kind, start, view, checksums=checksums[kind]))
         finished = _AfterAll(1 + len(writes), update.buffers, written)
         for request in writes:
             request.add_done_callback(lambda request: finished.one_more(request.error))

@@ -104,7 +104,15 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
 
 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
-    plan = layout.plan
+    plan, master = layout.plan, layout.master
+    if master.moment_codec is not None:
+        logger.warning(
+            "optimizer_state_dtype=%s: AdamW's moments are rounded when they are stored, in %g bytes a parameter "
+            "instead of 8, so this is not bit for bit the training that it would be with float32 (see "
+            "docs/configuration.md)",
+            master.moment_dtype,
+            sum(master.state_bytes(kind) for kind in master.moment_kinds),
+        )
     logger.info(
         "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
         "(%d-element chunks), copies of records %s; device slots %s; gradients of %d blocks held in RAM, of %d spilled",

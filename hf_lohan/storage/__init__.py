@@ -26,6 +26,7 @@ from hf_lohan.storage.last_commit import committed_log, last_commit
 from hf_lohan.storage.layout import (
     DEFAULT_STRIPE_BYTES,
     KINDS,
+    PARAMS_PER_ELEMENT,
     RECORD_ALIGN_NUMEL,
     Extent,
     RecordSpec,
@@ -43,6 +44,7 @@ __all__ = [
     "DEFAULT_STRIPE_BYTES",
     "GRANULE_NUMEL",
     "KINDS",
+    "PARAMS_PER_ELEMENT",
     "RECORD_ALIGN_NUMEL",
     "SECTOR_BYTES",
     "CapacityError",

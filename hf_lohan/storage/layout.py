@@ -10,12 +10,21 @@ from typing import Any, NamedTuple
 
 from hf_lohan.storage.buffers import SECTOR_BYTES
 from hf_lohan.storage.errors import CapacityError, Shortfall
+from hf_lohan.storage.granules import GRANULE_NUMEL
 
 RECORD_ALIGN_NUMEL = 2048
-"""Records are padded to a multiple of this, which makes whole sectors of every dtype they may have."""
+"""Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
 DEFAULT_STRIPE_BYTES = 4 << 20
-KINDS = ("param", "master_residual", "exp_avg", "exp_avg_sq", "gradient", "activation")
-DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "uint8": 1}
+KINDS = ("param", "master_residual", "exp_avg", "exp_avg_sq", "moment_scales", "gradient", "activation")
+DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
+PARAMS_PER_ELEMENT = {"moment_scales": 16}
+"""One element of these kinds goes with so many parameters, not with one; their granules have as many fewer, so that
+granules with the same number go with the same parameters."""
+
+
+def granule_numel_of(kind: str, granule_numel: int = GRANULE_NUMEL) -> int:
+    """Elements in a granule of records of a kind, where it is ``granule_numel`` of most."""
+    return granule_numel // PARAMS_PER_ELEMENT.get(kind, 1)
 
 
 @dataclass(frozen=True)
@@ -47,14 +56,14 @@ class RecordSpec:
             raise ValueError(
                 f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}"
             )
-        if self.numel < 1 or self.numel % RECORD_ALIGN_NUMEL:
-            raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {RECORD_ALIGN_NUMEL}s")
+        if self.numel < 1 or self.numel % self.align_numel:
+            raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
         if self.versioned_numel < 0:
             object.__setattr__(self, "versioned_numel", self.numel)
-        if self.versioned_numel > self.numel or self.versioned_numel % RECORD_ALIGN_NUMEL:
+        if self.versioned_numel > self.numel or self.versioned_numel % self.align_numel:
             raise ValueError(
                 f"record {self.block!r} has versioned_numel {self.versioned_numel} of {self.numel}: pad it to "
-                f"{RECORD_ALIGN_NUMEL}s"
+                f"{self.align_numel}s"
             )
 
     @property
@@ -65,6 +74,18 @@ class RecordSpec:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def granule_numel(self) -> int:
+        """Elements in one of its granules."""
+        return granule_numel_of(self.kind)
+
+    @property
+    def align_numel(self) -> int:
+        """Its numel is a multiple of this: whole sectors, or whole granules where those go with many parameters."""
+        if self.kind in PARAMS_PER_ELEMENT:
+            return self.granule_numel
+        return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.itemsize)
 
 
 class Extent(NamedTuple):

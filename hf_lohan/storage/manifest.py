@@ -25,6 +25,8 @@ class ModelIdentity:
     model_class: str
     num_parameters: int
     fingerprint: str
+    optimizer_state_dtype: str = "float32"
+    """For the error message alone; the fingerprint covers it."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,14 @@ class Manifest:
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
         """Raise `ForeignStoreError` unless the store is ``model``'s."""
         if self.model.fingerprint != model.fingerprint:
+            ours, theirs = model.optimizer_state_dtype, self.model.optimizer_state_dtype
+            is_alike = (self.model.model_class, self.model.num_parameters) == (model.model_class, model.num_parameters)
+            if is_alike and ours != theirs:
+                raise ForeignStoreError(
+                    f"{directory} holds a store with optimizer_state_dtype={theirs}, this run has {ours}; set it to "
+                    f"{theirs} to go on from there, choose another directory, or delete this one if its state is no "
+                    "longer needed"
+                )
             raise ForeignStoreError(
                 f"{directory} holds the store of another model: {self.model.model_class} with "
                 f"{self.model.num_parameters:,} parameters, created {self.created}; "

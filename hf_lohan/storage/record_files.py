@@ -86,7 +86,8 @@ class RecordFiles:
         first, stop = self._granules(block, kind, start_numel, out)
         view, content = sector_view(out), byte_tensor(out)
         homes, expected = self.versions.live(block, kind, first, stop)
-        granule_bytes = self.versions.granule_numel * out.element_size()
+        granule_numel = self.versions.granule_numel_of(kind)
+        granule_bytes = granule_numel * out.element_size()
         transfers = []
         for run in homes:
             part = slice((run.first - first) * granule_bytes, (run.stop - first) * granule_bytes)
@@ -105,7 +106,7 @@ class RecordFiles:
                         raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
 
         request = self._track(self._engine.read(transfers, of=Content(block, kind)))
-        return RecordRead(request, out.numel(), self.versions.granule_numel, check)
+        return RecordRead(request, out.numel(), granule_numel, check)
 
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
@@ -118,9 +119,9 @@ class RecordFiles:
         first, stop = self._granules(block, kind, start_numel, source)
         assert checksums is None or len(checksums) == stop - first, "a checksum for each granule"
         view = sector_view(source)
-        granule_bytes = self.versions.granule_numel * source.element_size()
+        granule_bytes = self.versions.granule_numel_of(kind) * source.element_size()
         if self.versions.overwrites(block, kind, first, stop):
-            checksums = self.checksums(source) if checksums is None else checksums
+            checksums = self.checksums(kind, source) if checksums is None else checksums
             self._announce_write(block, kind, first, checksums)
         else:
             self._announce_write(block, kind, first, None)
@@ -131,15 +132,16 @@ class RecordFiles:
             transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
 
         def note() -> None:
-            of_source = self.checksums(source) if checksums is None else checksums
+            of_source = self.checksums(kind, source) if checksums is None else checksums
             self.versions.end_write(block, kind, first, targets, of_source)
 
         return self._track(self._engine.write(transfers, note, of=Content(block, kind)))
 
-    def checksums(self, source: Tensor) -> Checksums:
-        """Of each granule of ``source`` [numel]. To be given to `write`, by who has it in his cache just now."""
+    def checksums(self, kind: str, source: Tensor) -> Checksums:
+        """Of each granule of ``source`` [numel], of a record of that kind. To be given to `write`, by who has it in his
+        cache just now."""
         assert source.is_contiguous() and source.device.type == "cpu"
-        return self.hash_granules(source, self.versions.granule_numel * source.element_size())
+        return self.hash_granules(source, self.versions.granule_numel_of(kind) * source.element_size())
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done.
@@ -161,11 +163,11 @@ class RecordFiles:
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
         """Files and places of a whole record as it is now; None if some of it is being written, or never was."""
         record = self.layout.record(block, kind)
-        num_granules = granules_of(record.numel, self.versions.granule_numel)
+        num_granules = self.versions.num_granules(record)
         if not self.versions.is_written(block, kind, 0, num_granules):
             return None
         found: list[tuple[str, Extent]] = []
-        granule_bytes = self.versions.granule_numel * record.itemsize
+        granule_bytes = self.versions.granule_numel_of(kind) * record.itemsize
         for run in self.versions.live(block, kind, 0, num_granules)[0]:
             start, stop = run.first * granule_bytes, min(run.stop * granule_bytes, record.num_bytes)
             found += self._homes[run.home].extents(block, kind, start, stop - start)
@@ -181,7 +183,7 @@ class RecordFiles:
             block, kind, granule = found
             path, offset = self._place(block, kind, Home.FIRST, granule)
             raise StorageError(
-                f"{kind} of {block} was not written whole, from element {granule * self.versions.granule_numel} on, to",
+                f"{kind} of {block} was not written whole, from element {self._element(kind, granule)} on, to",
                 path=path,
                 offset=offset,
                 advice="write it again before you commit, or resume from a checkpoint",
@@ -227,7 +229,7 @@ class RecordFiles:
 
     def _granules(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> tuple[int, int]:
         self._start_byte(block, kind, start_numel, tensor)
-        granule_numel = self.versions.granule_numel
+        granule_numel = self.versions.granule_numel_of(kind)
         stop_numel = start_numel + tensor.numel()
         if start_numel == stop_numel:
             return 0, 0
@@ -246,7 +248,7 @@ class RecordFiles:
 
     def _units(self, block: str, kind: str) -> Units:
         record = self.layout.record(block, kind)
-        return Units(self.versions.granule_numel * record.itemsize, record.num_bytes)
+        return Units(self.versions.granule_numel_of(kind) * record.itemsize, record.num_bytes)
 
     def _mover(
         self, move: Callable[[str, str, int, Tensor], IoRequest | RecordRead], block: str, kind: str, like: Tensor
@@ -270,13 +272,17 @@ class RecordFiles:
     def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
         """Path and offset of the first byte of a granule."""
         itemsize = self.layout.record(block, kind).itemsize
-        return self._homes[home].place(block, kind, granule * self.versions.granule_numel * itemsize)
+        return self._homes[home].place(block, kind, self._element(kind, granule) * itemsize)
+
+    def _element(self, kind: str, granule: int) -> int:
+        """The first one of a granule."""
+        return granule * self.versions.granule_numel_of(kind)
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
         path, offset = self._place(block, kind, home, granule)
         return CorruptionError(
             f"{kind} of {block} is damaged: the checksum of its elements from "
-            f"{granule * self.versions.granule_numel} on is not that of what was written to",
+            f"{self._element(kind, granule)} on is not that of what was written to",
             path=path,
             offset=offset,
             advice="check the drive and the memory; resume from a checkpoint",

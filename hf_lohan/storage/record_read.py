@@ -23,8 +23,7 @@ class RecordRead:
     def __init__(self, request: IoRequest, numel: int = 0, granule_numel: int = 1, check: Check | None = None) -> None:
         """Without a ``check`` there is nothing to verify."""
         self._request = request
-        self._numel = numel
-        self._granule_numel = granule_numel
+        self.granule_numel = granule_numel
         self._check = check
         self._is_verified = np.zeros(granules_of(numel, granule_numel), bool)
 
@@ -32,6 +31,11 @@ class RecordRead:
     def of_memory(cls) -> RecordRead:
         """One of what was in memory all the time: it is done, and there is nothing to verify."""
         return cls(IoRequest.finished())
+
+    @property
+    def num_granules(self) -> int:
+        """How many were read; the last may be short."""
+        return len(self._is_verified)
 
     @property
     def num_bytes(self) -> int:
@@ -51,14 +55,11 @@ class RecordRead:
         """Return when the bytes are there, not verified; raises `StorageError` if they are not to be had."""
         self._request.wait()
 
-    def verify(self, start_numel: int, stop_numel: int) -> None:
-        """Check elements [start, stop) of what was read, whole granules, once they have arrived. Raises
-        `CorruptionError`."""
+    def verify(self, first: int, stop: int) -> None:
+        """Check granules [first, stop) of what was read, once they have arrived. Raises `CorruptionError`."""
         if self._check is None:
             return
-        first, stop = start_numel // self._granule_numel, granules_of(stop_numel, self._granule_numel)
-        assert start_numel % self._granule_numel == 0, f"element {start_numel} begins no granule"
-        assert stop_numel % self._granule_numel == 0 or stop_numel == self._numel, f"element {stop_numel} ends none"
+        assert 0 <= first <= stop <= self.num_granules, f"granules {first} to {stop} of {self.num_granules}"
         self._check(first, stop)
         self._is_verified[first:stop] = True
 
@@ -66,4 +67,4 @@ class RecordRead:
         """Return when all is there and verified. Raises `StorageError` or `CorruptionError`, again on every call."""
         self.arrive()
         if not self.is_verified:
-            self.verify(0, self._numel)
+            self.verify(0, self.num_granules)

@@ -29,11 +29,12 @@ def verify(store: Store) -> Iterator[VerifiedRecord]:
     memory = mapped_empty(_PIECE_GRANULES * GRANULE_NUMEL * 4)
     for record in store.records:
         errors: list[CorruptionError] = []
-        for start in range(0, record.numel, _PIECE_GRANULES * GRANULE_NUMEL):
-            stop = min(start + _PIECE_GRANULES * GRANULE_NUMEL, record.numel)
+        granule_numel = record.granule_numel
+        for start in range(0, record.numel, _PIECE_GRANULES * granule_numel):
+            stop = min(start + _PIECE_GRANULES * granule_numel, record.numel)
             if _error(store, record, start, stop, memory) is not None:
-                for first in range(start, stop, GRANULE_NUMEL):
-                    error = _error(store, record, first, min(first + GRANULE_NUMEL, stop), memory)
+                for first in range(start, stop, granule_numel):
+                    error = _error(store, record, first, min(first + granule_numel, stop), memory)
                     errors += [error] if error is not None else []
         yield VerifiedRecord(record, errors)
 

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.storage.granules import GRANULE_NUMEL, Checksums, granules_of, runs
-from hf_lohan.storage.layout import RecordSpec
+from hf_lohan.storage.layout import RecordSpec, granule_numel_of
 
 Homes = npt.NDArray[np.uint8]
 
@@ -45,10 +45,11 @@ class Versions:
     def __init__(
         self, records: Sequence[RecordSpec], *, num_homes: int, granule_numel: int = GRANULE_NUMEL
     ) -> None:
-        """Raises ValueError where only a part of a granule would have a second home."""
-        self.granule_numel = granule_numel
+        """Raises ValueError where only a part of a granule would have a second home. ``granule_numel``: see
+        `granule_numel_of`."""
+        self._granule_numel = granule_numel
         self.num_homes = num_homes
-        starts = list(accumulate((granules_of(record.numel, granule_numel) for record in records), initial=0))
+        starts = list(accumulate(map(self.num_granules, records), initial=0))
         self._names = [(record.block, record.kind) for record in records]
         self._first = dict(zip(self._names, starts, strict=False))
         self._live_home: Homes = np.full(starts[-1], Home.NOWHERE, np.uint8)
@@ -61,12 +62,20 @@ class Versions:
         self._is_frozen = np.ones(starts[-1], bool)
         for record, start in zip(records, starts, strict=False):
             in_granules = _versioned_granules if num_homes > 1 else _trained_granules
-            trained = slice(start, start + in_granules(record, granule_numel))
+            trained = slice(start, start + in_granules(record, self.granule_numel_of(record.kind)))
             self._has_second[trained] = num_homes > 1
             self._is_frozen[trained] = False
         self._has_drafts = False
         self._is_torn = False
         self._lock = Lock()
+
+    def granule_numel_of(self, kind: str) -> int:
+        """Elements in a granule of records of that kind."""
+        return granule_numel_of(kind, self._granule_numel)
+
+    def num_granules(self, record: RecordSpec) -> int:
+        """How many a record has; the last may be short."""
+        return granules_of(record.numel, self.granule_numel_of(record.kind))
 
     @property
     def has_drafts(self) -> bool:

@@ -154,6 +154,21 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     assert "batch 8 x" in printed and "4 accumulated vertically" in printed
 
 
+def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b: str, tmp_path: Path) -> None:
+    values = {}
+    for dtype in ("float32", "bfloat16", "int8"):
+        offload = tmp_path / f"{dtype}.yaml"
+        offload.write_text(f"optimizer_state_dtype: {dtype}\nresident_records: none\nactivations: recompute\n")
+        values[dtype] = planned(model_13b, "--hardware", PAPER, "--offload", offload, batch_size=8)
+    num_params = 12.85e9
+    stored = {dtype: sum(value["tier_bytes"]["ssd"].values()) for dtype, value in values.items()}
+    assert stored["float32"] - stored["bfloat16"] == pytest.approx(2 * 4 * num_params, rel=0.01)
+    assert stored["float32"] - stored["int8"] == pytest.approx(2 * 5.75 * num_params, rel=0.01)
+    written = {dtype: value["ssd_write_bytes_per_step"] for dtype, value in values.items()}
+    assert written["float32"] - written["int8"] == pytest.approx(5.75 * num_params, rel=0.01)
+    assert values["int8"]["step_s"] < values["bfloat16"]["step_s"] < values["float32"]["step_s"]
+
+
 def test_one_version_of_the_state_where_two_do_not_fit(model_13b: str, tmp_path: Path) -> None:
     hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="250GB"))
     assert planned(model_13b, "--hardware", PAPER)["durability"] == "step"

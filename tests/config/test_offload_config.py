@@ -115,7 +115,7 @@ def test_a_key_like_no_other_lists_what_is_known() -> None:
         ("activations", "drop", "'auto' or 'recompute' or 'swap' or 'keep'"),
         ("schedule", "fast", "'optimized' or 'naive' or 'serial'"),
         ("schedule", ["naive"], "'optimized'"),
-        ("optimizer_state_dtype", "bfloat16", "'float32'"),
+        ("optimizer_state_dtype", "float16", "'int8'"),
         ("ssd", 7, "directory"),
         ("ssd", [], "directory"),
         ("ssd", "", "directory"),

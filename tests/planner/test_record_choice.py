@@ -116,6 +116,14 @@ def test_frozen_parameters_are_read_by_passes_alone() -> None:
     assert param_reads(mixed, 2) == [2.01, 2.01, 2.01, 2.01, 1.01, 1.01]
 
 
+def test_states_of_less_than_a_byte_a_parameter() -> None:
+    slots = {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0}
+    itemsizes = {"exp_avg": 1.0, "moment_scales": 0.25}
+    traffic = step_traffic([layer(0)], param_itemsize=2, state_itemsizes=itemsizes, num_slots=slots)
+    assert [record.num_bytes for record in traffic] == [2000, 1000, 250]
+    assert all(isinstance(record.num_bytes, int) for record in traffic)
+
+
 def test_states_are_read_once_and_come_after_parameters() -> None:
     layers = [layer(index) for index in range(4)]
     slots = {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0}

@@ -95,7 +95,9 @@ def test_another_question_is_measured(ask: Ask, measurer: Measurer, change: dict
     assert measurer.num_calls == 2
 
 
-@pytest.mark.parametrize("setting", [{"cpu_threads": 2}, {"io_threads": 3}, {"io_piece_bytes": 4096}])
+@pytest.mark.parametrize(
+    "setting", [{"cpu_threads": 2}, {"io_threads": 3}, {"io_piece_bytes": 4096}, {"optimizer_state_dtype": "int8"}]
+)
 def test_another_config_is_measured(
     ask: Ask, measurer: Measurer, config: OffloadConfig, setting: dict[str, Any]
 ) -> None:

@@ -11,7 +11,16 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from hf_lohan.device import KernelThreads, mapped_empty
-from hf_lohan.optim import AdamWGroup, Segment, decode_master_, encode_master_, master_format
+from hf_lohan.optim import (
+    AdamWGroup,
+    MasterFormat,
+    MomentDtype,
+    Segment,
+    adamw_in_tiles_,
+    decode_master_,
+    encode_master_,
+    master_format,
+)
 from hf_lohan.runtime.split_update import MIN_PART_NUMEL, SplitUpdate
 from hf_lohan.storage import (
     GRANULE_NUMEL,
@@ -34,30 +43,38 @@ SEGMENTS = (
     Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from a part's end to another's
     Segment(5 * PART_NUMEL + 96, NUMEL - 3, GROUP, 2),
 )
-DTYPES = (torch.float32, torch.bfloat16)
+POSITION = 3 * PART_NUMEL
+"""Of the chunk in its block."""
+FORMS: tuple[tuple[torch.dtype, MomentDtype], ...] = (
+    (torch.float32, "float32"),
+    (torch.bfloat16, "float32"),
+    (torch.float32, "bfloat16"),
+    (torch.bfloat16, "int8"),
+)
 
 
-@pytest.fixture(params=DTYPES, ids=str)
-def dtype(request: pytest.FixtureRequest) -> torch.dtype:
-    dtype: torch.dtype = request.param
-    return dtype
+@pytest.fixture(params=FORMS, ids=str)
+def form(request: pytest.FixtureRequest) -> MasterFormat:
+    return master_format(*request.param)
 
 
 @pytest.fixture
-def store(dtype: torch.dtype, tmp_path: Path) -> Iterator[Store]:
+def store(form: MasterFormat, tmp_path: Path) -> Iterator[Store]:
     """Random states of one block."""
-    master = master_format(dtype)
+    numel = -(-NUMEL // form.align_numel) * form.align_numel
     specs = [
-        RecordSpec("block", kind, str(master.state_dtype(kind)).removeprefix("torch."), NUMEL)
-        for kind in ("param", *master.state_kinds)
+        RecordSpec("block", kind, str(form.state_dtype(kind)).removeprefix("torch."), form.numel(kind, numel))
+        for kind in ("param", *form.state_kinds)
     ]
     engine = IoEngine(2, 1 << 20, 1 << 26)
     model = ModelIdentity("Tested", NUMEL, "0" * 64)
     generator = torch.Generator().manual_seed(0)
     with Store.create([StorePath(str(tmp_path / "store"), None)], specs, model=model, engine=engine) as store:
         for spec in specs:
-            values = torch.randn(NUMEL, generator=generator).abs_() * 100
-            store.write("block", spec.kind, 0, aligned(values.to(getattr(torch, spec.dtype)))).wait()
+            values = torch.randn(spec.numel, generator=generator).abs_() * 100
+            dtype = getattr(torch, spec.dtype)
+            limit = 127.0 if spec.itemsize == 1 else torch.inf
+            store.write("block", spec.kind, 0, aligned(values.clamp_(max=limit).to(dtype))).wait()
         yield store
     engine.close()
 
@@ -66,8 +83,9 @@ def aligned(values: Tensor) -> Tensor:
     return mapped_empty(values.nbytes).view(values.dtype).copy_(values)
 
 
-def gradient() -> Tensor:
-    return torch.randn(NUMEL, generator=torch.Generator().manual_seed(1))
+def gradient(store: Store) -> Tensor:
+    numel = store.files.layout.record("block", "param").numel
+    return torch.randn(numel, generator=torch.Generator().manual_seed(1))
 
 
 def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
@@ -77,23 +95,30 @@ def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
     return records, [store.read("block", kind, 0, out) for kind, out in records.items()]
 
 
-def split(store: Store, segments: tuple[Segment, ...] = SEGMENTS, clip: float = 1.0) -> SplitUpdate:
+def split(store: Store, form: MasterFormat, segments: tuple[Segment, ...] = SEGMENTS, clip: float = 1.0) -> SplitUpdate:
     records, reads = read_all(store)
     for read in reads:
         read.arrive()
-    private = [mapped_empty(4 * NUMEL) for _ in range(2)] if "master_residual" in records else []
-    return SplitUpdate(records, gradient(), reads, segments, clip, private, store.checksums)
+    values = gradient(store)
+    private = [mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)]
+    return SplitUpdate(form, records, values, POSITION, reads, segments, clip, private, store.checksums)
 
 
-def in_one_piece(store: Store, clip: float) -> dict[str, Tensor]:
-    """By torch's own function, from all of the chunk at once."""
+def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
+    """By torch's own function, from all of the chunk at once; what is stored in fewer bytes, segment by segment."""
     records, reads = read_all(store)
     for read in reads:
         read.wait()
-    scaled = gradient() * clip
+    scaled = gradient(store) * clip
+    if form.moment_codec is not None:
+        for segment in SEGMENTS:
+            workspace = mapped_empty(1 << 16)
+            adamw_in_tiles_(records, scaled, [segment], form, position=POSITION, workspace=workspace)
+        return records
+    numel = scaled.numel()
     master = records["param"]
-    if "master_residual" in records:
-        master = torch.empty(NUMEL)
+    if form.has_residual:
+        master = torch.empty(numel)
         decode_master_(master, records["param"], records["master_residual"])
     for segment in SEGMENTS:
         part, group = slice(segment.start, segment.stop), segment.group
@@ -113,35 +138,36 @@ def in_one_piece(store: Store, clip: float) -> dict[str, Tensor]:
             eps=group.eps,
             weight_decay=group.weight_decay,
         )
-    if "master_residual" in records:
-        scratch = torch.empty(NUMEL, dtype=torch.int32)
+    if form.has_residual:
+        scratch = torch.empty(numel, dtype=torch.int32)
         encode_master_(master, records["param"], records["master_residual"], scratch)
     return records
 
 
 @pytest.mark.parametrize("num_threads", [1, 2, 9])
 @pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_parts_change_no_bit(store: Store, num_threads: int, clip: float) -> None:
-    update = split(store, clip=clip)
+def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int, clip: float) -> None:
+    update = split(store, form, clip=clip)
     before = {kind: record.clone() for kind, record in update.records.items()}
     checksums = update.run(KernelThreads(num_threads))
-    for kind, expected in in_one_piece(store, clip).items():
+    for kind, expected in in_one_piece(store, form, clip).items():
         found = update.records[kind]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
-        assert checksums[kind].tolist() == store.checksums(expected).tolist()
+        assert checksums[kind].tolist() == store.checksums(kind, expected).tolist()
 
 
 @pytest.mark.parametrize("granule", [0, 5, NUMEL // GRANULE_NUMEL])
-def test_no_granule_of_any_input_is_used_unseen(store: Store, granule: int, flip: Callable[[str, int], None]) -> None:
+def test_no_granule_of_any_input_is_used_unseen(
+    store: Store, form: MasterFormat, granule: int, flip: Callable[[str, int], None]
+) -> None:
     for record in store.records:
-        flip(record.kind, granule * GRANULE_NUMEL * record.itemsize + 3)
-        with pytest.raises(
-            CorruptionError, match=f"{record.kind} of block is damaged: .* from {granule * GRANULE_NUMEL} on"
-        ):
-            split(store).run(KernelThreads(2))
-        flip(record.kind, granule * GRANULE_NUMEL * record.itemsize + 3)
-    split(store).run(KernelThreads(2))
+        first = form.numel(record.kind, granule * GRANULE_NUMEL)
+        flip(record.kind, first * record.itemsize + 3)
+        with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged: .* from {first} on"):
+            split(store, form).run(KernelThreads(2))
+        flip(record.kind, first * record.itemsize + 3)
+    split(store, form).run(KernelThreads(2))
 
 
 @pytest.fixture

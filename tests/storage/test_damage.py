@@ -35,6 +35,8 @@ RECORDS = (
     RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
     RecordSpec("a", "exp_avg", "float32", GRANULE_NUMEL),
     RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
+    RecordSpec("a", "exp_avg_sq", "uint8", GRANULE_NUMEL),
+    RecordSpec("a", "moment_scales", "float32", 2 * GRANULE_NUMEL // 16),
 )
 
 
@@ -52,7 +54,7 @@ def content(paths: list[StorePath], engine: IoEngine) -> Content:
             store.write(record.block, record.kind, 0, aligned(record, record.numel, random)).wait()
         store.commit(log_lines=b"one\n")
         for record in RECORDS[::2]:
-            store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, random)).wait()
+            store.write(record.block, record.kind, 0, aligned(record, record.granule_numel, random)).wait()
         store.commit({"step": 2}, {"file": b"content"}, b"two\n")
         return content_of(store)
 
@@ -79,8 +81,8 @@ def damaged_granules(store: Store, content: Content) -> list[CorruptionError]:
     """Read all granules one by one, which must be right or refused."""
     errors = []
     for record in store.records:
-        for start in range(0, record.numel, GRANULE_NUMEL):
-            out = aligned(record, min(GRANULE_NUMEL, record.numel - start))
+        for start in range(0, record.numel, record.granule_numel):
+            out = aligned(record, min(record.granule_numel, record.numel - start))
             try:
                 store.read(record.block, record.kind, start, out).wait()
             except CorruptionError as error:

@@ -124,6 +124,10 @@ def test_bad_records_are_refused() -> None:
         RecordSpec("layers.0", "param", "complex64", 2048)
     with pytest.raises(ValueError, match="numel 2047"):
         RecordSpec("layers.0", "param", "float32", 2047)
+    with pytest.raises(ValueError, match="numel 2048: pad it to 4096s"):
+        RecordSpec("layers.0", "exp_avg", "int8", 2048)
+    with pytest.raises(ValueError, match="numel 512: pad it to 1024s"):
+        RecordSpec("layers.0", "moment_scales", "float32", 512)
     twice = RecordSpec("layers.0", "param", "float32", 2048)
     with pytest.raises(ValueError, match="same block and kind"):
         StoreLayout((twice, twice), (StorePath("disk0", 1),))

@@ -35,6 +35,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
         "model_class": "LlamaForCausalLM",
         "num_parameters": 12345,
         "fingerprint": "abc",
+        "optimizer_state_dtype": "float32",
     }
     assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
 
@@ -80,6 +81,17 @@ def test_a_damaged_manifest_is_refused(
         Store.open(paths, model=model, engine=engine)
     with pytest.raises(ForeignStoreError, match="damaged"):
         Store.create(paths, records, model=model, engine=engine)
+
+
+def test_a_manifest_from_before_there_was_a_choice_is_of_float32_states(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine
+) -> None:
+    for file in manifests:
+        identity = json.loads(file.read_text())["model"]
+        del identity["optimizer_state_dtype"]
+        edit(file, model=identity)
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert store.model == model and model.optimizer_state_dtype == "float32"
 
 
 @pytest.mark.parametrize("change", [{"num_homes": 2}, {"store_id": "other"}, {"path_index": 1}])

@@ -136,6 +136,10 @@ def test_the_store_of_another_model_is_refused_and_survives(
         Store.create(paths, records, model=other, engine=engine)
     with pytest.raises(ForeignStoreError, match=says_what_is_there):
         Store.open(paths, model=other, engine=engine)
+    with pytest.raises(
+        ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, this run has int8; set it to"
+    ):
+        Store.open(paths, model=replace(other, optimizer_state_dtype="int8"), engine=engine)
     with Store.open(paths, model=model, engine=engine) as store:
         assert torch.equal(read_all(store), written)
 

@@ -39,6 +39,7 @@ RECORDS = (
     RecordSpec("tail", "param", "bfloat16", 3 * GRANULE_NUMEL + 4096, versioned_numel=2 * GRANULE_NUMEL),
     RecordSpec("frozen", "param", "float32", GRANULE_NUMEL + 2048, versioned_numel=0),
     RecordSpec("tiny", "master_residual", "int16", 2048),
+    RecordSpec("a", "moment_scales", "float32", 3 * GRANULE_NUMEL // 16),
 )
 CHECKPOINT = "out/checkpoint-7"
 
@@ -57,7 +58,7 @@ class State:
         return State(dict(self.content), set(self.written), dict(self.journal), self.log, self.number)
 
     def granule(self, record: RecordSpec, granule: int) -> bytes:
-        size = GRANULE_NUMEL * record.itemsize
+        size = record.granule_numel * record.itemsize
         return self.content[record.block, record.kind][granule * size : (granule + 1) * size]
 
 
@@ -142,9 +143,9 @@ class Transactions(RuleBasedStateMachine):
         self.store.begin_anew()
         self.live.content, self.live.written = zeros(RECORDS), set()
         for record in RECORDS if not self.is_torn else ():
-            size = GRANULE_NUMEL * record.itemsize
-            first_frozen = -(-record.versioned_numel // GRANULE_NUMEL)  # the last trained granule may be short
-            frozen = range(first_frozen, -(-record.numel // GRANULE_NUMEL))
+            size = record.granule_numel * record.itemsize
+            first_frozen = -(-record.versioned_numel // record.granule_numel)  # the last trained granule may be short
+            frozen = range(first_frozen, -(-record.numel // record.granule_numel))
             for granule in frozen:  # what is frozen stays
                 if (record.block, record.kind, granule) in self.committed.written:
                     key, start = (record.block, record.kind), granule * size
@@ -200,9 +201,9 @@ class Transactions(RuleBasedStateMachine):
         changed = values.contiguous().view(torch.uint8).numpy().tobytes()
         content[start_byte : start_byte + len(changed)] = changed
         self.live.content[name] = bytes(content)
-        for granule in range(start // GRANULE_NUMEL, -(-(start + values.numel()) // GRANULE_NUMEL)):
+        for granule in range(start // record.granule_numel, -(-(start + values.numel()) // record.granule_numel)):
             self.live.written.add((*name, granule))
-            is_versioned = self.num_homes == 2 and granule * GRANULE_NUMEL < record.versioned_numel
+            is_versioned = self.num_homes == 2 and granule * record.granule_numel < record.versioned_numel
             if (*name, granule) in self.committed.written and not is_versioned:
                 self.is_torn |= self.live.granule(record, granule) != self.committed.granule(record, granule)
 
@@ -213,10 +214,10 @@ class Transactions(RuleBasedStateMachine):
 
     def _granules(self, data: st.DataObject) -> tuple[RecordSpec, int, int]:
         record = data.draw(st.sampled_from(RECORDS))
-        num_granules = -(-record.numel // GRANULE_NUMEL)
+        num_granules = -(-record.numel // record.granule_numel)
         first = data.draw(st.integers(0, num_granules - 1))
         stop = data.draw(st.integers(first + 1, num_granules))
-        return record, first * GRANULE_NUMEL, min(stop * GRANULE_NUMEL, record.numel)
+        return record, first * record.granule_numel, min(stop * record.granule_numel, record.numel)
 
 
 TestTransactions: Any = Transactions.TestCase

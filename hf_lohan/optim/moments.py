@@ -1,0 +1,191 @@
+"""AdamW's moments in fewer bytes than float32 takes: how `exp_avg` and `exp_avg_sq` become records, and come back.
+
+Both forms round by chance, up as often as it takes to be right on average. To the nearest would be no good: with
+beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so that it would never decay. (`exp_avg` at
+beta1 = 0.9 would do with the nearest as well, but not at any beta1.)
+
+Records full of zeros, as those of a new store, are moments of zero.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from hf_lohan.optim import rounding_noise
+
+MomentDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+
+SCALE_BLOCK_NUMEL = 32
+"""So many neighbours share a scale. Parameters begin at multiples of it, so none shares one with another."""
+NUM_SCRATCH = 4
+"""Scratch tensors that coding takes."""
+_AVG, _AVG_SQ = 0, 1
+"""Streams of noise."""
+_SMALLEST_DIVISOR = 1e-36
+"""So that one divided by it is a float32. What is smaller than that counts for nothing beside AdamW's eps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Elements [start, stop) of a tile that one parameter's, or several parameters', ``step`` has changed."""
+
+    start: int
+    stop: int
+    step: int
+    position: int
+    """Of element `start` in the block's records."""
+
+
+class MomentCodec(ABC):
+    """Moves moments between records, by kind, and float32 tensors [numel] that are worked with."""
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]]
+    """Element type of each record kind."""
+    params_per_element: ClassVar[Mapping[str, int]]
+    """With how many parameters an element goes, where not with one."""
+    align_numel: ClassVar[int]
+    """Records have to end at a multiple of so many parameters; tiles begin and end at multiples of the scale block."""
+
+    @abstractmethod
+    def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
+        """Fill the moments [numel] from their records. ``scratch`` is float32 [NUM_SCRATCH, numel]."""
+
+    @abstractmethod
+    def encode_(
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+    ) -> None:
+        """Write the moments' elements in ``span`` to their records, and no others; what the moments hold there
+        afterwards is of no use. A NaN does not become a number."""
+
+
+class BFloat16Moments(MomentCodec):
+    """The upper half of each float32, rounded by chance. Numbers beyond bfloat16's largest become that."""
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
+    params_per_element: ClassVar[Mapping[str, int]] = {}
+    align_numel: ClassVar[int] = 1
+    _LARGEST = torch.finfo(torch.bfloat16).max
+
+    def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
+        exp_avg.copy_(records["exp_avg"])
+        exp_avg_sq.copy_(records["exp_avg_sq"])
+
+    def encode_(
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+    ) -> None:
+        part = slice(span.start, span.stop)
+        self._encode_(exp_avg[part], records["exp_avg"][part], span, _AVG)
+        self._encode_(exp_avg_sq[part], records["exp_avg_sq"][part], span, _AVG_SQ)
+
+    def _encode_(self, values: Tensor, rounded: Tensor, span: Span, stream: int) -> None:
+        # A GPU's NaN is all ones, which the noise would carry over into a zero: it becomes an ordinary one.
+        values.nan_to_num_(nan=float("nan"), posinf=self._LARGEST, neginf=-self._LARGEST)
+        values.clamp_(-self._LARGEST, self._LARGEST)
+        bits = values.view(torch.int32)
+        bits.add_(rounding_noise.integers(span.position, values.numel(), span.step, stream))
+        bits.bitwise_right_shift_(16)
+        rounded.view(torch.int16).copy_(bits)
+
+
+class Int8Moments(MomentCodec):
+    """One byte each, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements: the largest magnitude among them.
+
+    Codes stand for powers of fractions, so that small numbers keep some digits beside large ones: `exp_avg` is
+    sign * scale * (|code| / 127)^4 with codes from -127 to 127, `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes
+    from 0 to 255. There is no zero in that, for a zero under an `exp_avg` that is none would make a huge step. The
+    scales of both lie side by side: [numel / 32, 2] float32.
+    """
+
+    dtypes: ClassVar[Mapping[str, torch.dtype]] = {
+        "exp_avg": torch.int8,
+        "exp_avg_sq": torch.uint8,
+        "moment_scales": torch.float32,
+    }
+    params_per_element: ClassVar[Mapping[str, int]] = {"moment_scales": SCALE_BLOCK_NUMEL // 2}
+    align_numel: ClassVar[int] = 16 * 1024
+    """Then the scales, a sixteenth as many bytes as a record of float32, are whole sectors."""
+
+    def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
+        scales = records["moment_scales"].view(-1, 2)
+        exp_avg.copy_(records["exp_avg"]).div_(127)
+        magnitude = torch.mul(exp_avg, exp_avg, out=scratch[0]).square_()
+        torch.copysign(magnitude, exp_avg, out=exp_avg)
+        _blocks(exp_avg).mul_(scales[:, _AVG, None])
+        exp_avg_sq.copy_(records["exp_avg_sq"]).add_(1).mul_(1 / 256)
+        exp_avg_sq.square_().square_().square_()
+        _blocks(exp_avg_sq).mul_(scales[:, _AVG_SQ, None])
+
+    def encode_(
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+    ) -> None:
+        start, stop = span.start, -(-span.stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL
+        assert start % SCALE_BLOCK_NUMEL == 0, "a parameter begins in the middle of a scale block"
+        for moment in (exp_avg, exp_avg_sq):
+            moment[span.stop : stop].zero_()  # padding: no part of this scale
+        whole, part = slice(start, stop), slice(start, span.stop)
+        scales = records["moment_scales"].view(-1, 2)[start // SCALE_BLOCK_NUMEL : stop // SCALE_BLOCK_NUMEL]
+        magnitude, *temporary = scratch[:, whole]
+        torch.abs(exp_avg[whole], out=magnitude)
+        _normalize_(magnitude, scales[:, _AVG])
+        noise = rounding_noise.fractions(span.position, magnitude.numel(), span.step, _AVG)
+        levels = _round_to_power_(magnitude, temporary, noise, num_squares=2, highest=127)
+        torch.copysign(levels, exp_avg[whole], out=levels)
+        records["exp_avg"][part].copy_(levels[: span.stop - start])
+        _normalize_(exp_avg_sq[whole], scales[:, _AVG_SQ])
+        noise = rounding_noise.fractions(span.position, magnitude.numel(), span.step, _AVG_SQ)
+        levels = _round_to_power_(exp_avg_sq[whole], temporary, noise, num_squares=3, highest=256)
+        codes = magnitude.view(torch.int32)  # to uint8 on this way: that is faster
+        codes.copy_(levels.sub_(1).clamp_(min=0))
+        records["exp_avg_sq"][part].copy_(codes[: span.stop - start])
+
+
+def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
+    """Divide by the largest of each block, in place, and set the ``scales`` [numel / 32] to it."""
+    largest = _blocks(magnitudes).amax(1)
+    scales.copy_(largest)
+    _blocks(magnitudes).mul_((1 / largest.clamp_(min=_SMALLEST_DIVISOR))[:, None])
+
+
+def _round_to_power_(
+    fractions: Tensor, temporary: Sequence[Tensor], noise: Tensor, *, num_squares: int, highest: int
+) -> Tensor:
+    """Whole float32 numbers from 0 to ``highest``, in ``temporary[0]``, whose k-th powers, k being 2 to the
+    ``num_squares``, are to that of ``highest`` as ``fractions`` are to one: on average, over the ``noise``. (That is
+    not so if the root is what is right on average.) Overwrites ``fractions``."""
+    level, power, next_power = temporary
+    torch.sqrt(fractions, out=level)
+    for _ in range(num_squares - 1):
+        level.sqrt_()
+    level.mul_(highest).floor_()
+    torch.mul(level, level, out=power)
+    torch.add(level, 1, out=next_power).square_()
+    for _ in range(num_squares - 2):
+        power.square_()
+        next_power.square_()
+    # Of the k-th powers these are the roots; what lies above the lower one, as a part of what lies between them:
+    fractions.mul_(float(highest) ** 2**num_squares).addcmul_(power, power, value=-1)
+    distance = torch.mul(next_power, next_power, out=next_power).addcmul_(power, power, value=-1)
+    is_next = fractions.div_(distance).sub_(noise).ceil_()
+    return level.add_(is_next)
+
+
+def _blocks(values: Tensor) -> Tensor:
+    return values.view(-1, SCALE_BLOCK_NUMEL)
+
+
+_CODECS: dict[MomentDtype, MomentCodec | None] = {
+    "float32": None,
+    "bfloat16": BFloat16Moments(),
+    "int8": Int8Moments(),
+}
+
+
+def moment_codec(dtype: MomentDtype) -> MomentCodec | None:
+    """The codec of an `optimizer_state_dtype`; None for float32, which needs none."""
+    return _CODECS[dtype]

@@ -1,0 +1,53 @@
+"""The noise that rounding takes: a matter of element and step alone, and as uniform as it says."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_lohan.optim import rounding_noise
+from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL, PERIOD
+
+positions = st.integers(0, 1 << 40)
+steps = st.integers(1, 1 << 31)
+
+
+def a_period(step: int, stream: int) -> torch.Tensor:
+    runs = [rounding_noise.integers(start, MAX_RUN_NUMEL, step, stream) for start in range(0, PERIOD, MAX_RUN_NUMEL)]
+    return torch.cat(runs)
+
+
+@given(steps, st.integers(0, 1))
+def test_every_value_comes_once_in_a_period(step: int, stream: int) -> None:
+    assert torch.equal(a_period(step, stream).sort().values, torch.arange(PERIOD, dtype=torch.int32))
+
+
+@given(positions, steps, st.integers(0, 1), st.integers(1, MAX_RUN_NUMEL), st.data())
+def test_an_element_has_the_same_wherever_the_run_begins(
+    position: int, step: int, stream: int, numel: int, data: st.DataObject
+) -> None:
+    first = data.draw(st.integers(0, numel - 1))
+    run = rounding_noise.integers(position, numel, step, stream)
+    assert run.numel() == numel
+    assert torch.equal(rounding_noise.integers(position + first, numel - first, step, stream), run[first:])
+    fractions = rounding_noise.fractions(position, numel, step, stream)
+    assert torch.equal(fractions, (run.float() + 0.5) / PERIOD)
+    assert fractions.min() > 0 and fractions.max() < 1
+
+
+def test_one_element_sees_uniform_noise_over_its_steps() -> None:
+    """And the two moments' noise, and that of neighbouring steps, have nothing to do with one another."""
+    seen = torch.tensor(
+        [[float(rounding_noise.fractions(77, 1, step, stream)) for step in range(1, 4001)] for stream in (0, 1)]
+    )
+    counts = torch.histc(seen[0], bins=20, min=0, max=1)
+    assert bool(((counts - 200).abs() < 60).all()), counts  # more than four standard deviations
+    correlations = torch.corrcoef(torch.stack([seen[0][1:], seen[0][:-1], seen[1][1:]]))
+    assert bool(((correlations - torch.eye(3)).abs() < 0.06).all()), correlations
+
+
+def test_the_table_is_the_same_on_every_machine() -> None:
+    """A run goes on bit for bit under another version of torch's generators."""
+    assert rounding_noise.integers(0, 6, 1, 0).tolist() == [63110, 40418, 33065, 59665, 56540, 32318]
+    assert rounding_noise.integers(12345, 6, 1000, 1).tolist() == [60575, 60878, 26003, 37038, 24443, 59065]
