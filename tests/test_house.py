@@ -22,9 +22,10 @@ FLOORS = {
     "timeline": -1,
     **dict.fromkeys(("config", "planner", "device"), 0),
     **dict.fromkeys(("storage", "optim", "report"), 1),
-    **dict.fromkeys(("profiler", "runtime", "collectives", "moe"), 2),
-    "integrations": 3,
-    "cli": 4,
+    **dict.fromkeys(("profiler", "activations"), 2),
+    **dict.fromkeys(("runtime", "collectives", "moe"), 3),
+    "integrations": 4,
+    "cli": 5,
 }
 NARROWER = {
     "config": set[str](),

@@ -13,6 +13,7 @@ from weakref import proxy
 
 from torch import nn
 
+from hf_lohan.activations import LayerTrace
 from hf_lohan.config import format_bytes
 from hf_lohan.integrations.step_floor import floor_by_resource_s
 from hf_lohan.integrations.training_setup import training_setup
@@ -27,7 +28,7 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.profiler import MeasuringEffort, TracedModel, cached_hardware, has_cached_hardware
-from hf_lohan.runtime import LayerTrace, OffloadEngine
+from hf_lohan.runtime import OffloadEngine
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,6 @@ keeps autograd from holding on to it; `gradient_arrival` takes its gradient to t
 makes it last. `engine` wires it all up.
 """
 
-from hf_lohan.runtime.activation_trace import LayerTrace
 from hf_lohan.runtime.block import Block, Chunk, ParamSlice
 from hf_lohan.runtime.discovery import DiscoveryError, check_one_dtype, discover_blocks
 from hf_lohan.runtime.drain import drain_model
@@ -23,7 +22,6 @@ __all__ = [
     "Chunk",
     "DiscoveryError",
     "Journal",
-    "LayerTrace",
     "NonFiniteGradientError",
     "OffloadEngine",
     "OffloadLayout",

@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
+from hf_lohan.activations import LayerTrace
+from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
+from hf_lohan.activations.tiers import ActivationTiers, placed_bytes, swap_everything
 from hf_lohan.config import Activations, format_bytes
 from hf_lohan.device import BufferPool
 from hf_lohan.planner.placement import ActivationPlacements
-from hf_lohan.runtime.activation_swapper import SPILL_BLOCK, SPILL_KIND
-from hf_lohan.runtime.activation_tiers import ActivationTiers, placed_bytes, swap_everything
-from hf_lohan.runtime.activation_trace import LayerTrace
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, CapacityError, RecordSpec
 

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
-from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import ParamSlice
 from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals

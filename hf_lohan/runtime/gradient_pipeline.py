@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_lohan.device import BufferPool, Device
+from hf_lohan.device import BufferPool, Device, WorkThread
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.runtime.block import Block, Chunk, ParamSlice
 from hf_lohan.runtime.blocks_in_update import BlocksInUpdate, Delivery
@@ -18,7 +18,6 @@ from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.held_gradients import HeldGradients
 from hf_lohan.runtime.state_update import Drafts, StateUpdater
 from hf_lohan.runtime.update_pipeline import Schedule, UpdatePipeline
-from hf_lohan.runtime.work_thread import WorkThread
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]
 Outcome = Literal["in_backward", "deferred", "accepted", "redone"]

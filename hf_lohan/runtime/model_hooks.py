@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from hf_lohan.activations import ActivationTiers
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.compute_spans import ComputeSpans

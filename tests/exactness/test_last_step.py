@@ -97,7 +97,7 @@ def test_an_interrupt_within_step(
     clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in it: the step counts whole or not at all, and what was held for it is gone."""
-    from hf_lohan.runtime.work_thread import WorkThread
+    from hf_lohan.device import WorkThread
 
     breaks = Breaks(-1)
     # Planning asks the thread, too, but between steps.

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.planner.placement import INPUT, Placement
-from hf_lohan.runtime.activation_tiers import ActivationTiers
 from hf_lohan.runtime.saved_weights import saved_weight_hooks
 
 WIDTH = 16

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 
+from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.planner.placement import INPUT, ActivationPlacements, Placement
-from hf_lohan.runtime.activation_trace import LayerTrace
 
 EVERYWHERE = tuple(Placement)
 

@@ -15,9 +15,9 @@ import torch
 from mixtures import all_in, random_mixture
 from torch import Tensor
 
+from hf_lohan.activations.layer_frame import LayerFrame
+from hf_lohan.activations.swapped_tensor import SwappedTensor
 from hf_lohan.planner.placement import Placement
-from hf_lohan.runtime.layer_frame import LayerFrame
-from hf_lohan.runtime.swapped_tensor import SwappedTensor
 from hf_lohan.storage import CorruptionError, PosixBackend, StorageError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend

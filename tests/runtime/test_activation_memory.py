@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from mixtures import all_in
 
+from hf_lohan.activations.tiers import placed_bytes, swap_everything
+from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.planner.placement import INPUT, Placement
 from hf_lohan.runtime import OffloadEngine
-from hf_lohan.runtime.activation_tiers import placed_bytes, swap_everything
-from hf_lohan.runtime.activation_trace import LayerTrace
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 TwinsFactory = Callable[..., Any]

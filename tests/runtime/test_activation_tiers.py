@@ -14,9 +14,9 @@ from mixtures import all_in, random_mixture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_lohan.activations import layer_frame
 from hf_lohan.device import anchor_name
 from hf_lohan.planner.placement import Placement
-from hf_lohan.runtime import layer_frame
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
 from hf_lohan.device import BufferPool, CpuDevice, Device
-from hf_lohan.runtime.activation_swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
 from hf_lohan.storage import GRANULE_NUMEL, FileBackend, IoEngine, RecordFiles, RecordSpec, StoreLayout, StorePath
 
 GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte

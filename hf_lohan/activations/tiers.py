@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from hf_lohan.activations.layer_frame import LayerFrame
+from hf_lohan.activations.swapper import ActivationSwapper
+from hf_lohan.activations.trace import LayerTrace, bytes_of
 from hf_lohan.device import Device
 from hf_lohan.planner.placement import ActivationPlacements, Placement
-from hf_lohan.runtime.activation_swapper import ActivationSwapper
-from hf_lohan.runtime.activation_trace import LayerTrace, bytes_of
-from hf_lohan.runtime.layer_frame import LayerFrame
 
 _MAX_LAYERS_LEAVING = 2
 """Layers whose swapped activations may still be on the device while the next one computes (MEMO's two buffers)."""

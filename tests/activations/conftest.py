@@ -1,0 +1,8 @@
+"""Modules beside the tests are theirs to import."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
