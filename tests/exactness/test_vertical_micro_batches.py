@@ -72,6 +72,14 @@ def test_equals_stock_accumulation(family: str, accumulated: int, tmp_path: Path
         assert_same(train_offloaded(family, folder, FAMILIES[family], offload, **settings), stock)
 
 
+def test_the_norm_of_parameters_larger_than_a_chunk(tmp_path: Path) -> None:
+    """One micro-batch after the other, it would be that of its parts, an ulp off at times."""
+    settings = {"gradient_accumulation_steps": 4, "max_grad_norm": 0.3}
+    stock = train_stock("llama", tmp_path / "stock", {"vocab_size": 40_000}, **settings)
+    offload = {**VERTICAL, "cpu_memory": "4MiB", "gpu_memory": "32MiB"}
+    assert_same(train_offloaded("llama", tmp_path / "ours", {"vocab_size": 40_000}, offload, **settings), stock)
+
+
 WAYS: dict[str, dict[str, Any]] = {
     "label_smoothing": {"label_smoothing_factor": 0.1},
     "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
