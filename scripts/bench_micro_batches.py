@@ -12,10 +12,7 @@ chunk is exact to about an ulp in turn, and to the bit vertical.
 
 from __future__ import annotations
 
-import json
-import shutil
 import statistics
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict
 from functools import partial
@@ -24,9 +21,21 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from bench_step import LEARNING_RATE, STEPS_PER_TURN, Shape, turn
+from benchmarking import (
+    LEARNING_RATE,
+    STEPS_PER_TURN,
+    DeviceOption,
+    NormsOption,
+    OutputOption,
+    Shape,
+    StoreOption,
+    TurnsOption,
+    folder_in,
+    table_of,
+    turn,
+    write_figures,
+)
 from rich.console import Console
-from rich.table import Table
 
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.integrations.attachment import offload_model
@@ -136,9 +145,17 @@ def measure(
 
 
 def show(results: list[dict[str, Any]]) -> None:
-    table = Table(title="accumulated steps, one micro-batch after the other and vertical (medians, interleaved)")
-    for heading in ("micro-batches", "clip at", "in turn", "vertical", "ratio", "read in turn", "vertical", "equal"):
-        table.add_column(heading, justify="right")
+    table = table_of(
+        "accumulated steps, one micro-batch after the other and vertical (medians, interleaved)",
+        "micro-batches",
+        "clip at",
+        "in turn",
+        "vertical",
+        "ratio",
+        "read in turn",
+        "vertical",
+        "equal",
+    )
     for result in results:
         shape, step_s, read = result["shape"], result["step_s"], result["read_bytes_per_step"]
         table.add_row(
@@ -155,7 +172,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def main(
-    device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu",
+    device: DeviceOption = "cpu",
     hidden: int = 1024,
     layers: int = 8,
     intermediate: int = 4096,
@@ -167,15 +184,14 @@ def main(
     cpu_memory: str = "512MiB",
     gpu_memory: str = "512MiB",
     activations: Annotated[str, typer.Option(help="where they wait for backward")] = "recompute",
-    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
-    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each side")] = 3,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    max_grad_norm: NormsOption = None,
+    num_turns: TurnsOption = 3,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Measure, print a table, and write JSON."""
-    folder = store or Path(tempfile.mkdtemp(prefix="lohan-bench-", dir="."))
     settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "activations": activations}
-    try:
+    with folder_in(store) as folder:
         results = [
             measure(
                 Shape(hidden, layers, intermediate, vocabulary, batch_size, length, bf16),
@@ -189,12 +205,8 @@ def main(
             for length in (sequence_length or [64, 256])
             for norm in (max_grad_norm or [1.0])
         ]
-    finally:
-        if store is None:
-            shutil.rmtree(folder, ignore_errors=True)
     show(results)
-    if output is not None:
-        output.write_text(json.dumps(results, indent=2) + "\n")
+    write_figures(output, {"results": results})
 
 
 if __name__ == "__main__":

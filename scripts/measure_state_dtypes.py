@@ -13,7 +13,6 @@ import gc
 import json
 import shutil
 import statistics
-import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -22,6 +21,7 @@ import text_data
 import torch
 import transformers
 import typer
+from benchmarking import OutputOption, StoreOption, folder_in, write_figures
 from quickstart import BLOCK_SIZE, CONFIG, NUM_EVAL_BLOCKS, Progress, training_arguments
 from rich.console import Console
 from rich.table import Table
@@ -108,8 +108,8 @@ def main(
     inputs: Annotated[Path, typer.Argument(help="folder with the quickstart's base/, train.jsonl and heldout.jsonl")],
     num_steps: int = 48,
     bf16: Annotated[bool, typer.Option(help="bfloat16 weights, with exact float32 masters")] = False,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to use; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
+    store: StoreOption = None,
+    output: OutputOption = None,
 ) -> None:
     """Fine-tune once for each dtype, print a table, and write JSON."""
     transformers.utils.logging.set_verbosity_error()
@@ -118,10 +118,9 @@ def main(
     common = {"activations": "recompute", "resident_records": "none", "clip": "defer"}
     base = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32)
     first = {name: parameter.detach() for name, parameter in base.named_parameters()}
-    folder = store or Path(tempfile.mkdtemp(prefix="lohan-measure-", dir="."))
     result: dict[str, Any] = {"num_steps": num_steps, "bf16": bf16, "settings": common, "dtypes": {}}
     exact: dict[str, Any] = {}
-    try:
+    with folder_in(store) as folder:
         for dtype in DTYPES:
             console.print(f"fine-tuning with optimizer_state_dtype={dtype}, {num_steps} steps")
             run = fine_tune(inputs, folder / dtype, {**common, "optimizer_state_dtype": dtype}, num_steps, bf16)
@@ -131,15 +130,11 @@ def main(
             shutil.rmtree(folder / dtype, ignore_errors=True)
             del run
             gc.collect()
-    finally:
-        if store is None:
-            shutil.rmtree(folder, ignore_errors=True)
-    console.print(table_of(result))
-    if output is not None:
-        output.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(shown_as_table(result))
+    write_figures(output, result)
 
 
-def table_of(result: dict[str, Any]) -> Table:
+def shown_as_table(result: dict[str, Any]) -> Table:
     """A column for each dtype."""
     table = Table(title=f"{result['num_steps']} steps, by optimizer_state_dtype")
     table.add_column("")
