@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block, lay_out_block
+from hf_lohan.runtime.block import Block, lay_out_block, round_up
+from hf_lohan.storage import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ def discover_blocks(model: nn.Module, align_numel: int = 1) -> ModelBlocks:
         if fresh:
             add(name, SizeClass.LAYER, fresh)
     outer = _modules_outside(model, layers)
-    largest_layer = max(block.numel for block in blocks)
+    # As it is without padding for states, whose form must not decide which blocks there are.
+    largest_layer = max(round_up(max(part.stop for part in block.slices), RECORD_ALIGN_NUMEL) for block in blocks)
     small: dict[nn.Parameter, None] = {}  # a set that keeps the order
     for name, module in outer.items():
         fresh = [p for p in module.parameters(recurse=False) if p not in owned and p not in small]

@@ -96,8 +96,8 @@ class ParameterAccess:
 
     def read_flat(self, name: str, kind: str) -> Tensor:
         """One record kind of a parameter, as it is stored, as a new flat host tensor."""
-        start, stop = self.elements(name, kind)
-        out = torch.empty(stop - start, dtype=self.state_dtype(kind))
+        first, last = self.elements(name, kind)
+        out = torch.empty(last - first, dtype=self.state_dtype(kind))
         for start, piece in self.read_pieces(name, kind):
             out[start : start + piece.numel()].copy_(piece)
         return out

@@ -26,7 +26,7 @@ class ModelIdentity:
     num_parameters: int
     fingerprint: str
     optimizer_state_dtype: str = "float32"
-    """For the error message alone; the fingerprint covers it."""
+    """Told apart by the fingerprint as well; here for messages, and for who reads the store without its config."""
 
 
 @dataclass(frozen=True)
