@@ -6,6 +6,7 @@ import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -112,8 +113,9 @@ class Device(ABC):
         """Enqueue `dst.copy_(src)` on `lane` (H2D or D2H), and note it. Both tensors stay alive until it has run."""
 
     @abstractmethod
-    def record(self, lane: Lane, *tensors: Tensor) -> Event:
-        """Mark the present end of `lane`. For COMPUTE, `tensors` are those whose use up to here the event closes."""
+    def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
+        """Mark the present end of `lane`. For COMPUTE, `tensors` are those whose use up to here the event closes, and
+        `reads` those that it only read: they may be copied from before."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections.abc import Sequence
 
 import psutil
 import torch
@@ -49,7 +50,7 @@ class CpuDevice(Device):
     def stamp(self, lane: Lane) -> Stamp:
         return _Now()
 
-    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+    def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         return _Reached()
 
     def wait(self, lane: Lane, event: Event) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -115,7 +116,7 @@ class CudaDevice(Device):
         event.record(self._stream(lane))
         return _CudaStamp(event, self._clock)
 
-    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+    def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         event = torch.cuda.Event(blocking=True)  # a host thread that waits gives its core to the optimizer
         event.record(self._stream(lane))
         return _CudaEvent(event)

@@ -121,7 +121,7 @@ class SlotRing:
         """The compute enqueued so far was the last for now to read the block."""
         with self.changed:
             slot = self.slot_of(block)
-            slot.last_use = self.device.record(Lane.COMPUTE, slot.weights)
+            slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
             slot.num_pins -= 1
             assert slot.num_pins >= 0, f"{block} unpinned more often than pinned"
             self.changed.notify_all()
@@ -131,7 +131,7 @@ class SlotRing:
         with self.changed:
             for slot in self._all():
                 if slot.num_pins:
-                    slot.last_use = self.device.record(Lane.COMPUTE, slot.weights)
+                    slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
                     slot.num_pins = 0
             self.changed.notify_all()
 

@@ -3,8 +3,8 @@
 It finds a missing wait without a GPU. Copies lie in queues and run after random delays; where one is to land, there
 are NaNs until it has run. Compute runs at once, as on the CPU, so that it could be late is kept as book-keeping: every
 event recorded on COMPUTE has a time, the tensors it closes are busy until that time, and each copy lane knows only the
-times it has waited for (or the host had synchronised with when it enqueued the copy). A copy that touches a busy tensor
-without that knowledge would have raced on a GPU; here it copies NaN.
+times it has waited for (or the host had synchronised with when it enqueued the copy). A copy to a busy tensor, or of
+one that compute wrote to, without that knowledge would have raced on a GPU; here it copies NaN.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import random
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,6 +79,7 @@ class AsyncDevice(CpuDevice):
         self._lanes = {lane: _CopyLane(f"async-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
         self._compute_time = 0
         self._busy_until: dict[int, int] = {}
+        self._written_until: dict[int, int] = {}
         self.host_knows = 0
         self.wait_sites: set[WaitSite] = set()
         self.num_races = 0
@@ -98,7 +99,9 @@ class AsyncDevice(CpuDevice):
 
         def run() -> None:
             time.sleep(delay_s)
-            busy_until = self._busy_until.get(on_device.untyped_storage().data_ptr(), 0)
+            # Two who read do not race.
+            busy = self._busy_until if lane is Lane.H2D else self._written_until
+            busy_until = busy.get(on_device.untyped_storage().data_ptr(), 0)
             if busy_until > max(self._lanes[lane].knows, host_knew):
                 self.num_races += 1
                 _poison(dst)
@@ -107,10 +110,12 @@ class AsyncDevice(CpuDevice):
 
         self._lanes[lane].queue.put(run)
 
-    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+    def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         if lane is Lane.COMPUTE:
             self._compute_time += 1
             for tensor in tensors:
+                self._written_until[tensor.untyped_storage().data_ptr()] = self._compute_time
+            for tensor in (*tensors, *reads):
                 self._busy_until[tensor.untyped_storage().data_ptr()] = self._compute_time
             return _ComputeEvent(self, self._compute_time)
         event = _CopyEvent(self)

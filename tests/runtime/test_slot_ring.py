@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -160,9 +162,9 @@ def test_releasing_records_the_end_of_the_reading(ring: SlotRing, monkeypatch: p
     recorded: list[tuple[Lane, int]] = []
     record = DEVICE.record
 
-    def noted(lane: Lane, *tensors: torch.Tensor) -> Event:
-        recorded.extend((lane, tensor.data_ptr()) for tensor in tensors)
-        return record(lane, *tensors)
+    def noted(lane: Lane, *, reads: Sequence[torch.Tensor]) -> Event:
+        recorded.extend((lane, tensor.data_ptr()) for tensor in reads)
+        return record(lane, reads=reads)
 
     block = layer("a", (4,))
     load(ring, block, 1.0)
