@@ -225,7 +225,8 @@ def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: Twins
     """The very last write of a step fails; an evaluation must not take the old weights for the new ones. It may have
     the new ones from RAM: then whoever wants them from the store is told."""
     backend = FaultyBackend("write", NEVER, errno.EIO)
-    twins = make_twins("llama", cpu_memory="64MiB", backend=backend)  # nothing is spilled: all writes are updates
+    # Nothing is spilled and nothing is written twice: all writes are updates, and all steps have as many.
+    twins = make_twins("llama", cpu_memory="64MiB", clip="defer", backend=backend)
     twins.train(1)
     twins.engine.settle()
     before = backend.calls["write"]
