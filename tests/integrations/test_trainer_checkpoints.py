@@ -47,7 +47,7 @@ def make(folder: Path, *, stock: bool = False, **settings: Any) -> Any:
     if stock:
         return transformers.Trainer(tiny_model("llama"), args, **data)
     return hf_lohan.Trainer(
-        tiny_model("llama"), args, **data, offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": f"{folder}-ssd"}
+        tiny_model("llama"), args, **data, offload={"cpu_memory": "64MiB", "gpu_memory": "2MiB", "ssd": f"{folder}-ssd"}
     )
 
 
