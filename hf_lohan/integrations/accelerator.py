@@ -67,6 +67,10 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         engine = self.offload_engine
         if engine is None or not engine.defer_backward(loss / self.gradient_accumulation_steps):
             super().backward(loss, **kwargs)
+        elif kwargs:
+            raise ValueError(
+                f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass the loss alone"
+            )
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         engine = engine_of(model)
@@ -194,7 +198,9 @@ class Accelerator(OffloadAwareAccelerator):
         taken = OffloadAdamW(optimizer.param_groups, engine=engine)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
         if self.project_dir is not None or engine.timeline.is_tracing:
-            self._loop_record = LoopRecord(engine, taken, Path(self.project_dir or "."))
+            if self._loop_record is None or self._loop_record.engine is not engine:
+                self._loop_record = LoopRecord(engine, Path(self.project_dir or "."))
+            self._loop_record.follow(taken)
         return taken
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -241,6 +247,8 @@ class Accelerator(OffloadAwareAccelerator):
                 models.remove(model)
                 reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
                 load_optimizer_states(engine, input_dir)
+                if self._loop_record is not None:
+                    self._loop_record.resume()
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:

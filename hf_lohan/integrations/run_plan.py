@@ -96,9 +96,10 @@ class RunPlan:
         batch_size, sequence_length = first.input_shape[:2]
         traced = self._trace(batch_size, sequence_length)
         self.hardware = self._measured(traced, is_short)
-        if self._engine.activation_memory.runs_together:
+        num_together = self._engine.activation_memory.num_together
+        if num_together > 1:
             # What moves and what waits for backward is as with one micro-batch of their size together.
-            self.model = self._trace(first.num_runs * batch_size, sequence_length).profile
+            self.model = self._trace(num_together * batch_size, sequence_length).profile
         else:
             self.num_micro_batches, self.model = first.num_runs, traced.profile
         setup = self.setup()

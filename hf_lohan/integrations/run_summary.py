@@ -74,6 +74,10 @@ class RunSummary(TrainerCallback):
         self._peak.stop()
         self._write_summary(args, state, is_finished=True)
 
+    def stop_watching(self) -> None:
+        """Look at the process's memory no more."""
+        self._peak.stop()
+
     def take_recent_memory_peak(self) -> int:
         """The most anonymous memory, in bytes, since this was called last."""
         return self._peak.take_recent_peak()

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -45,6 +46,8 @@ def write_trace(path: Path, timeline: Timeline, steps: Iterable[StepMark] = ()) 
             stream.write("\n]}\n")
         os.replace(fresh, path)
     except OSError as error:
+        with suppress(OSError):  # half of it is of no use, and where the disk is full the store needs the room
+            fresh.unlink(missing_ok=True)
         logger.warning("the trace is not written to %s: %s", path, error)
         return
     logger.info("wrote %d tasks to %s; open it in https://ui.perfetto.dev", len(timeline.tasks), path)

@@ -40,8 +40,8 @@ class ActivationMemory:
         """Asked after the first step; followed under "auto"."""
         self._trace: Mapping[str, LayerTrace] = {}
         self._activations = activations
-        self.runs_together = False
-        """Whether all micro-batches of a step leave what they leave before any of them has its backward."""
+        self.num_together = 1
+        """The most micro-batches of a step that left what they leave before any of them had its backward."""
         self._mode = mode
         self._tiers = tiers
         self._budget_bytes = budget_bytes
@@ -75,12 +75,22 @@ class ActivationMemory:
     @property
     def _num_at_once(self) -> int:
         """Runs of a layer whose activations are there at the same time."""
-        return max(layer.num_runs for layer in self.trace.values()) if self.runs_together and self.trace else 1
+        return self.num_together
+
+    def run_together(self, num_micro_batches: int) -> None:
+        """So many micro-batches come, all forwards before the first backward. If they are more than ever, what was
+        decided for fewer is decided anew: a step at an epoch's end may have been the first to be seen."""
+        if num_micro_batches > self.num_together:
+            self.num_together = num_micro_batches
+            if self._trace:
+                self._decide()
 
     def end_step(self) -> None:
         """Once the first step is over: decide. Before the next forward."""
-        if not self._end_tracing():
-            return
+        if self._end_tracing():
+            self._decide()
+
+    def _decide(self) -> None:
         planned = self.plan(self.trace) if self.plan is not None else {}
         if self._mode == "swap":
             self.place(swap_everything(self.trace, self.ram_bytes // self._num_at_once))

@@ -168,12 +168,12 @@ class OffloadEngine:
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that
         weights move once. Each function runs its forward and gives its loss to `defer_backward`; returns what they
-        return. Gradients, and so the step, are those of one after the other, to the bit.
+        return. Gradients are those of one after the other, to the bit.
 
         The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
         RuntimeError if none gave a loss.
         """
-        self.activation_memory.runs_together = True
+        self.activation_memory.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 
     def defer_backward(self, loss: Tensor) -> bool:
@@ -213,6 +213,7 @@ class OffloadEngine:
 
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
+        self._micro_batches.refuse_within("step()")
         self._recover()
         group_of = self._bound_groups().as_they_are_now()
         self.commits.commit_what_was_loaded()
@@ -281,12 +282,14 @@ class OffloadEngine:
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
+        self._micro_batches.refuse_within("clip_grad_norm")
         self._recover()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             return self.transaction.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
+        self._micro_batches.refuse_within("zero_grad()")
         self._recover()
         touched, remains = self.transaction.drop()
         self._ring.forget(touched)

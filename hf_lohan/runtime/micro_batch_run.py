@@ -51,6 +51,11 @@ class MicroBatchRun:
         heads.backward()
         return results
 
+    def refuse_within(self, call: str) -> None:
+        """Raises RuntimeError while micro-batches run: their backward is still to come."""
+        if self._lockstep is not None:
+            raise RuntimeError(f"{call} was called within a micro-batch; call it once, after run_micro_batches")
+
     def defer_backward(self, loss: Tensor) -> bool:
         """See `OffloadEngine.defer_backward`."""
         if self._lockstep is None:

@@ -132,17 +132,19 @@ class ParameterAccess:
                     read = self._store.read(block.name, kind, first + start, landing)
                     reading.append((start, stop, read, landing))
                     if len(reading) == len(buffers):
-                        yield self._landed(*reading.popleft())
+                        yield self._landed(reading)
                 while reading:
-                    yield self._landed(*reading.popleft())
+                    yield self._landed(reading)
             finally:
                 for _, _, read, _ in reading:  # nobody wants it any more, but it still writes into its buffer
                     with suppress(Exception):
                         read.arrive()
 
     @staticmethod
-    def _landed(start: int, stop: int, read: RecordRead, landing: Tensor) -> tuple[int, Tensor]:
+    def _landed(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
+        start, stop, read, landing = reading[0]
         read.wait()
+        reading.popleft()  # not before: an interrupted wait leaves it to who cleans up
         return start, landing[: stop - start]
 
     @torch.no_grad()

@@ -336,3 +336,42 @@ def test_a_loop_without_a_project_leaves_nothing_behind(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     a_loop(None, tmp_path / "store", num_steps=1, log=False)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
+
+
+def test_what_a_loop_logs_need_not_be_numbers(tmp_path: Path) -> None:
+    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")})
+    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), lohan_plugin=plugin)
+    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(tiny_batch()["input_ids"], labels=tiny_batch()["labels"]).loss)
+    optimizer.step()
+    no_numbers = {"learning_rate": [1e-3], "loss": {"train": 1.0}, "eval_loss": None}
+    accelerator.log({**no_numbers, "grad_norm": torch.tensor(2.0)})
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()
+    accelerator.end_training()  # what is known of the steps is written all the same
+    (line,) = (json.loads(line) for line in (tmp_path / "lohan" / "steps.jsonl").read_text().splitlines())
+    assert line["grad_norm"] == 2.0 and "learning_rate" not in line and "loss" not in line
+    assert line["num_tokens"] == tiny_batch()["input_ids"].numel()
+
+
+def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accelerator) -> None:
+    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
+
+    def steps_too_early() -> None:
+        accelerator.backward(model(**tiny_batch()).loss)
+        optimizer.step()
+
+    def weighs() -> None:
+        accelerator.backward(model(**tiny_batch()).loss, gradient=torch.tensor(2.0))
+
+    with pytest.raises(RuntimeError, match="after run_micro_batches"):
+        accelerator.run_micro_batches([steps_too_early, steps_too_early])
+    with pytest.raises(ValueError, match="not supported within run_micro_batches"):
+        accelerator.run_micro_batches([weighs, weighs])
+    losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
+    assert losses == [None, None]
+    optimizer.step()
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()

@@ -118,6 +118,18 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
     twins.assert_equal()
 
 
+def test_a_step_of_more_micro_batches_than_the_first_is_decided_for_anew(make_twins: TwinsFactory) -> None:
+    """A resumed run may begin with the last batch of an epoch."""
+    twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB")
+    memory, decided_for = twins.engine.activation_memory, []
+    memory.plan = lambda trace: decided_for.append(memory.num_together) or {}
+    twins.train(2)
+    train(twins, 0)
+    train(twins, 1)
+    assert decided_for == [1, NUM_MICRO_BATCHES]
+    twins.assert_equal()
+
+
 HEADS_IN_TURN = [(what, number) for number in range(NUM_MICRO_BATCHES) for what in ("forward", "backward")]
 HEADS_TOGETHER = [("forward", n) for n in (3, 2, 1, 0)] + [("backward", n) for n in range(NUM_MICRO_BATCHES)]
 
