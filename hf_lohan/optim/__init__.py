@@ -14,6 +14,7 @@ from hf_lohan.optim.precision import (
     master_format,
     widen_in_place,
 )
+from hf_lohan.optim.record_update import update_records_
 from hf_lohan.optim.tiled_update import adamw_in_tiles_
 
 __all__ = [
@@ -29,6 +30,7 @@ __all__ = [
     "encode_master_",
     "master_format",
     "moment_codec",
+    "update_records_",
     "widen_in_place",
     "within",
 ]

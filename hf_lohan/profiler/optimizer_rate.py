@@ -10,17 +10,7 @@ from itertools import cycle
 import torch
 
 from hf_lohan.device import Device, KernelThreads, Lane
-from hf_lohan.optim import (
-    SCALE_BLOCK_NUMEL,
-    AdamWGroup,
-    MomentDtype,
-    Segment,
-    adamw_,
-    adamw_in_tiles_,
-    decode_master_,
-    encode_master_,
-    master_format,
-)
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
 from hf_lohan.profiler.timing import median_s
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -68,7 +58,7 @@ class _Chunk:
         }
         self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
         self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
-        private_bytes = 4 * (self.numel + self._part_numel)  # the last part's share is as large as the others'
+        private_bytes = 4 * (self.numel + self._part_numel)  # the last part's are as large as the others'
         self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
 
     def update(self) -> None:
@@ -80,18 +70,8 @@ class _Chunk:
         form, gradient = self._form, self._gradient[start:stop]
         records = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in self.records.items()}
         segments = [Segment(0, gradient.numel(), _GROUP, step=10)]
-        if form.moment_codec is not None:
-            workspace = self._private[0][4 * start : 4 * (start + self._part_numel)]
-            adamw_in_tiles_(records, gradient, segments, form, position=start, workspace=workspace)
-            return
-        private = [buffer[4 * start : 4 * stop] for buffer in self._private]
-        master = private[0].view(torch.float32) if form.has_residual else records["param"]
-        if form.has_residual:
-            decode_master_(master, records["param"], records["master_residual"])
-        adamw_(master, gradient, records["exp_avg"], records["exp_avg_sq"], segments)
-        if form.has_residual:
-            scratch = private[1].view(torch.int32)
-            encode_master_(master, records["param"], records["master_residual"], scratch)
+        private = [buffer[4 * start : 4 * (start + self._part_numel)] for buffer in self._private]
+        update_records_(records, gradient, segments, form, position=start, private=private)
 
 
 def _rounded_up(numel: int, multiple: int) -> int:

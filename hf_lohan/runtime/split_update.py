@@ -14,20 +14,11 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import KernelThreads
-from hf_lohan.optim import (
-    MasterFormat,
-    Segment,
-    adamw_,
-    adamw_in_tiles_,
-    decode_master_,
-    encode_master_,
-    within,
-)
+from hf_lohan.optim import MasterFormat, Segment, update_records_, within
 from hf_lohan.runtime.block import ranges, round_up
 from hf_lohan.storage import GRANULE_NUMEL, Checksums, RecordRead
 
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
-_CACHE_LINE_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -55,13 +46,12 @@ class SplitUpdate:
         hold then is of no use."""
         numel = self.gradient.numel()
         part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), GRANULE_NUMEL))
-        parts = list(ranges(numel, part_numel))
-        found = threads.map(lambda index: self._update(*parts[index], index, len(parts)), range(len(parts)))
+        found = threads.map(lambda part: self._update(*part), list(ranges(numel, part_numel)))
         assert all(read.is_verified for read in self.reads)
         return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in self.records}
 
     @torch.no_grad()
-    def _update(self, start: int, stop: int, index: int, num_parts: int) -> dict[str, Checksums]:
+    def _update(self, start: int, stop: int) -> dict[str, Checksums]:
         granules = start // GRANULE_NUMEL, -(-stop // GRANULE_NUMEL)
         for read in self.reads:
             read.verify(*granules)
@@ -71,28 +61,13 @@ class SplitUpdate:
         records = {
             kind: record[slice(*self.form.elements(kind, start, stop))] for kind, record in self.records.items()
         }
-        segments = within(self.segments, start, stop)
-        if self.form.moment_codec is not None:
-            adamw_in_tiles_(
-                records,
-                gradient,
-                segments,
-                self.form,
-                position=self.position + start,
-                workspace=_share(self.private[0], index, num_parts),
-            )
-        elif self.form.has_residual:
-            master = self.private[0].view(torch.float32)[start:stop]
-            scratch = self.private[1].view(torch.int32)[start:stop]
-            decode_master_(master, records["param"], records["master_residual"])
-            adamw_(master, gradient, records["exp_avg"], records["exp_avg_sq"], segments)
-            encode_master_(master, records["param"], records["master_residual"], scratch)
-        else:
-            adamw_(records["param"], gradient, records["exp_avg"], records["exp_avg_sq"], segments)
+        is_last = stop == self.gradient.numel()  # what is left of the buffers is its
+        update_records_(
+            records,
+            gradient,
+            within(self.segments, start, stop),
+            self.form,
+            position=self.position + start,
+            private=[buffer[4 * start : None if is_last else 4 * stop] for buffer in self.private],
+        )
         return {kind: self.checksums_of(kind, record) for kind, record in records.items()}
-
-
-def _share(buffer: Tensor, index: int, num_parts: int) -> Tensor:
-    """One of equal parts of a buffer, each of whole cache lines."""
-    num_bytes = buffer.numel() // num_parts // _CACHE_LINE_BYTES * _CACHE_LINE_BYTES
-    return buffer[index * num_bytes : (index + 1) * num_bytes]
