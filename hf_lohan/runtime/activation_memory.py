@@ -72,11 +72,6 @@ class ActivationMemory:
         self._activations.trace, self._trace = None, trace
         return True
 
-    @property
-    def _num_at_once(self) -> int:
-        """Runs of a layer whose activations are there at the same time."""
-        return self.num_together
-
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward. If they are more than ever, what was
         decided for fewer is decided anew: a step at an epoch's end may have been the first to be seen."""
@@ -93,16 +88,15 @@ class ActivationMemory:
     def _decide(self) -> None:
         planned = self.plan(self.trace) if self.plan is not None else {}
         if self._mode == "swap":
-            self.place(swap_everything(self.trace, self.ram_bytes // self._num_at_once))
+            self.place(swap_everything(self.trace, self.ram_bytes // self.num_together))
         elif self._mode == "auto":
             self.place(planned)
 
     def place(self, placements: ActivationPlacements) -> None:
         """Follow `placements` from the next forward on. The first that need memory take it, for all that come later."""
         self._end_tracing()
-        at_once = self._num_at_once
-        ram_bytes, ssd_bytes = (at_once * num_bytes for num_bytes in placed_bytes(self.trace, placements))
-        all_bytes = at_once * sum(sum(layer.sizes().values()) for layer in self.trace.values())
+        ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.trace, placements))
+        all_bytes = self.num_together * sum(sum(layer.sizes().values()) for layer in self.trace.values())
         swapper = self._activations.swapper
         if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
             swapper.take_ram(min(self.ram_bytes, int(all_bytes * _HEADROOM)))
@@ -122,7 +116,7 @@ class ActivationMemory:
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # A tensor's last granule may be short.
-        num_tensors = self._num_at_once * sum(1 + len(layer.operations) for layer in self.trace.values())
+        num_tensors = self.num_together * sum(1 + len(layer.operations) for layer in self.trace.values())
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:
