@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.optim import MasterFormat, encode_master_
 from hf_lohan.runtime.block import Block, ParamSlice, ranges, round_up
-from hf_lohan.storage import GRANULE_NUMEL, RecordRead, Store
+from hf_lohan.storage import RecordRead, RecordSpec, Store
 
 
 class Sliceable(Protocol):
@@ -106,9 +106,9 @@ class ParameterAccess:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
         block, _ = self.slices[name]
         first, last = self.elements(name, kind)
-        granule_numel = GRANULE_NUMEL // self._master.params_per_element(kind)
-        if first % granule_numel == 0:
-            yield from self._read_ahead(block, kind, first, last, granule_numel)
+        record = self._store.files.layout.record(block.name, kind)
+        if first % record.granule_numel == 0:
+            yield from self._read_ahead(record, first, last)
             return
         with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
             for start, stop in ranges(last - first, self._piece_numel):
@@ -116,20 +116,17 @@ class ParameterAccess:
                 self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
 
-    def _read_ahead(
-        self, block: Block, kind: str, first: int, last: int, granule_numel: int
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _read_ahead(self, record: RecordSpec, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """`read_pieces` of elements [first, last), from a granule's start on: one piece is read while the one before is
         in use."""
-        dtype = self.state_dtype(kind)
-        record_numel = block.numel if kind == "param" else self._master.numel(kind, block.state_numel)
+        dtype = self.state_dtype(record.kind)
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
                 for number, (start, stop) in enumerate(ranges(last - first, self._piece_numel)):
-                    read_stop = min(round_up(first + stop, granule_numel), record_numel)
+                    read_stop = min(round_up(first + stop, record.granule_numel), record.numel)
                     landing = buffers[number % 2].view(dtype, read_stop - first - start)
-                    read = self._store.read(block.name, kind, first + start, landing)
+                    read = self._store.read(record.block, record.kind, first + start, landing)
                     reading.append((start, stop, read, landing))
                     if len(reading) == len(buffers):
                         yield self._landed(reading)
