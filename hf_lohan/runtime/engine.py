@@ -16,7 +16,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
-from hf_lohan.runtime.block import ParamSlice
+from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_home import GradientHome
@@ -155,13 +155,18 @@ class OffloadEngine:
         self._pipeline.submit(arrived, is_final=is_final)
 
     def _drop_broken_backward(self) -> None:
-        touched, remains = self.transaction.drop()
-        self._ring.forget(touched)
-        self._is_half_a_step = self._is_half_a_step or remains
+        touched, remains = self._drop_step()
         logger.warning(
             "the last backward did not finish; its step's gradients are dropped%s",
             f", but {len(touched)} blocks had been updated in it already" if remains else "",
         )
+
+    def _drop_step(self) -> tuple[set[Block], bool]:
+        """Forget the step in progress. Returns the blocks that it had touched, and whether updates remain in them."""
+        touched, remains = self.transaction.drop()
+        self._ring.forget(touched)
+        self._is_half_a_step = self._is_half_a_step or remains
+        return touched, remains
 
     # Several micro-batches at once.
 
@@ -239,8 +244,7 @@ class OffloadEngine:
             # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
             self._is_in_step = False
             self._pipeline.settle()
-            _, remains = self.transaction.drop()
-            self._is_half_a_step = self._is_half_a_step or remains
+            self._drop_step()
             self.forget_weights()
 
     def _choose_clipping(self, result: StepResult) -> None:
@@ -291,9 +295,7 @@ class OffloadEngine:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
         self._recover()
-        touched, remains = self.transaction.drop()
-        self._ring.forget(touched)
-        self._is_half_a_step = self._is_half_a_step or remains
+        touched, remains = self._drop_step()
         if remains:
             logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
 
