@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from threading import Lock
 from types import TracebackType
 
 import numpy as np
@@ -18,6 +16,7 @@ from hf_lohan.storage.io_engine import Content, IoEngine
 from hf_lohan.storage.layout import Extent, RecordSpec, StoreLayout
 from hf_lohan.storage.record_read import RecordRead
 from hf_lohan.storage.request import IoRequest
+from hf_lohan.storage.requests_under_way import RequestsUnderWay
 from hf_lohan.storage.unaligned import Units, read_range, write_range
 from hf_lohan.storage.versions import Home, Homes, Versions
 
@@ -39,8 +38,7 @@ class RecordFiles:
         """Hashes memory granule by granule; benchmarks put something else in its place."""
         self._homes = tuple(homes)
         self._engine = engine
-        self._requests: set[IoRequest] = set()
-        self._requests_lock = Lock()
+        self._requests = RequestsUnderWay()
 
     @classmethod
     def create(
@@ -105,7 +103,7 @@ class RecordFiles:
                     if is_wrong.any():
                         raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
 
-        request = self._track(self._engine.read(transfers, of=Content(block, kind)))
+        request = self._requests.add(self._engine.read(transfers, of=Content(block, kind)))
         return RecordRead(request, out.numel(), granule_numel, check)
 
     def write(
@@ -135,7 +133,7 @@ class RecordFiles:
             of_source = self.checksums(kind, source) if checksums is None else checksums
             self.versions.end_write(block, kind, first, targets, of_source)
 
-        return self._track(self._engine.write(transfers, note, of=Content(block, kind)))
+        return self._requests.add(self._engine.write(transfers, note, of=Content(block, kind)))
 
     def checksums(self, kind: str, source: Tensor) -> Checksums:
         """Of each granule of ``source`` [numel], of a record of that kind. To be given to `write`, by who has it in his
@@ -196,16 +194,13 @@ class RecordFiles:
         Raises `CapacityError` or `StorageError`, also that of a request under way that fails; one that failed before
         told whoever waits for it.
         """
-        for request in self._unfinished():
-            request.wait()
+        self._requests.wait()
         for home in self._homes:
             home.sync()
 
     def settle(self) -> None:
         """Return when no request is under way any more. Errors are for whoever waits for it."""
-        for request in self._unfinished():
-            with suppress(Exception):
-                request.wait()
+        self._requests.settle()
 
     def close(self) -> None:
         """Close the files once no request touches them, and delete scratch files; then do nothing."""
@@ -287,17 +282,3 @@ class RecordFiles:
             offset=offset,
             advice="check the drive and the memory; resume from a checkpoint",
         )
-
-    def _track(self, request: IoRequest) -> IoRequest:
-        with self._requests_lock:
-            self._requests.add(request)
-        request.add_done_callback(self._forget)
-        return request
-
-    def _unfinished(self) -> list[IoRequest]:
-        with self._requests_lock:
-            return list(self._requests)
-
-    def _forget(self, request: IoRequest) -> None:
-        with self._requests_lock:
-            self._requests.discard(request)
