@@ -15,8 +15,6 @@ import json
 import shutil
 import statistics
 import time
-from collections import deque
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -34,6 +32,7 @@ from benchmarking import (
     synchronize,
     write_figures,
 )
+from io_alone import alone_bytes_per_s, moments_of, moved_bytes
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
@@ -74,64 +73,6 @@ def write_checkpoint(shape: Shape, folder: Path) -> int:
     return total_bytes
 
 
-def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:
-    io = engine.tiers.io
-    return io.read_bytes, io.write_bytes
-
-
-def places(engine: OffloadEngine) -> Iterator[tuple[str, str, int, int]]:
-    """(block, kind, start, numel) of moments, chunk by chunk, over and over."""
-    while True:
-        for chunk in engine.layout.chunks():
-            for kind in ("exp_avg", "exp_avg_sq"):
-                yield chunk.block.name, kind, chunk.start, chunk.numel
-
-
-def alone_bytes_per_s(engine: OffloadEngine, where: Iterator[tuple[str, str, int, int]], write_share: float) -> float:
-    """What the I/O engine reaches with nothing else to do, writing back `write_share` of what it reads."""
-    engine.settle()
-    store, pool = engine.tiers.store, engine.tiers.states
-    reading: deque[tuple[Any, tuple[str, str, int], Any, torch.Tensor]] = deque()
-    writing: deque[tuple[Any, Any]] = deque()
-    free = [pool.acquire() for _ in range(pool.num_buffers)]
-    num_buffers, owed, before = pool.num_buffers, 0.0, sum(moved_bytes(engine))
-    began_s = time.perf_counter()
-
-    def free_one() -> None:
-        request, buffer = writing.popleft()
-        request.wait()
-        free.append(buffer)
-
-    def land_one() -> None:
-        nonlocal owed
-        read, place, buffer, view = reading.popleft()
-        read.wait()
-        owed += write_share
-        if owed >= 1:
-            owed -= 1
-            writing.append((store.write(*place, view), buffer))
-        else:
-            free.append(buffer)
-
-    while sum(moved_bytes(engine)) - before < ALONE_BYTES:
-        while not free:
-            free_one() if writing else land_one()
-        block, kind, start, numel = next(where)
-        buffer = free.pop()
-        view = buffer.view(torch.float32, numel)
-        reading.append((store.read(block, kind, start, view), (block, kind, start), buffer, view))
-        if len(reading) > num_buffers // 2:
-            land_one()
-    while reading:
-        land_one()
-    while writing:
-        free_one()
-    seconds = time.perf_counter() - began_s
-    for buffer in free:
-        buffer.release()
-    return (sum(moved_bytes(engine)) - before) / seconds
-
-
 def train(
     engine: OffloadEngine, shape: Shape, *, device: str, max_grad_norm: float, num_turns: int, steps_per_turn: int
 ) -> dict[str, Any]:
@@ -144,12 +85,12 @@ def train(
     step = offloaded_step(engine, batch, max_grad_norm)
     step()
     engine.settle()
-    where = places(engine)
+    where = moments_of(engine)
     turns: dict[str, list[float]] = {"step_s": [], "bytes_per_s": [], "alone_bytes_per_s": [], "share": []}
     reads, writes = [], []
     for _ in range(num_turns):
         write_share = writes[-1] / reads[-1] if reads else 0.9
-        turns["alone_bytes_per_s"].append(alone_bytes_per_s(engine, where, write_share))
+        turns["alone_bytes_per_s"].append(alone_bytes_per_s(engine, where, write_share, num_bytes=ALONE_BYTES))
         step()
         synchronize(device)
         before, began_s = moved_bytes(engine), time.perf_counter()

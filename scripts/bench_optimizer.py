@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import typer
-from bench_large import alone_bytes_per_s, moved_bytes, places
 from benchmarking import (
     LEARNING_RATE,
     DeviceOption,
@@ -29,6 +28,7 @@ from benchmarking import (
     timed,
     write_figures,
 )
+from io_alone import alone_bytes_per_s, moments_of, moved_bytes
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig
@@ -40,9 +40,7 @@ NEVER_CLIPS = 1e9
 """A norm is waited for, so gradients are kept until the step; nothing is scaled."""
 
 
-def update_all(
-    engine: OffloadEngine, optimizer: OffloadAdamW, batch: dict[str, torch.Tensor]
-) -> tuple[float, int]:
+def update_all(engine: OffloadEngine, optimizer: OffloadAdamW, batch: dict[str, torch.Tensor]) -> tuple[float, int]:
     """Seconds that the updates of one step take, with nothing else to do, and the bytes they move."""
     model: Any = engine.model
     model(**batch).loss.backward()
@@ -63,13 +61,13 @@ def measure(shape: Shape, engine: OffloadEngine, *, device: str, num_turns: int)
     in_memory = torch.optim.AdamW(flat, lr=LEARNING_RATE, fused=True)
     in_memory.step()
     update_all(engine, optimizer, batch)
-    where = places(engine)
+    where = moments_of(engine)
     turns: dict[str, list[float]] = {"pipeline_s": [], "adamw_s": [], "io_s": [], "over_longest": []}
     moved = 0
     for _ in range(num_turns):
         pipeline_s, moved = update_all(engine, optimizer, batch)
         adamw_s = timed("cpu", in_memory.step)
-        io_s = moved / alone_bytes_per_s(engine, where, write_share=1.0)
+        io_s = moved / alone_bytes_per_s(engine, where, 1.0, num_bytes=moved)
         turns["pipeline_s"].append(pipeline_s)
         turns["adamw_s"].append(adamw_s)
         turns["io_s"].append(io_s)

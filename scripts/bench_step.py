@@ -12,8 +12,6 @@ files, and FLOPs over the throughput of this model's own matrix shapes, both mea
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,6 +34,7 @@ from benchmarking import (
     turn,
     write_figures,
 )
+from io_alone import alone_bytes_per_s, moments_of
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -45,31 +44,13 @@ from hf_lohan.runtime import OffloadEngine
 
 
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:
-    """Seconds that a step's reads and writes take when nothing else runs, in chunks of the run's own size."""
-    store, numel = engine.tiers.store, engine.layout.plan.chunk_numel
-    buffers = [engine.tiers.states.acquire() for _ in range(engine.tiers.states.num_buffers)]
-    block = max(engine.layout.blocks, key=lambda block: block.state_numel)
-    places = [
-        (kind, start) for kind in ("exp_avg", "exp_avg_sq") for start in range(0, block.state_numel - numel + 1, numel)
-    ][: 4 * len(buffers)]
-
-    def sweep(move: Callable[..., Any]) -> float:
-        began_s = time.perf_counter()
-        for first in range(0, len(places), len(buffers)):
-            group = zip(places[first : first + len(buffers)], buffers, strict=False)
-            for request in [move(block.name, k, s, buffer.view(torch.float32, numel)) for (k, s), buffer in group]:
-                request.wait()
-        return len(places) * numel * 4 / (time.perf_counter() - began_s)
-
-    read_bandwidth = statistics.median(sweep(store.read) for _ in range(5))
-    write_bandwidth = statistics.median(sweep(store.write) for _ in range(5))
-    for buffer in buffers:
-        buffer.release()
-    return {
-        "read_bytes_per_s": read_bandwidth,
-        "write_bytes_per_s": write_bandwidth,
-        "io_floor_s": read_bytes / read_bandwidth + write_bytes / write_bandwidth,
-    }
+    """Seconds that a step's reads and writes take when nothing else runs."""
+    num_bytes = read_bytes + write_bytes
+    # Where copies in RAM save the step its reads, they save them here.
+    where, share = moments_of(engine), min(1.0, write_bytes / max(read_bytes, 1.0))
+    alone = [alone_bytes_per_s(engine, where, share, num_bytes=int(num_bytes)) for _ in range(3)]
+    rate = statistics.median(alone)
+    return {"alone_bytes_per_s": rate, "io_floor_s": num_bytes / rate}
 
 
 def compute_floor(model: Any, batch: dict[str, torch.Tensor], shape: Shape, device: str) -> dict[str, float]:
