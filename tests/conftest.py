@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 # What runs measure of this busy machine is no profile to keep; the processes of one test run share it.
 os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"))
 os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
+
+sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several rooms use
+pytest.register_assert_rewrite("engines")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 FILES_IN_RAM = Path("/dev/shm")

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from engines import EngineFactory, TwinsFactory
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice
@@ -15,7 +16,6 @@ from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.storage import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
-from tests.runtime.conftest import EngineFactory, TwinsFactory
 
 
 class Lender:

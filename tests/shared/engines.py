@@ -1,0 +1,164 @@
+"""Engines over tiny models, with budgets that are tight on purpose, and twins of them that torch trains in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import hf_lohan.runtime.tiers
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice, Device
+from hf_lohan.integrations.attachment import enable_checkpointing, enable_recompute
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.storage import FileBackend, IoEngine
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+EngineFactory = Callable[..., OffloadEngine]
+ConfigFactory = Callable[..., OffloadConfig]
+
+
+@pytest.fixture
+def make_config(tmp_path: Path) -> ConfigFactory:
+    """Resolved configurations with a store in the test's folder."""
+
+    def make(**settings: Any) -> OffloadConfig:
+        defaults = {
+            "cpu_memory": "3MiB",
+            "gpu_memory": "1MiB",
+            "prefetch_blocks": 1,
+            "ssd": str(tmp_path / "store"),
+            "io_threads": 2,
+            "io_piece_bytes": 1 << 20,
+        }
+        return OffloadConfig.load({**defaults, **settings}).resolve(
+            host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
+        )
+
+    return make
+
+
+@pytest.fixture
+def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFactory]:
+    """Offload a model that stands in memory: engines that end with the test."""
+    engines: list[OffloadEngine] = []
+
+    def build(
+        model: Any,
+        *,
+        hold_gradients: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: Device | None = None,
+        backend: FileBackend | None = None,
+        **settings: Any,
+    ) -> OffloadEngine:
+        if backend is not None:
+            monkeypatch.setattr(hf_lohan.runtime.tiers, "IoEngine", partial(IoEngine, backend=backend))
+        config = make_config(**settings)
+        device = device or CpuDevice()
+        layout = lay_out(
+            model,
+            config,
+            working_dtype=dtype,
+            hold_gradients=hold_gradients,
+            memory_is_host=device.memory_is_host,
+        )
+        tiers = open_tiers(layout, config, device)
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        engines.append(OffloadEngine(model, layout, tiers, config))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+class Twins:
+    """One model twice: `stock` under torch in memory, `model` under an engine. `pair` has both with their optimizers.
+
+    Every step of a test is taken with both; `assert_equal` then compares weights and step counts to the bit.
+    """
+
+    def __init__(self, stock: Any, engine: OffloadEngine, **hyperparameters: Any) -> None:
+        self.stock, self.model, self.engine = stock, engine.model, engine
+        settings = {"lr": 1e-3, "weight_decay": 0.1, **hyperparameters}
+        trainable = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
+        self.stock_optimizer = torch.optim.AdamW(trainable[0], fused=True, **settings)
+        self.optimizer = OffloadAdamW(trainable[1], engine=engine, **settings)
+
+    @property
+    def models(self) -> tuple[Any, Any]:
+        return self.stock, self.model
+
+    def losses(
+        self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int
+    ) -> list[Tensor]:
+        """The losses of both on one batch (``shape``: see `tiny_batch`), with equal random numbers."""
+        losses = []
+        for model in self.models:
+            if rng_seed is not None:
+                torch.manual_seed(rng_seed)
+            losses.append(model(**tiny_batch(seed=batch_seed, **shape)).loss * scale)
+        assert torch.equal(losses[0], losses[1]), f"loss {losses[1]} instead of {losses[0]}"
+        return losses
+
+    def backward(self, batch_seed: int, **options: Any) -> None:
+        for loss in self.losses(batch_seed, **options):
+            loss.backward()
+
+    def clip(self, max_norm: float) -> None:
+        expected = torch.nn.utils.clip_grad_norm_(self.stock.parameters(), max_norm)
+        assert torch.equal(self.engine.clip_grad_norm(max_norm), expected)
+
+    def step(self) -> None:
+        for optimizer in (self.stock_optimizer, self.optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def train(self, num_steps: int, *, first_seed: int = 100, max_norm: float = 0.0) -> None:
+        for number in range(num_steps):
+            self.backward(first_seed + number)
+            if max_norm:
+                self.clip(max_norm)
+            self.step()
+
+    def assert_equal(self) -> None:
+        access = self.engine.parameters  # as the last step left them
+        slices = {part.name: part for part in self.engine.parameter_slices}
+        for name, parameter in self.stock.named_parameters():
+            assert torch.equal(access.read_parameter(name), parameter), name
+            state = self.stock_optimizer.state.get(parameter, {})
+            assert slices[name].num_updates == int(state.get("step", 0)), name
+            for kind in ("exp_avg", "exp_avg_sq") if state else ():
+                assert torch.equal(access.read_flat(name, kind), state[kind].flatten()), (name, kind)
+
+
+TwinsFactory = Callable[..., Twins]
+
+
+@pytest.fixture
+def make_twins(build_engine: EngineFactory) -> TwinsFactory:
+    """Twins of a family, or of what `model_factory` makes (equal at every call)."""
+
+    def make(
+        family: str = "llama",
+        *,
+        model_factory: Callable[[], Any] | None = None,
+        recompute: bool = False,
+        hyperparameters: dict[str, Any] | None = None,
+        **engine_settings: Any,
+    ) -> Twins:
+        models = [(model_factory or partial(tiny_model, family))().train() for _ in range(2)]
+        engine = build_engine(models[1], **engine_settings)
+        if recompute:
+            enable_checkpointing(models[0])
+            enable_recompute(models[1], engine)
+        return Twins(models[0], engine, **(hyperparameters or {}))
+
+    return make
