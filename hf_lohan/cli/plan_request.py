@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from hf_lohan.blocks import lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for, usable_cpus
 from hf_lohan.integrations.training_setup import training_setup
@@ -23,7 +24,6 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.profiler import TracedModel, cached_hardware, read_hardware
-from hf_lohan.runtime import lay_out
 
 _DEFAULT_SSD_PATH = "_lohan/store"
 _DEFAULT_SEQUENCE_LENGTH = 2048

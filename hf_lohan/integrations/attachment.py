@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from hf_lohan.blocks import OffloadLayout, check_one_dtype, discover_blocks, lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import (
     Device,
@@ -24,17 +25,7 @@ from hf_lohan.device import (
 from hf_lohan.integrations.model_description import describe_model
 from hf_lohan.integrations.run_plan import RunPlan
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.runtime import (
-    OffloadEngine,
-    OffloadLayout,
-    ParameterAccess,
-    Tiers,
-    check_one_dtype,
-    discover_blocks,
-    drain_model,
-    lay_out,
-    open_tiers,
-)
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
 from hf_lohan.storage import StoreInUseError
 from hf_lohan.timeline import Timeline
 

@@ -10,13 +10,14 @@ from typing import Any, cast, get_args
 import torch
 from safetensors.torch import load
 
+from hf_lohan.blocks import stored_form
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.integrations.checkpoint_folder import unfinished_checkpoint
 from hf_lohan.integrations.model_description import BUFFERS_NAME, build_described, described_tokenizer
 from hf_lohan.integrations.resumption import store_paths_of_run
 from hf_lohan.integrations.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.optim import MomentDtype
-from hf_lohan.runtime import ParameterAccess, stored_form
+from hf_lohan.runtime import ParameterAccess
 from hf_lohan.storage import IoEngine, Store, StorePath
 
 _BUFFER_BYTES = 4 << 20

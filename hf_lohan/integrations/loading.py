@@ -17,11 +17,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from hf_lohan.blocks import OffloadLayout, lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.integrations.attachment import attach, open_tiers_or_take_over, resolve_config
 from hf_lohan.integrations.model_description import copy_buffers
-from hf_lohan.runtime import OffloadEngine, OffloadLayout, ParameterAccess, lay_out
+from hf_lohan.runtime import OffloadEngine, ParameterAccess
 
 logger = logging.getLogger(__name__)
 

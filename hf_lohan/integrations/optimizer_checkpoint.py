@@ -20,9 +20,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.integrations.safetensors_stream import DTYPE_NAMES, Clone, TensorSpec, write_safetensors
 from hf_lohan.optim import SCALE_BLOCK_NUMEL
-from hf_lohan.runtime import Block, OffloadEngine, ParameterAccess, ParamSlice
+from hf_lohan.runtime import OffloadEngine, ParameterAccess
 from hf_lohan.storage import StorageError, Store
 from hf_lohan.storage.reflink import RecordCloner
 

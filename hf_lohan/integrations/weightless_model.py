@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.blocks import ModelBlocks, discover_blocks
 from hf_lohan.profiler import BlockToProfile, TracedModel, trace_model
-from hf_lohan.runtime.discovery import ModelBlocks, discover_blocks
 
 CONFIG_NAME = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")

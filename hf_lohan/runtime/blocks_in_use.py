@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from hf_lohan.blocks import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block
 from hf_lohan.runtime.prefetcher import Prefetcher
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 

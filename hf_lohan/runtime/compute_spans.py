@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hf_lohan.blocks import Block
 from hf_lohan.device import Device, Lane, Stamp
-from hf_lohan.runtime.block import Block
 
 
 class ComputeSpans:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hf_lohan.runtime.block import Block
+from hf_lohan.blocks import Block
 from hf_lohan.runtime.parameter_access import ParameterAccess
 
 

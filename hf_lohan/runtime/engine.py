@@ -12,17 +12,16 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
+from hf_lohan.blocks import Block, OffloadLayout, ParamSlice
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
-from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.clipping import ClipHistory
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline
-from hf_lohan.runtime.layout import OffloadLayout
 from hf_lohan.runtime.micro_batch_run import MicroBatchRun
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.non_finite import SkippedSteps

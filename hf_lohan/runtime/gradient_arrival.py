@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.optim import widen_in_place
-from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.timeline import COMPUTE_WAITS

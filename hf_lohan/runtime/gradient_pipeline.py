@@ -8,9 +8,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from hf_lohan.blocks import Block, Chunk, ParamSlice
 from hf_lohan.device import BufferPool, Device, WorkThread
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.block import Block, Chunk, ParamSlice
 from hf_lohan.runtime.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from hf_lohan.runtime.block import Block, Chunk
+from hf_lohan.blocks import Block, Chunk
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
+from hf_lohan.blocks import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.lockstep import Lockstep
 from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads

@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.runtime.block import Block, ParamSlice
+from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.runtime.slot_ring import SlotRing
 
 

@@ -12,12 +12,11 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 
 from hf_lohan.activations import ActivationTiers
+from hf_lohan.blocks import Block, ModelBlocks, ParamSlice
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.compute_spans import ComputeSpans
-from hf_lohan.runtime.discovery import ModelBlocks
 from hf_lohan.runtime.gradient_arrival import GradientArrivals
 from hf_lohan.runtime.joint_forward import JointForward
 from hf_lohan.runtime.lockstep import Lockstep

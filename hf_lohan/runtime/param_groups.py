@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from hf_lohan.blocks import ParamSlice
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
-from hf_lohan.runtime.block import ParamSlice
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]
 

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.blocks import Block, ParamSlice, ranges, round_up
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.optim import MasterFormat, encode_master_
-from hf_lohan.runtime.block import Block, ParamSlice, ranges, round_up
 from hf_lohan.storage import RecordRead, RecordSpec, Store
 
 

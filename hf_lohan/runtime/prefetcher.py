@@ -11,9 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.blocks import Block, ranges
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block, ranges
 from hf_lohan.runtime.blocks_in_update import Delivery
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import RecordRead

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_lohan.runtime.block import Block
+from hf_lohan.blocks import Block
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 
 

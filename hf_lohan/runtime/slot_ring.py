@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.weight_loan import WeightLoan
 
 MIN_SLOTS_TO_LEND = 3

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hf_lohan.blocks import Chunk, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
 from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
-from hf_lohan.runtime.block import Chunk, ParamSlice
 from hf_lohan.runtime.non_finite import NonFiniteGradientError
 from hf_lohan.runtime.split_update import SplitUpdate
 from hf_lohan.runtime.weight_loan import WeightLoan

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hf_lohan.runtime.block import ParamSlice
+from hf_lohan.blocks import ParamSlice
 from hf_lohan.storage import Commit, Store
 
 

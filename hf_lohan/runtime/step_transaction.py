@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.block import Block, ParamSlice
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
 

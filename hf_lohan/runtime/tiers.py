@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
+from hf_lohan.blocks import OffloadLayout
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.device import BufferPool, Device
-from hf_lohan.runtime.layout import OffloadLayout
 from hf_lohan.runtime.resident_records import ResidentStore
 from hf_lohan.storage import IoEngine, RecordFiles, StorePath
 

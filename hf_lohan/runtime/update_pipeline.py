@@ -9,9 +9,9 @@ from typing import Literal
 
 from torch import Tensor
 
+from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Event
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.block import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 import hf_lohan.runtime.tiers
+from hf_lohan.blocks import lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, lay_out, open_tiers
+from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.storage import CorruptionError, FileBackend, IoEngine, PosixBackend, Store, StorePath
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import CountingBackend

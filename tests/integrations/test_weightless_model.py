@@ -9,9 +9,9 @@ import pytest
 import torch
 import transformers
 
+from hf_lohan.blocks import discover_blocks
 from hf_lohan.integrations.weightless_model import planning_dtype, read_model_config, trace_blocks, weightless_model
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import discover_blocks
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 16

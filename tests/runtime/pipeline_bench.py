@@ -10,11 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import AdamWGroup, master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import Block
-from hf_lohan.runtime.block import lay_out_block
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk
 from hf_lohan.runtime.gradient_home import GradientHome
 from hf_lohan.runtime.gradient_norms import GradientNorms

@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.blocks import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import Block, Chunk, ParamSlice
-from hf_lohan.runtime.block import lay_out_block
 from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.runtime.gradient_norms import GradientNorms
 from hf_lohan.runtime.state_update import ChunkGradient, merge_segments

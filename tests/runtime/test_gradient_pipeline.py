@@ -12,10 +12,10 @@ import torch
 from pipeline_bench import CHUNK_NUMEL, GROUP, NUM_CHUNKS, Bench, MemoryStore, pool
 from torch import Tensor, nn
 
+from hf_lohan.blocks import lay_out_block
 from hf_lohan.device import Buffer, PoolAborted
 from hf_lohan.optim import master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import lay_out_block
 from hf_lohan.runtime.state_update import ChunkGradient, StateUpdater
 from hf_lohan.runtime.update_pipeline import Schedule
 from hf_lohan.storage import Checksums, IoRequest

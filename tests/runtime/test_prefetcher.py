@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.runtime import Block, ParameterAccess
-from hf_lohan.runtime.block import lay_out_block
+from hf_lohan.runtime import ParameterAccess
 from hf_lohan.runtime.blocks_in_update import Delivery
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.slot_ring import Slot, SlotRing

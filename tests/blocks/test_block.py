@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from hf_lohan.blocks.block import PARAM_ALIGN_NUMEL, Block, ChunkPiece, lay_out_block, ranges, round_up
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import PARAM_ALIGN_NUMEL, Block, ChunkPiece, lay_out_block, ranges, round_up
 from hf_lohan.storage import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 often = settings(max_examples=150, deadline=None)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from hf_lohan.blocks.block import Block, lay_out_block, round_up
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.block import Block, lay_out_block, round_up
 from hf_lohan.storage import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)

@@ -11,9 +11,8 @@ import torch
 from architectures import ARCHITECTURES, NUM_LAYERS, model_of
 from torch import nn
 
+from hf_lohan.blocks.discovery import DiscoveryError, check_one_dtype, discover_blocks, find_layers
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import DiscoveryError, check_one_dtype, discover_blocks
-from hf_lohan.runtime.discovery import find_layers
 
 
 def on_meta(architecture: str) -> Any:

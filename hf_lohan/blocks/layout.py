@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from hf_lohan.blocks.block import PARAM_ALIGN_NUMEL, Block, Chunk
+from hf_lohan.blocks.discovery import ModelBlocks, discover_blocks
 from hf_lohan.config import OffloadConfig
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype, master_format
 from hf_lohan.planner import (
@@ -20,8 +22,6 @@ from hf_lohan.planner import (
     step_traffic,
 )
 from hf_lohan.planner.placement import activation_share
-from hf_lohan.runtime.block import PARAM_ALIGN_NUMEL, Block, Chunk
-from hf_lohan.runtime.discovery import ModelBlocks, discover_blocks
 from hf_lohan.storage import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
