@@ -23,9 +23,10 @@ FLOORS = {
     **dict.fromkeys(("config", "planner", "device"), 0),
     **dict.fromkeys(("storage", "optim", "report"), 1),
     **dict.fromkeys(("profiler", "activations", "blocks"), 2),
-    **dict.fromkeys(("runtime", "collectives", "moe"), 3),
-    "integrations": 4,
-    "cli": 5,
+    "updates": 3,
+    **dict.fromkeys(("runtime", "collectives", "moe"), 4),
+    "integrations": 5,
+    "cli": 6,
 }
 NARROWER = {
     "config": set[str](),

@@ -2,21 +2,18 @@
 
 Follow one parameter, which has its place in a block (`blocks`): `drain` (or the streamed load) writes it to the
 store; `prefetcher` reads it ahead of use into a slot of the `slot_ring`, where it becomes `p.data`; `saved_weights`
-keeps autograd from holding on to it; `gradient_arrival` takes its gradient to the host; `gradient_pipeline` and
-`state_update` turn that into its next version; `step_transaction` makes the step count or undoes it, and `step_commits`
-makes it last. `engine` wires it all up.
+keeps autograd from holding on to it; `model_hooks` give its gradient to `updates`, which turn that into its next
+version; `step_commits` makes that last. `engine` wires it all up.
 """
 
 from hf_lohan.runtime.drain import drain_model
 from hf_lohan.runtime.engine import OffloadEngine
-from hf_lohan.runtime.non_finite import NonFiniteGradientError
 from hf_lohan.runtime.parameter_access import ParameterAccess
 from hf_lohan.runtime.step_log import Journal
 from hf_lohan.runtime.tiers import Tiers, open_tiers
 
 __all__ = [
     "Journal",
-    "NonFiniteGradientError",
     "OffloadEngine",
     "ParameterAccess",
     "Tiers",

@@ -17,26 +17,30 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
-from hf_lohan.runtime.clipping import ClipHistory
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
-from hf_lohan.runtime.gradient_home import GradientHome
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.micro_batch_run import MicroBatchRun
 from hf_lohan.runtime.model_hooks import ModelHooks
-from hf_lohan.runtime.non_finite import SkippedSteps
-from hf_lohan.runtime.param_groups import ParamGroups
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
 from hf_lohan.runtime.slot_ring import SlotRing
-from hf_lohan.runtime.state_update import StateUpdater
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_commits import StepCommits
 from hf_lohan.runtime.step_log import StepLog
-from hf_lohan.runtime.step_transaction import StepResult, StepTransaction
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.updates import (
+    ArrivedChunk,
+    ClipHistory,
+    GradientArrivals,
+    GradientHome,
+    GradientNorms,
+    GradientPipeline,
+    ParamGroups,
+    SkippedSteps,
+    StateUpdater,
+    StepResult,
+    StepTransaction,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -14,10 +14,10 @@ from torch import Tensor
 from hf_lohan.blocks import Block, ranges
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.blocks_in_update import Delivery
 from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import RecordRead
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT
+from hf_lohan.updates import Delivery
 
 
 class RecordReader(Protocol):

@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.runtime.weight_loan import WeightLoan
+from hf_lohan.updates import WeightLoan
 
 MIN_SLOTS_TO_LEND = 3
 

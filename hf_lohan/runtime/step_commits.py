@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from hf_lohan.runtime.gradient_pipeline import GradientPipeline
 from hf_lohan.runtime.step_log import Journal, StepLog
 from hf_lohan.storage import Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
+from hf_lohan.updates import GradientPipeline
 
 
 class StepCommits:

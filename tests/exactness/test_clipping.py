@@ -13,8 +13,8 @@ from transformers import Trainer as StockTrainer
 
 import hf_lohan
 from hf_lohan.integrations import OffloadTrainerMixin
-from hf_lohan.runtime import NonFiniteGradientError
 from hf_lohan.testing.models import tiny_model
+from hf_lohan.updates import NonFiniteGradientError
 
 SOME = {"llama": 2.6, "opt": 1.7, "mixtral": 2.8}
 """A `max_grad_norm` under which some of the 20 steps of these models clip."""

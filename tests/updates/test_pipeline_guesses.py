@@ -11,7 +11,7 @@ import torch
 from pipeline_bench import GROUP, NUM_CHUNKS, Bench, LateCallbacks
 from torch import nn
 
-from hf_lohan.runtime.update_pipeline import Schedule
+from hf_lohan.updates.update_pipeline import Schedule
 
 MakeBench = Callable[..., Bench]
 GUESSES = ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]

@@ -12,12 +12,12 @@ from torch import Tensor
 from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Event
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk
-from hf_lohan.runtime.gradient_home import GradientHome
-from hf_lohan.runtime.state_update import ChunkGradient, ChunkUpdate, StateUpdater
-from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.storage import IoRequest
 from hf_lohan.timeline import UPDATES_WAIT
+from hf_lohan.updates.gradient_arrival import ArrivedChunk
+from hf_lohan.updates.gradient_home import GradientHome
+from hf_lohan.updates.state_update import ChunkGradient, ChunkUpdate, StateUpdater
+from hf_lohan.updates.weight_loan import WeightLoan
 
 Schedule = Literal["optimized", "naive", "serial"]
 

@@ -21,7 +21,6 @@ from hf_lohan.optim import (
     encode_master_,
     master_format,
 )
-from hf_lohan.runtime.split_update import MIN_PART_NUMEL, SplitUpdate
 from hf_lohan.storage import (
     GRANULE_NUMEL,
     CorruptionError,
@@ -32,6 +31,7 @@ from hf_lohan.storage import (
     Store,
     StorePath,
 )
+from hf_lohan.updates.split_update import MIN_PART_NUMEL, SplitUpdate
 
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)

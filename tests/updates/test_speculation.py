@@ -11,7 +11,7 @@ import pytest
 import torch
 from clip_norms import CLIPS, EITHER_WAY, MAX_NORMS, NORMS, assert_speculated, counts, train
 
-import hf_lohan.runtime.clipping
+import hf_lohan.updates.clipping
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import StepTimes
 from hf_lohan.runtime import OffloadEngine
@@ -171,7 +171,7 @@ def test_auto_takes_either_way_and_stays_exact(
         answers.append(next(endless))
         return answers[-1]
 
-    monkeypatch.setattr(hf_lohan.runtime.clipping, "should_speculate", answer)
+    monkeypatch.setattr(hf_lohan.updates.clipping, "should_speculate", answer)
     twins = make_twins("llama", clip="auto")
     train(twins, max_norms * 2)
     twins.assert_equal()

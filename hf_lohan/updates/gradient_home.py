@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_lohan.device import BufferPool
-from hf_lohan.runtime.state_update import ChunkGradient, RecordStore
 from hf_lohan.storage import RecordRead
+from hf_lohan.updates.state_update import ChunkGradient, RecordStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hf_lohan.blocks import Block, ParamSlice
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.gradient_pipeline import GradientPipeline, Outcome
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.optim import widen_in_place
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.weight_loan import WeightLoan
 
 
 @dataclass(eq=False)

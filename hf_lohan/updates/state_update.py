@@ -13,11 +13,11 @@ from torch import Tensor
 from hf_lohan.blocks import Chunk, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
 from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
-from hf_lohan.runtime.non_finite import NonFiniteGradientError
-from hf_lohan.runtime.split_update import SplitUpdate
-from hf_lohan.runtime.weight_loan import WeightLoan
 from hf_lohan.storage import Checksums, IoRequest, RecordRead
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
+from hf_lohan.updates.non_finite import NonFiniteGradientError
+from hf_lohan.updates.split_update import SplitUpdate
+from hf_lohan.updates.weight_loan import WeightLoan
 
 
 class Drafts(Protocol):

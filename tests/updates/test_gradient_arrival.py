@@ -10,10 +10,10 @@ from hf_lohan.blocks import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk, GradientArrivals
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.state_update import ChunkGradient, merge_segments
 from hf_lohan.storage import GRANULE_NUMEL
+from hf_lohan.updates.gradient_arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.state_update import ChunkGradient, merge_segments
 
 CHUNK_NUMEL = GRANULE_NUMEL
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

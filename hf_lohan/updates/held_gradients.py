@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from hf_lohan.blocks import Block, Chunk
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk
-from hf_lohan.runtime.gradient_home import GradientHome
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.state_update import ChunkGradient
+from hf_lohan.updates.gradient_arrival import ArrivedChunk
+from hf_lohan.updates.gradient_home import GradientHome
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.state_update import ChunkGradient
 
 
 class HeldGradients:

@@ -16,9 +16,9 @@ from hf_lohan.blocks import lay_out_block
 from hf_lohan.device import Buffer, PoolAborted
 from hf_lohan.optim import master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.state_update import ChunkGradient, StateUpdater
-from hf_lohan.runtime.update_pipeline import Schedule
 from hf_lohan.storage import Checksums, IoRequest
+from hf_lohan.updates.state_update import ChunkGradient, StateUpdater
+from hf_lohan.updates.update_pipeline import Schedule
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:

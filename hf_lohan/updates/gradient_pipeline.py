@@ -11,13 +11,13 @@ from torch import Tensor
 from hf_lohan.blocks import Block, Chunk, ParamSlice
 from hf_lohan.device import BufferPool, Device, WorkThread
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.runtime.blocks_in_update import BlocksInUpdate, Delivery
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk
-from hf_lohan.runtime.gradient_home import GradientHome
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.held_gradients import HeldGradients
-from hf_lohan.runtime.state_update import Drafts, StateUpdater
-from hf_lohan.runtime.update_pipeline import Schedule, UpdatePipeline
+from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
+from hf_lohan.updates.gradient_arrival import ArrivedChunk
+from hf_lohan.updates.gradient_home import GradientHome
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.held_gradients import HeldGradients
+from hf_lohan.updates.state_update import Drafts, StateUpdater
+from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]
 Outcome = Literal["in_backward", "deferred", "accepted", "redone"]

@@ -14,13 +14,13 @@ from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import AdamWGroup, master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.gradient_arrival import ArrivedChunk
-from hf_lohan.runtime.gradient_home import GradientHome
-from hf_lohan.runtime.gradient_norms import GradientNorms
-from hf_lohan.runtime.gradient_pipeline import GradientPipeline, Outcome
-from hf_lohan.runtime.state_update import StateUpdater
-from hf_lohan.runtime.update_pipeline import Schedule
 from hf_lohan.storage import GRANULE_NUMEL, Checksums, IoRequest, RecordRead
+from hf_lohan.updates.gradient_arrival import ArrivedChunk
+from hf_lohan.updates.gradient_home import GradientHome
+from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.updates.state_update import StateUpdater
+from hf_lohan.updates.update_pipeline import Schedule
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NUM_CHUNKS = 4
