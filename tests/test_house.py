@@ -24,9 +24,10 @@ FLOORS = {
     **dict.fromkeys(("storage", "optim", "report"), 1),
     **dict.fromkeys(("profiler", "activations", "blocks"), 2),
     "updates": 3,
-    **dict.fromkeys(("runtime", "collectives", "moe"), 4),
-    "integrations": 5,
-    "cli": 6,
+    "streaming": 4,
+    **dict.fromkeys(("runtime", "collectives", "moe"), 5),
+    "integrations": 6,
+    "cli": 7,
 }
 NARROWER = {
     "config": set[str](),

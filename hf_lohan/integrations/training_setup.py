@@ -7,7 +7,7 @@ from typing import Literal
 from hf_lohan.blocks import OffloadLayout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.planner import SizeClass, TrainingSetup
-from hf_lohan.runtime.slot_ring import MIN_SLOTS_TO_LEND
+from hf_lohan.streaming import MIN_SLOTS_TO_LEND
 
 
 def training_setup(

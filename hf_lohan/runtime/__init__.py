@@ -1,9 +1,9 @@
 """Executes a plan: streams blocks through the device, gradients to the host, states through the optimizer.
 
 Follow one parameter, which has its place in a block (`blocks`): `drain` (or the streamed load) writes it to the
-store; `prefetcher` reads it ahead of use into a slot of the `slot_ring`, where it becomes `p.data`; `saved_weights`
-keeps autograd from holding on to it; `model_hooks` give its gradient to `updates`, which turn that into its next
-version; `step_commits` makes that last. `engine` wires it all up.
+store that `tiers` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming,
+have `streaming` bring it, and give its gradient to `updates`, which turns that into its next version; `step_commits`
+makes that last. `engine` wires it all up.
 """
 
 from hf_lohan.runtime.drain import drain_model

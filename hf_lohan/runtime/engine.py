@@ -20,13 +20,12 @@ from hf_lohan.runtime.activation_memory import ActivationMemory
 from hf_lohan.runtime.micro_batch_run import MicroBatchRun
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
-from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
-from hf_lohan.runtime.slot_ring import SlotRing
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_commits import StepCommits
 from hf_lohan.runtime.step_log import StepLog
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
+from hf_lohan.streaming import ParameterLoader, Prefetcher, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
     ArrivedChunk,

@@ -11,11 +11,10 @@ import torch
 
 from hf_lohan.blocks import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.lockstep import Lockstep
 from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.runtime.micro_batch_leaves import MicroBatchLeaves
-from hf_lohan.runtime.slot_ring import Slot
+from hf_lohan.streaming import BlocksInUse, Slot
 
 
 @dataclass

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.blocks import Block, ParamSlice
-from hf_lohan.runtime.slot_ring import SlotRing
+from hf_lohan.streaming import SlotRing
 
 
 class OnGradient(Protocol):

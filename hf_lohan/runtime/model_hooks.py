@@ -15,16 +15,13 @@ from hf_lohan.activations import ActivationTiers
 from hf_lohan.blocks import Block, ModelBlocks, ParamSlice
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.blocks_in_use import BlocksInUse
 from hf_lohan.runtime.compute_spans import ComputeSpans
 from hf_lohan.runtime.joint_forward import JointForward
 from hf_lohan.runtime.lockstep import Lockstep
 from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
 from hf_lohan.runtime.micro_batch_leaves import GradientSums, MicroBatchLeaves
-from hf_lohan.runtime.prefetcher import Prefetcher
-from hf_lohan.runtime.saved_weights import saved_weight_hooks
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.runtime.step_clock import StepClock
+from hf_lohan.streaming import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
 from hf_lohan.updates import GradientArrivals
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.planner.placement import INPUT, Placement
-from hf_lohan.runtime.saved_weights import saved_weight_hooks
+from hf_lohan.streaming import saved_weight_hooks
 
 WIDTH = 16
 NUM_LAYERS = 3

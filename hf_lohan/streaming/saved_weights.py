@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.blocks import Block
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
+from hf_lohan.streaming.slot_ring import Slot, SlotRing
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from torch import Tensor
 from hf_lohan.blocks import Block, ranges
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import RecordRead
+from hf_lohan.streaming.slot_ring import Slot, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT
 from hf_lohan.updates import Delivery
 

@@ -13,8 +13,8 @@ from torch.autograd.graph import Node
 from hf_lohan.blocks import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime import OffloadEngine, model_hooks
-from hf_lohan.runtime.saved_weights import WatchedTensor, WeightHandle, saved_weight_hooks
-from hf_lohan.runtime.slot_ring import Slot
+from hf_lohan.streaming.saved_weights import WatchedTensor, WeightHandle, saved_weight_hooks
+from hf_lohan.streaming.slot_ring import Slot
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 

@@ -17,8 +17,6 @@ from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.runtime import ParameterAccess
-from hf_lohan.runtime.prefetcher import ParameterLoader, Prefetcher
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
 from hf_lohan.storage import (
     GRANULE_NUMEL,
     FileBackend,
@@ -30,6 +28,8 @@ from hf_lohan.storage import (
     Store,
     StorePath,
 )
+from hf_lohan.streaming.prefetcher import ParameterLoader, Prefetcher
+from hf_lohan.streaming.slot_ring import Slot, SlotRing
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, GatedBackend, SlowBackend
 from hf_lohan.updates import Delivery

@@ -11,8 +11,8 @@ from torch import nn
 from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.runtime.slot_ring import SlotRing
 from hf_lohan.storage import RECORD_ALIGN_NUMEL
+from hf_lohan.streaming.slot_ring import SlotRing
 
 SLOT_BYTES = 2 * RECORD_ALIGN_NUMEL * 4
 DEVICE = CpuDevice()

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 from hf_lohan.blocks import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.prefetcher import Prefetcher
-from hf_lohan.runtime.slot_ring import Slot, SlotRing
+from hf_lohan.streaming.prefetcher import Prefetcher
+from hf_lohan.streaming.slot_ring import Slot, SlotRing
 
 
 class BlocksInUse:
