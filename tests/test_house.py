@@ -25,9 +25,10 @@ FLOORS = {
     **dict.fromkeys(("profiler", "activations", "blocks"), 2),
     "updates": 3,
     "streaming": 4,
-    **dict.fromkeys(("runtime", "collectives", "moe"), 5),
-    "integrations": 6,
-    "cli": 7,
+    "micro_batches": 5,
+    **dict.fromkeys(("runtime", "collectives", "moe"), 6),
+    "integrations": 7,
+    "cli": 8,
 }
 NARROWER = {
     "config": set[str](),

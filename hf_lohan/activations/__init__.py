@@ -2,7 +2,7 @@
 
 Follow one tensor: `tiers` wraps each layer's run in a `layer_frame`, which sees every operation go by (`operations`
 says what it may do) and gives what is to be swapped to the `swapper`; meanwhile a `swapped_tensor` stands for it.
-What the layers did in the first step, `trace` keeps for the planner. Knows tensors, not weights: those are `runtime`'s.
+What the layers did in the first step, `trace` keeps for the planner. Knows tensors; weights are `streaming`'s.
 """
 
 from hf_lohan.activations.swapper import ActivationSwapper

@@ -15,9 +15,9 @@ from hf_lohan.activations import ActivationTiers
 from hf_lohan.blocks import Block, OffloadLayout, ParamSlice
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
+from hf_lohan.micro_batches import MicroBatchRun
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
-from hf_lohan.runtime.micro_batch_run import MicroBatchRun
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.step_clock import StepClock
@@ -122,7 +122,7 @@ class OffloadEngine:
             before_backward=self._take_back_guesses,
             backward_broke=self._drop_broken_backward,
         )
-        self._micro_batches = MicroBatchRun(self._hooks, self.device)
+        self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
         atexit.register(self.close)
 

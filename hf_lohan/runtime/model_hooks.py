@@ -14,12 +14,9 @@ from torch.autograd import Variable
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.blocks import Block, ModelBlocks, ParamSlice
 from hf_lohan.device import Device, PoolAborted
+from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
 from hf_lohan.planner import SizeClass
 from hf_lohan.runtime.compute_spans import ComputeSpans
-from hf_lohan.runtime.joint_forward import JointForward
-from hf_lohan.runtime.lockstep import Lockstep
-from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
-from hf_lohan.runtime.micro_batch_leaves import GradientSums, MicroBatchLeaves
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.streaming import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
 from hf_lohan.updates import GradientArrivals

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
 from hf_lohan.device import Device
-from hf_lohan.runtime.lockstep import Lockstep
-from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
-from hf_lohan.runtime.model_hooks import ModelHooks
-from hf_lohan.runtime.torch_threads import ThreadSettings
+from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.micro_batches.lockstep import Lockstep
+from hf_lohan.micro_batches.torch_threads import ThreadSettings
+
+
+class BeginJointForward(Protocol):
+    """A context within which ``lockstep`` runs the forwards of micro-batches that have one backward; gives their heads.
+    ``heads_apart``: whether to try and take those back one by one."""
+
+    def __call__(self, lockstep: Lockstep, *, heads_apart: bool) -> AbstractContextManager[MicroBatchHeads]: ...
 
 
 class MicroBatchRun:
     """Runs micro-batches together, as often as asked."""
 
-    def __init__(self, hooks: ModelHooks, device: Device) -> None:
-        self._hooks = hooks
+    def __init__(self, joint_forward: BeginJointForward, device: Device) -> None:
+        self._joint_forward = joint_forward
         self._device = device
         self._losses: dict[int, list[Tensor]] = {}
         self._lockstep: Lockstep | None = None
@@ -42,7 +49,7 @@ class MicroBatchRun:
 
         self._lockstep = Lockstep([partial(run, number) for number in range(len(micro_batches))], contexts)
         try:
-            with self._hooks.joint_forward(self._lockstep, heads_apart=self._heads_apart) as heads:
+            with self._joint_forward(self._lockstep, heads_apart=self._heads_apart) as heads:
                 results = self._lockstep.run()
         finally:
             self._lockstep = None

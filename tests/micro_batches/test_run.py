@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
+from hf_lohan.micro_batches.heads import MicroBatchHeads
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from hf_lohan.runtime.lockstep import Lockstep
-from hf_lohan.runtime.torch_threads import SequenceNumbers, ThreadSettings
+from hf_lohan.micro_batches.lockstep import Lockstep
+from hf_lohan.micro_batches.torch_threads import SequenceNumbers, ThreadSettings
 
 
 def lockstep_of(*functions: Callable[[Lockstep], Any]) -> Lockstep:

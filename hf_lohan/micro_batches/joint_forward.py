@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from hf_lohan.blocks import Block
+from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.micro_batches.leaves import MicroBatchLeaves
+from hf_lohan.micro_batches.lockstep import Lockstep
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime.lockstep import Lockstep
-from hf_lohan.runtime.micro_batch_heads import MicroBatchHeads
-from hf_lohan.runtime.micro_batch_leaves import MicroBatchLeaves
 from hf_lohan.streaming import BlocksInUse, Slot
 
 
