@@ -1,0 +1,90 @@
+"""What is left of a step if one of its micro-batches, or their backward, breaks off: nothing."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+from joint_steps import TwinsFactory, micro_batches, train
+from torch import Tensor, nn
+
+from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.testing.models import tiny_batch
+
+
+def test_an_interrupt_between_heads_and_layers_drops_the_step(
+    make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The head's gradients are complete by then, and under way."""
+    twins = make_twins("llama", recompute=True, hold_gradients=False)
+    train(twins, 0, max_norm=0.0)
+
+    def interrupt(_heads: MicroBatchHeads) -> None:
+        raise Interrupted
+
+    with monkeypatch.context() as patched:
+        patched.setattr(MicroBatchHeads, "backward", interrupt)
+        with pytest.raises(Interrupted):
+            twins.engine.run_micro_batches(micro_batches(twins, 1))
+    for step in range(1, 3):
+        train(twins, step, max_norm=0.0)
+    twins.assert_equal()
+
+
+class Interrupted(BaseException):
+    """As `KeyboardInterrupt` is: nobody catches it by the way."""
+
+
+@pytest.mark.parametrize(
+    ("error", "layer", "activations"),
+    [
+        (ValueError("on purpose"), 0, "recompute"),
+        (ValueError("on purpose"), 1, "swap"),
+        (ValueError("on purpose"), 2, "keep"),
+        (Interrupted(), 0, "keep"),
+        (Interrupted(), 1, "recompute"),
+        (Interrupted(), 2, "swap"),
+    ],
+)
+def test_a_forward_that_fails_harms_nothing(
+    error: BaseException, layer: int, activations: str, make_twins: TwinsFactory
+) -> None:
+    recompute = activations != "keep"
+    twins = make_twins("llama", recompute=recompute, activations=activations, cpu_memory="16MiB")
+    train(twins, 0)
+    broken = {"calls": 0}
+
+    def break_off(_module: nn.Module, _args: Any, _output: Any) -> None:
+        broken["calls"] += 1
+        if broken["calls"] == 2:
+            raise error
+
+    handle = twins.model.model.layers[layer].mlp.register_forward_hook(break_off)
+    with pytest.raises(type(error)):
+        twins.engine.run_micro_batches(micro_batches(twins, 1))
+    handle.remove()
+    assert {id(p) for p in twins.model.parameters()} == {id(part.parameter) for part in twins.engine.parameter_slices}
+    for step in range(1, 3):
+        train(twins, step)
+    twins.assert_equal()
+
+
+def test_a_backward_that_fails_drops_the_step(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", recompute=True)
+    train(twins, 0)
+
+    def fail(_gradient: Tensor) -> None:
+        raise ValueError("on purpose")
+
+    def forward_and_backward(seed: int) -> None:
+        loss = twins.model(**tiny_batch(seed=seed)).loss
+        if seed == 1:
+            loss.register_hook(fail)
+        twins.engine.defer_backward(loss)
+
+    with pytest.raises(ValueError, match="on purpose"):
+        twins.engine.run_micro_batches([partial(forward_and_backward, seed) for seed in range(3)])
+    for step in range(1, 3):
+        train(twins, step)
+    twins.assert_equal()
