@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.integrations import engine_of
 from hf_lohan.integrations.attachment import offload_model
 from hf_lohan.runtime import OffloadEngine
+
+sys.path.insert(0, str(Path(__file__).parent))  # for the modules beside this file
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -15,9 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from hf_lohan import Accelerator, LohanPlugin, engine_of
-from hf_lohan.config import ConfigError
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.report import write_report
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_BATCHES = 8
@@ -221,157 +218,3 @@ def test_other_models_are_treated_as_always(prepared: Callable[..., Prepared]) -
     small = nn.Linear(3, 3)
     state = ours.accelerator.get_state_dict(small)
     assert all(torch.equal(state[name], tensor) for name, tensor in small.state_dict().items())
-
-
-# What is refused.
-
-
-@pytest.fixture
-def accelerator(tmp_path: Path) -> Accelerator:
-    offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")}
-    return Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=offload))
-
-
-def test_autocast_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"mixed_precision='bf16'.*LohanPlugin\(bf16=True\)"):
-        Accelerator(cpu=True, mixed_precision="bf16", lohan_plugin=LohanPlugin())
-
-
-def test_an_optimizer_before_its_model_is_refused(accelerator: Accelerator) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match="prepare the model together with its optimizer"):
-        accelerator.prepare(torch.optim.AdamW(model.parameters()))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda params: torch.optim.SGD(params, lr=0.1), "SGD cannot be offloaded; use torch.optim.AdamW"),
-        (lambda params: torch.optim.Adam(params), "Adam cannot be offloaded"),
-        (lambda params: torch.optim.AdamW(params, amsgrad=True), "without amsgrad"),
-        (lambda params: torch.optim.AdamW(params, maximize=True), "and maximize"),
-    ],
-    ids=["sgd", "adam", "amsgrad", "maximize"],
-)
-def test_other_optimizers_are_refused_before_a_weight_is_touched(
-    make: Callable[[Any], torch.optim.Optimizer], message: str, accelerator: Accelerator
-) -> None:
-    model = tiny_model("llama")
-    with pytest.raises(ValueError, match=message):
-        accelerator.prepare(model, make(model.parameters()))
-    untouched = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
-    if (engine := engine_of(model)) is not None:
-        engine.close()
-    assert untouched
-
-
-def test_an_optimizer_that_has_stepped_is_refused(accelerator: Accelerator) -> None:
-    model = tiny_model("llama")
-    optimizer = torch.optim.AdamW(model.parameters())
-    model(**tiny_batch()).loss.backward()
-    optimizer.step()
-    with pytest.raises(ValueError, match="only a fresh"):
-        accelerator.prepare(model, optimizer)
-    if (engine := engine_of(model)) is not None:
-        engine.close()
-
-
-@pytest.mark.parametrize(
-    ("offload", "message"),
-    [({"gpu_memroy": "1GiB"}, "gpu_memory"), ("nowhere.yaml", r"nowhere\.yaml"), (7, "offload=7 is not allowed")],
-    ids=["misspelt", "no_file", "no_config"],
-)
-def test_a_plugin_with_a_wrong_configuration_is_refused(offload: Any, message: str) -> None:
-    accelerator = Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=offload))
-    with pytest.raises(ConfigError, match=message):
-        accelerator.prepare(tiny_model("llama"))
-
-
-def test_a_plugin_takes_keywords_only_and_known_ones() -> None:
-    with pytest.raises(TypeError):
-        LohanPlugin("lohan")  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        LohanPlugin(offlaod="lohan")  # type: ignore[call-arg]
-
-
-def a_loop(project: Path | None, store: Path, *, num_steps: int, trace: bool = False, log: bool = True) -> None:
-    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(store), "trace": trace})
-    accelerator = Accelerator(
-        cpu=True, project_dir=project and str(project), lohan_plugin=plugin, gradient_accumulation_steps=2
-    )
-    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
-    for _ in range(num_steps):
-        for _ in range(2):
-            with accelerator.accumulate(model):
-                loss = model(**tiny_batch()).loss
-                accelerator.backward(loss)
-                optimizer.step()
-                optimizer.zero_grad()
-        if log:
-            accelerator.log({"loss": loss.item(), "accuracy": 0.5})
-    accelerator.end_training()
-    engine = engine_of(model)
-    assert engine is not None
-    engine.close()
-
-
-def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
-    a_loop(tmp_path / "project", tmp_path / "store", num_steps=1, trace=True)
-    events = json.loads((tmp_path / "project" / "lohan" / "trace.json").read_text())["traceEvents"]
-    assert {"compute", "ssd read", "ssd write", "cpu optimizer", "step"} <= {event.get("cat") for event in events}
-
-
-def test_a_loop_in_a_project_can_be_reported_on(tmp_path: Path) -> None:
-    a_loop(tmp_path / "project", tmp_path / "store", num_steps=3)
-    folder = tmp_path / "project" / "lohan"
-    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines if "loss" in line] == [1, 2, 3]
-    assert {line["num_tokens"] for line in lines} == {2 * tiny_batch()["input_ids"].numel()}
-    summary = json.loads((folder / "summary.json").read_text())
-    assert summary["is_finished"] and summary["num_steps"] == 3
-    assert "3 steps" in write_report(tmp_path / "project").read_text()
-
-
-def test_a_loop_without_a_project_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    a_loop(None, tmp_path / "store", num_steps=1, log=False)
-    assert [path.name for path in tmp_path.iterdir()] == ["store"]
-
-
-def test_what_a_loop_logs_need_not_be_numbers(tmp_path: Path) -> None:
-    plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")})
-    accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), lohan_plugin=plugin)
-    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
-    accelerator.backward(model(tiny_batch()["input_ids"], labels=tiny_batch()["labels"]).loss)
-    optimizer.step()
-    no_numbers = {"learning_rate": [1e-3], "loss": {"train": 1.0}, "eval_loss": None}
-    accelerator.log({**no_numbers, "grad_norm": torch.tensor(2.0)})
-    engine = engine_of(model)
-    assert engine is not None
-    engine.close()
-    accelerator.end_training()  # what is known of the steps is written all the same
-    (line,) = (json.loads(line) for line in (tmp_path / "lohan" / "steps.jsonl").read_text().splitlines())
-    assert line["grad_norm"] == 2.0 and "learning_rate" not in line and "loss" not in line
-    assert line["num_tokens"] == tiny_batch()["input_ids"].numel()
-
-
-def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accelerator) -> None:
-    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
-
-    def steps_too_early() -> None:
-        accelerator.backward(model(**tiny_batch()).loss)
-        optimizer.step()
-
-    def weighs() -> None:
-        accelerator.backward(model(**tiny_batch()).loss, gradient=torch.tensor(2.0))
-
-    with pytest.raises(RuntimeError, match="after run_micro_batches"):
-        accelerator.run_micro_batches([steps_too_early, steps_too_early])
-    with pytest.raises(ValueError, match="not supported within run_micro_batches"):
-        accelerator.run_micro_batches([weighs, weighs])
-    losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
-    assert losses == [None, None]
-    optimizer.step()
-    engine = engine_of(model)
-    assert engine is not None
-    engine.close()

@@ -1,0 +1,104 @@
+"""What `hf_lohan.Accelerator` refuses, and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan import Accelerator, LohanPlugin, engine_of
+from hf_lohan.config import ConfigError
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+
+@pytest.fixture
+def accelerator(tmp_path: Path) -> Accelerator:
+    offload = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")}
+    return Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=offload))
+
+
+def test_autocast_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mixed_precision='bf16'.*LohanPlugin\(bf16=True\)"):
+        Accelerator(cpu=True, mixed_precision="bf16", lohan_plugin=LohanPlugin())
+
+
+def test_an_optimizer_before_its_model_is_refused(accelerator: Accelerator) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="prepare the model together with its optimizer"):
+        accelerator.prepare(torch.optim.AdamW(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda params: torch.optim.SGD(params, lr=0.1), "SGD cannot be offloaded; use torch.optim.AdamW"),
+        (lambda params: torch.optim.Adam(params), "Adam cannot be offloaded"),
+        (lambda params: torch.optim.AdamW(params, amsgrad=True), "without amsgrad"),
+        (lambda params: torch.optim.AdamW(params, maximize=True), "and maximize"),
+    ],
+    ids=["sgd", "adam", "amsgrad", "maximize"],
+)
+def test_other_optimizers_are_refused_before_a_weight_is_touched(
+    make: Callable[[Any], torch.optim.Optimizer], message: str, accelerator: Accelerator
+) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=message):
+        accelerator.prepare(model, make(model.parameters()))
+    untouched = all(bool(parameter.isfinite().all()) for parameter in model.parameters())
+    if (engine := engine_of(model)) is not None:
+        engine.close()
+    assert untouched
+
+
+def test_an_optimizer_that_has_stepped_is_refused(accelerator: Accelerator) -> None:
+    model = tiny_model("llama")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()
+    with pytest.raises(ValueError, match="only a fresh"):
+        accelerator.prepare(model, optimizer)
+    if (engine := engine_of(model)) is not None:
+        engine.close()
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [({"gpu_memroy": "1GiB"}, "gpu_memory"), ("nowhere.yaml", r"nowhere\.yaml"), (7, "offload=7 is not allowed")],
+    ids=["misspelt", "no_file", "no_config"],
+)
+def test_a_plugin_with_a_wrong_configuration_is_refused(offload: Any, message: str) -> None:
+    accelerator = Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=offload))
+    with pytest.raises(ConfigError, match=message):
+        accelerator.prepare(tiny_model("llama"))
+
+
+def test_a_plugin_takes_keywords_only_and_known_ones() -> None:
+    with pytest.raises(TypeError):
+        LohanPlugin("lohan")  # type: ignore[call-arg]
+    with pytest.raises(TypeError):
+        LohanPlugin(offlaod="lohan")  # type: ignore[call-arg]
+
+
+def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accelerator) -> None:
+    model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))
+
+    def steps_too_early() -> None:
+        accelerator.backward(model(**tiny_batch()).loss)
+        optimizer.step()
+
+    def weighs() -> None:
+        accelerator.backward(model(**tiny_batch()).loss, gradient=torch.tensor(2.0))
+
+    with pytest.raises(RuntimeError, match="after run_micro_batches"):
+        accelerator.run_micro_batches([steps_too_early, steps_too_early])
+    with pytest.raises(ValueError, match="not supported within run_micro_batches"):
+        accelerator.run_micro_batches([weighs, weighs])
+    losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
+    assert losses == [None, None]
+    optimizer.step()
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()
