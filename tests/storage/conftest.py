@@ -1,14 +1,18 @@
-"""Engines and buffers for the storage tests."""
+"""Engines and buffers for the storage tests, and the modules beside this file."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.storage import FileBackend, IoEngine, ModelIdentity, RecordSpec, StorePath
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 EngineFactory = Callable[..., IoEngine]
 
