@@ -1,0 +1,10 @@
+"""The types of moments, and the modules beside this file."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from stored_moments import dtype
+
+__all__ = ["dtype"]
