@@ -1,4 +1,4 @@
-"""`lohan plan` and `lohan estimate`: what they print, what they refuse, and LoHan's own table."""
+"""`lohan plan`: what it prints, what it refuses, and LoHan's own table."""
 
 from __future__ import annotations
 
@@ -8,60 +8,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from click.testing import Result
-from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
-from typer.testing import CliRunner
+from planned_models import PAPER, drives, hardware_file, runner
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.profiler import read_hardware
-from hf_lohan.testing.models import tiny_config
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-PAPER = CONFIGS / "hardware" / "rtx4090_p5510.yaml"
 PAPERS_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
 KEYS = {
     *("step_s", "forward_s", "backward_s", "bottleneck", "tflops", "swapped_bytes", "spilled_bytes"),
     *("recomputed_flops", "fits", "tier_bytes", "ssd_write_bytes_per_step"),
 }
-
-runner = CliRunner()
-
-
-@pytest.fixture
-def tiny(tmp_path: Path) -> str:
-    tiny_config("llama").save_pretrained(tmp_path / "tiny")
-    return str(tmp_path / "tiny")
-
-
-@pytest.fixture
-def model_13b(tmp_path: Path) -> str:
-    """LoHan's."""
-    OPTConfig(
-        hidden_size=5120,
-        word_embed_proj_dim=5120,
-        num_hidden_layers=40,
-        num_attention_heads=40,
-        ffn_dim=20480,
-        vocab_size=50257,
-        max_position_embeddings=2048,
-    ).save_pretrained(tmp_path / "13b")
-    return str(tmp_path / "13b")
-
-
-def hardware_file(path: Path, **changes: Any) -> str:
-    """The paper's machine with some of its keys changed; a mapping changes only its own keys."""
-    values = yaml.safe_load(PAPER.read_text())
-    for key, value in changes.items():
-        values[key] = {**values[key], **value} if isinstance(value, dict) else value
-    path.write_text(yaml.safe_dump(values))
-    return str(path)
-
-
-def drives(num: int, **changes: Any) -> list[dict[str, Any]]:
-    return [{**yaml.safe_load(PAPER.read_text())["ssd"][0], "count": num, **changes}]
 
 
 def plan(model: str, *options: object, batch_size: int = 64, seq_len: int = 1024) -> Result:
@@ -246,28 +206,6 @@ def test_without_hardware_this_machine_is_measured(tiny: str, monkeypatch: pytes
     assert asked["config"].is_resolved
     rows = {shape.num_rows for shape in asked["matrix_shapes"]}
     assert rows == {2 * 16}
-
-
-def test_estimate_is_short(model_13b: str) -> None:
-    result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER)])
-    assert result.exit_code == 0, result.stderr
-    assert "batch 8 x 2048 tokens" in result.stdout
-    assert "fits      yes, offloaded, in " in result.stdout
-    assert "Without offloading it does not fit" in result.stdout
-    assert len(result.stdout.splitlines()) < 10
-
-
-def test_estimate_takes_as_many_tokens_as_the_model_can(tiny: str, tmp_path: Path) -> None:
-    tiny_config("opt").save_pretrained(tmp_path / "short")
-    result = runner.invoke(app, ["estimate", str(tmp_path / "short"), "--hardware", str(PAPER), "--json"])
-    assert json.loads(result.stdout)["num_tokens"] == 8 * 128
-
-
-def test_estimate_refuses_what_cannot_fit(model_13b: str, tmp_path: Path) -> None:
-    hardware = hardware_file(tmp_path / "hardware.yaml", ssd=drives(1, capacity_bytes="90GB"))
-    result = runner.invoke(app, ["estimate", model_13b, "--hardware", hardware])
-    assert result.exit_code == 2
-    assert "give the SSDs" in result.stderr
 
 
 @pytest.mark.slow

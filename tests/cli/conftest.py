@@ -1,0 +1,10 @@
+"""Models to plan for, and the modules beside this file."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from planned_models import model_13b, tiny
+
+__all__ = ["model_13b", "tiny"]
