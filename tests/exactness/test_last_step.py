@@ -2,70 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import signal
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from broken_runs import SETTINGS, Breaks, a_trainer, assert_same, outcome
 from trajectories import arguments, dataset
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.testing.models import tiny_batch, tiny_model
-
-SETTINGS = {
-    "max_steps": 8,
-    "logging_steps": 3,
-    "lr_scheduler_type": "cosine",
-    "max_grad_norm": 0.8,
-    "gradient_accumulation_steps": 2,
-}
-
-
-class Breaks(TrainerCallback):
-    """Ends the run when `step` steps are done, with what `how` raises or does."""
-
-    def __init__(self, step: int, how: Any = KeyboardInterrupt) -> None:
-        self.step = step
-        self.how = how
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
-            if isinstance(self.how, type):
-                raise self.how
-            self.how()
-
-
-def a_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any:
-    offload = settings.pop("offload", {})
-    family = settings.pop("family", "opt")
-    rows = settings.pop("rows", dataset())
-    overrides = {"dropout": 0.1} if family == "opt" else {}
-    return hf_lohan.Trainer(
-        tiny_model(family, **overrides),
-        arguments(folder, **{**SETTINGS, **settings}),
-        train_dataset=rows,
-        eval_dataset=rows,
-        callbacks=list(callbacks),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", **offload},
-    )
-
-
-def outcome(trainer: Any) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
-    keys = ("step", "loss", "grad_norm", "learning_rate", "epoch")
-    rows = [{key: row[key] for key in keys} for row in trainer.state.log_history if "loss" in row]
-    parameters = trainer.offload_engine.parameters
-    weights = {name: parameters.read_parameter(name) for name, _ in trainer.model.named_parameters()}
-    trainer.offload_engine.close()
-    return rows, weights
-
-
-def assert_same(ours: Any, expected: Any) -> None:
-    assert ours[0] == expected[0]
-    assert all(torch.equal(ours[1][name], weight) for name, weight in expected[1].items())
+from hf_lohan.testing.models import tiny_model
 
 
 @pytest.fixture
@@ -139,30 +88,46 @@ def half_frozen_model() -> Any:
     return model
 
 
-@pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
-def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
-    def trainer(folder: str, *callbacks: TrainerCallback) -> Any:
+def runs_of(make_model: Callable[[], Any], folder: Path) -> Callable[..., Any]:
+    """Trainers of a model, each run in a folder of its own."""
+
+    def run(name: str, *callbacks: TrainerCallback) -> Any:
         return hf_lohan.Trainer(
-            make_model(),
-            arguments(tmp_path / folder, **SETTINGS),
+            model=make_model(),
+            args=arguments(folder / name, **SETTINGS),
             train_dataset=dataset(),
             callbacks=list(callbacks),
             offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
         )
 
-    whole = trainer("whole")
+    return run
+
+
+def assert_goes_on(run: Callable[..., Any], between: Callable[[], None] = lambda: None) -> None:
+    """A run that is broken off and goes on from its last step ends as one that never stopped."""
+    whole = run("whole")
     whole.train()
-    broken = trainer("run", Breaks(5))
+    broken = run("run", Breaks(5))
     with pytest.raises(KeyboardInterrupt):
         broken.train()
     broken.offload_engine.close()
-    looked_at = trainer("run")
-    looked_at.evaluate(dataset(2))  # loads the frozen weights over themselves
-    looked_at.offload_engine.close()
-    assert hf_lohan.last_step(tmp_path / "run") == 5
-    again = trainer("run")
+    between()
+    again = run("run")
     again.train(resume_from_checkpoint="last_step")
     assert_same(outcome(again), outcome(whole))
+
+
+@pytest.mark.parametrize("make_model", [lora_model, half_frozen_model])
+def test_with_frozen_weights(make_model: Any, tmp_path: Path) -> None:
+    run = runs_of(make_model, tmp_path)
+
+    def evaluate() -> None:
+        looked_at = run("run")
+        looked_at.evaluate(dataset(2))  # loads the frozen weights over themselves
+        looked_at.offload_engine.close()
+        assert hf_lohan.last_step(tmp_path / "run") == 5
+
+    assert_goes_on(run, evaluate)
 
 
 def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
@@ -179,25 +144,7 @@ def test_in_the_same_trainer(tmp_path: Path, uninterrupted: Any) -> None:
 def test_a_model_given_by_path(tmp_path: Path) -> None:
     """Loading the checkpoint again does not cost the steps that were taken."""
     tiny_model("llama").save_pretrained(tmp_path / "model")
-
-    def trainer(folder: str, *callbacks: TrainerCallback) -> Any:
-        return hf_lohan.Trainer(
-            model=str(tmp_path / "model"),
-            args=arguments(tmp_path / folder, **SETTINGS),
-            train_dataset=dataset(),
-            callbacks=list(callbacks),
-            offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
-        )
-
-    whole = trainer("whole")
-    whole.train()
-    broken = trainer("run", Breaks(5))
-    with pytest.raises(KeyboardInterrupt):
-        broken.train()
-    broken.offload_engine.close()
-    again = trainer("run")
-    again.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(again), outcome(whole))
+    assert_goes_on(runs_of(lambda: str(tmp_path / "model"), tmp_path))
 
 
 def test_sigterm_finishes_and_commits_the_step(tmp_path: Path, uninterrupted: Any) -> None:
@@ -263,60 +210,6 @@ def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupte
     assert_same(outcome(again), uninterrupted)
 
 
-def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run")
-    with pytest.raises(ValueError, match="no step has been committed in"):
-        trainer.train(resume_from_checkpoint="last_step")
-    with pytest.raises(ValueError, match="No valid checkpoint found"):
-        trainer.train(resume_from_checkpoint=True)
-    assert hf_lohan.last_step(tmp_path / "run") is None
-
-
-def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> None:
-    offload = {"ssd": str(tmp_path / "drive")}
-    first = a_trainer(tmp_path / "first", max_steps=2, offload=offload)
-    first.train()
-    first.offload_engine.close()
-    second = a_trainer(tmp_path / "second", offload=offload)
-    with pytest.raises(ValueError, match=r"holds steps of the run in .*first, not of that in .*second"):
-        second.train(resume_from_checkpoint="last_step")
-
-
-def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
-    old = a_trainer(tmp_path / "run", max_steps=2)
-    old.train()
-    old.offload_engine.close()
-    new = a_trainer(tmp_path / "run", max_steps=3)
-    new.evaluate(dataset(2))
-    new.model.train()(**tiny_batch(seed=0)).loss.backward()
-    new.model.zero_grad()
-    new.offload_engine.settle()
-    assert hf_lohan.last_step(tmp_path / "run") == 2
-    new.train(resume_from_checkpoint="last_step")
-    assert new.state.global_step == 3
-    new.offload_engine.close()
-
-
-def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> None:
-    class Own(hf_lohan.Trainer):  # type: ignore[misc]
-        def training_step(self, *args: Any, **kwargs: Any) -> Any:
-            self.log({"seen": torch.tensor(float(self.state.global_step))})
-            return super().training_step(*args, **kwargs)
-
-        def _save_checkpoint(self, model: Any, trial: Any) -> None:
-            Path(self.args.output_dir, "mine").mkdir(exist_ok=True)
-
-    trainer = Own(
-        tiny_model("llama"),
-        arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1),
-        train_dataset=dataset(),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
-    )
-    trainer.train()
-    trainer.offload_engine.close()
-    assert hf_lohan.last_step(tmp_path) == 3
-
-
 def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
     """Router biases, running statistics: no parameter, but part of the model's state."""
     from hf_lohan.integrations.export import export
@@ -345,80 +238,3 @@ def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
     assert second.model.num_forwards.item() == 4
     second.offload_engine.close()
     export(tmp_path, tmp_path / "out")
-
-
-def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
-    """Not before it begins to train: loading alone costs nothing."""
-    old = a_trainer(tmp_path / "run", max_steps=2)
-    old.train()
-    old.offload_engine.close()
-    new = a_trainer(tmp_path / "run", Breaks(0))
-    new.evaluate(dataset().select(range(2)))
-    assert hf_lohan.last_step(tmp_path / "run") == 2
-    with pytest.raises(KeyboardInterrupt):
-        new.train()
-    new.offload_engine.close()
-    assert hf_lohan.last_step(tmp_path / "run") is None
-
-
-def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) -> None:
-    settings = {"save_strategy": "steps", "save_steps": 2, "offload": {"durability": "checkpoint"}}
-    trainer = a_trainer(tmp_path / "run", Breaks(3), **settings)
-    with pytest.raises(KeyboardInterrupt):
-        trainer.train()
-    trainer.offload_engine.close()
-    again = a_trainer(tmp_path / "run", **settings)
-    with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
-        again.train(resume_from_checkpoint="last_step")
-    from hf_lohan.integrations.export import export
-
-    with pytest.raises(ValueError, match="checkpoint-2"):
-        export(tmp_path / "run", tmp_path / "out")
-    again.train(resume_from_checkpoint=True)
-    assert again.state.global_step == 8
-    again.offload_engine.close()
-    export(tmp_path / "run", tmp_path / "out")  # a run that ended leaves its store whole
-
-
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_export_is_what_save_model_writes(family: str, tmp_path: Path) -> None:
-    from transformers import AutoModelForCausalLM
-
-    from hf_lohan.integrations.export import export
-
-    trainer = a_trainer(tmp_path / "run", family=family, max_steps=2)
-    trainer.train()
-    trainer.save_model(str(tmp_path / "saved"))
-    trainer.offload_engine.close()
-    assert export(tmp_path / "run", tmp_path / "exported") == 2
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported")]
-    for (name, saved), exported in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        assert torch.equal(saved, exported), name
-    batch = tiny_batch(seed=1)
-    assert torch.equal(models[0](**batch).loss, models[1](**batch).loss)
-    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("saved", "exported")]
-    assert configs[0] == configs[1]
-
-
-def test_a_moved_run_is_found(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run", max_steps=2)
-    trainer.train()
-    trainer.offload_engine.close()
-    (tmp_path / "run").rename(tmp_path / "moved")
-    assert hf_lohan.last_step(tmp_path / "moved") == 2
-    moved = a_trainer(tmp_path / "moved", max_steps=3)
-    moved.train(resume_from_checkpoint="last_step")
-    assert moved.state.global_step == 3
-    moved.offload_engine.close()
-
-
-def test_what_is_on_disk_is_private(tmp_path: Path) -> None:
-    trainer = a_trainer(tmp_path / "run", max_steps=1)
-    trainer.train()
-    trainer.offload_engine.close()
-    trainer = a_trainer(tmp_path / "run", max_steps=2)
-    trainer.train(resume_from_checkpoint="last_step")
-    trainer.offload_engine.close()
-    for folder in (tmp_path / "run" / "_lohan" / "store", tmp_path / "run" / "_lohan" / "last_step"):
-        for path in (folder, *folder.rglob("*")):
-            assert path.stat().st_mode & 0o077 == 0, path

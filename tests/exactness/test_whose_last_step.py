@@ -1,0 +1,125 @@
+"""Which step a run may go on from: not another run's, not before there is one, and not one that training has ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_runs import Breaks, a_trainer
+from trajectories import arguments, dataset
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+
+def test_there_is_nothing_to_go_on_from(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path / "run")
+    with pytest.raises(ValueError, match="no step has been committed in"):
+        trainer.train(resume_from_checkpoint="last_step")
+    with pytest.raises(ValueError, match="No valid checkpoint found"):
+        trainer.train(resume_from_checkpoint=True)
+    assert hf_lohan.last_step(tmp_path / "run") is None
+
+
+def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> None:
+    offload = {"ssd": str(tmp_path / "drive")}
+    first = a_trainer(tmp_path / "first", max_steps=2, offload=offload)
+    first.train()
+    first.offload_engine.close()
+    second = a_trainer(tmp_path / "second", offload=offload)
+    with pytest.raises(ValueError, match=r"holds steps of the run in .*first, not of that in .*second"):
+        second.train(resume_from_checkpoint="last_step")
+
+
+def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
+    old = a_trainer(tmp_path / "run", max_steps=2)
+    old.train()
+    old.offload_engine.close()
+    new = a_trainer(tmp_path / "run", max_steps=3)
+    new.evaluate(dataset(2))
+    new.model.train()(**tiny_batch(seed=0)).loss.backward()
+    new.model.zero_grad()
+    new.offload_engine.settle()
+    assert hf_lohan.last_step(tmp_path / "run") == 2
+    new.train(resume_from_checkpoint="last_step")
+    assert new.state.global_step == 3
+    new.offload_engine.close()
+
+
+def test_callbacks_may_log_tensors_and_save_in_their_own_way(tmp_path: Path) -> None:
+    class Own(hf_lohan.Trainer):  # type: ignore[misc]
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            self.log({"seen": torch.tensor(float(self.state.global_step))})
+            return super().training_step(*args, **kwargs)
+
+        def _save_checkpoint(self, model: Any, trial: Any) -> None:
+            Path(self.args.output_dir, "mine").mkdir(exist_ok=True)
+
+    trainer = Own(
+        tiny_model("llama"),
+        arguments(tmp_path, max_steps=3, save_strategy="steps", save_steps=1),
+        train_dataset=dataset(),
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+    )
+    trainer.train()
+    trainer.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path) == 3
+
+
+def test_a_new_run_ends_the_old_ones_steps(tmp_path: Path) -> None:
+    """Not before it begins to train: loading alone costs nothing."""
+    old = a_trainer(tmp_path / "run", max_steps=2)
+    old.train()
+    old.offload_engine.close()
+    new = a_trainer(tmp_path / "run", Breaks(0))
+    new.evaluate(dataset().select(range(2)))
+    assert hf_lohan.last_step(tmp_path / "run") == 2
+    with pytest.raises(KeyboardInterrupt):
+        new.train()
+    new.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path / "run") is None
+
+
+def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 2, "offload": {"durability": "checkpoint"}}
+    trainer = a_trainer(tmp_path / "run", Breaks(3), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.offload_engine.close()
+    again = a_trainer(tmp_path / "run", **settings)
+    with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
+        again.train(resume_from_checkpoint="last_step")
+    from hf_lohan.integrations.export import export
+
+    with pytest.raises(ValueError, match="checkpoint-2"):
+        export(tmp_path / "run", tmp_path / "out")
+    again.train(resume_from_checkpoint=True)
+    assert again.state.global_step == 8
+    again.offload_engine.close()
+    export(tmp_path / "run", tmp_path / "out")  # a run that ended leaves its store whole
+
+
+def test_a_moved_run_is_found(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path / "run", max_steps=2)
+    trainer.train()
+    trainer.offload_engine.close()
+    (tmp_path / "run").rename(tmp_path / "moved")
+    assert hf_lohan.last_step(tmp_path / "moved") == 2
+    moved = a_trainer(tmp_path / "moved", max_steps=3)
+    moved.train(resume_from_checkpoint="last_step")
+    assert moved.state.global_step == 3
+    moved.offload_engine.close()
+
+
+def test_what_is_on_disk_is_private(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path / "run", max_steps=1)
+    trainer.train()
+    trainer.offload_engine.close()
+    trainer = a_trainer(tmp_path / "run", max_steps=2)
+    trainer.train(resume_from_checkpoint="last_step")
+    trainer.offload_engine.close()
+    for folder in (tmp_path / "run" / "_lohan" / "store", tmp_path / "run" / "_lohan" / "last_step"):
+        for path in (folder, *folder.rglob("*")):
+            assert path.stat().st_mode & 0o077 == 0, path
