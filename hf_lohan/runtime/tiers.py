@@ -59,7 +59,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     io = IoEngine(
         num_threads=config.io_threads,
         piece_bytes=config.io_piece_bytes,
-        max_inflight_bytes=max(plan.cpu_pool_bytes, config.io_piece_bytes),
+        max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
         timeline=device.timeline,
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -15,6 +16,7 @@ from hf_lohan.storage.request import IoRequest
 from hf_lohan.timeline import SSD_READ, SSD_WRITE, Timeline
 
 Complete = Callable[[], object]
+Verb = Literal["read", "write"]
 
 _MAX_VIEWS = 512
 """Buffers in one call: half of Linux's IOV_MAX."""
@@ -43,8 +45,19 @@ class Transfer:
         return sum(view.nbytes for view in self.views)
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece:
+    """A part of a request: what one thread moves at a time."""
+
+    request: IoRequest
+    verb: Verb
+    transfer: Transfer
+    of: Content
+
+
 class IoEngine:
-    """A few threads that read and write pieces of at most ``piece_bytes``.
+    """A few threads that read and write pieces of at most ``piece_bytes``: what is to be read first, for somebody waits
+    for it; what is to be written when no read is left to start.
 
     At most ``max_inflight_bytes`` of unfinished requests exist at a time: `read` and `write` block until
     theirs fits; one that is bigger than the bound goes alone. Close the engine after the stores that use it.
@@ -72,8 +85,9 @@ class IoEngine:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
         self._moved_bytes = {"read": 0, "write": 0}
+        self._queued: dict[Verb, deque[_Piece]] = {"read": deque(), "write": deque()}
         self._closed = False
-        self._changed = threading.Condition()  # guards the three above
+        self._changed = threading.Condition()  # guards the four above
         self._here = threading.local()
         self._threads = ThreadPoolExecutor(num_threads, "lohan-io", initializer=self._mark_io_thread)
 
@@ -121,7 +135,7 @@ class IoEngine:
         self._threads.shutdown()
 
     def _submit(
-        self, verb: Literal["read", "write"], transfers: Sequence[Transfer], complete: Complete | None, of: Content
+        self, verb: Verb, transfers: Sequence[Transfer], complete: Complete | None, of: Content
     ) -> IoRequest:
         # A thread that waits here for room would be missing where the room is made.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
@@ -132,32 +146,40 @@ class IoEngine:
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
+            self._queued[verb].extend(_Piece(request, verb, piece, of) for piece in pieces)
         num_submitted = 0
         try:
-            for piece in pieces:
-                self._threads.submit(self._run, request, verb, piece, of)
+            for _ in pieces:
+                self._threads.submit(self._run_next)
                 num_submitted += 1
         except BaseException as error:
+            request.fail(error)
             for _ in pieces[num_submitted:]:
-                request.finish_piece(error)
+                self._run_next()  # there are as many calls of it as pieces, whoever takes which
             if not isinstance(error, RuntimeError):  # an interrupt; else the interpreter goes away and takes no work
                 with suppress(BaseException):  # nobody else can: what is under way uses the caller's memory
                     request.wait()
                 raise
         return request
 
-    def _run(self, request: IoRequest, verb: Literal["read", "write"], piece: Transfer, of: Content) -> None:
+    def _run_next(self) -> None:
+        with self._changed:
+            piece = (self._queued["read"] or self._queued["write"]).popleft()
         error: BaseException | None = None
         try:
-            if not request.failed:  # else the rest of it is not worth the disk's time
-                move, lane = (piece.file.read, SSD_READ) if verb == "read" else (piece.file.write, SSD_WRITE)
-                with self._timeline.task(lane, of.kind, block=of.block, num_bytes=piece.num_bytes):
-                    move(piece.offset, piece.views)
-                with self._changed:
-                    self._moved_bytes[verb] += piece.num_bytes
+            if not piece.request.failed:  # else the rest of it is not worth the disk's time
+                self._move(piece)
         except BaseException as caught:  # whatever it is, it belongs to whoever waits
             error = caught
-        request.finish_piece(error)
+        piece.request.finish_piece(error)
+
+    def _move(self, piece: _Piece) -> None:
+        transfer, of = piece.transfer, piece.of
+        move, lane = (transfer.file.read, SSD_READ) if piece.verb == "read" else (transfer.file.write, SSD_WRITE)
+        with self._timeline.task(lane, of.kind, block=of.block, num_bytes=transfer.num_bytes):
+            move(transfer.offset, transfer.views)
+        with self._changed:
+            self._moved_bytes[piece.verb] += transfer.num_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._inflight_bytes == 0 or self._inflight_bytes + num_bytes <= self._max_inflight_bytes

@@ -68,6 +68,11 @@ class IoRequest:
                 return
         self._call(callback)
 
+    def fail(self, error: BaseException) -> None:
+        """For the engine: what is left of it is not worth moving."""
+        with self._lock:
+            self._error = self._error or error
+
     def finish_piece(self, error: BaseException | None) -> None:
         """For the engine: count one piece as over, with its error if it failed."""
         with self._lock:

@@ -95,6 +95,31 @@ def test_submission_waits_for_room(make_engine: EngineFactory, tmp_path: Path) -
     file.close()
 
 
+def test_reads_go_before_writes_that_have_not_begun(make_engine: EngineFactory, tmp_path: Path) -> None:
+    moved: list[tuple[str, int]] = []
+
+    class Noting(GatedBackend):
+        def read(self, fd, offset, views):  # type: ignore[no-untyped-def]
+            moved.append(("read", offset))
+            return super().read(fd, offset, views)
+
+        def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
+            moved.append(("write", offset))
+            return super().write(fd, offset, views)
+
+    backend = Noting()
+    engine = make_engine(backend, num_threads=1)
+    file = new_file(engine, tmp_path)
+    requests = [engine.write([transfer(file, offset, mapped_empty(4096))]) for offset in (0, 4096)]
+    backend.arrived.acquire()  # the first has begun
+    requests += [engine.read([transfer(file, offset, mapped_empty(4096))]) for offset in (8192, 12288)]
+    backend.gate.set()
+    for request in requests:
+        request.wait()
+    assert moved == [("write", 0), ("read", 8192), ("read", 12288), ("write", 4096)]
+    file.close()
+
+
 def test_the_bound_holds_under_many_submitters(make_engine: EngineFactory, tmp_path: Path) -> None:
     peak_bytes = 0
     peak_lock = threading.Lock()
