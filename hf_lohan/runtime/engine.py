@@ -69,7 +69,7 @@ class OffloadEngine:
         )
         spilled = frozenset(layout.plan.spilled_blocks)
         self._pipeline = GradientPipeline(
-            StateUpdater(tiers.store, tiers.states, layout.master, self.timeline),
+            StateUpdater(tiers.store, tiers.states, layout.master, self.timeline, spare=tiers.gradients),
             GradientHome(tiers.recall, spilled, tiers.spill),
             layout.blocks,
             self._group_of,

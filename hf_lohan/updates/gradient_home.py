@@ -30,6 +30,10 @@ class GradientHome:
         gradient.spill_write.add_done_callback(lambda request: buffer.release())
         gradient.buffer = None
 
+    def can_bring_back(self, gradient: ChunkGradient) -> bool:
+        """Whether `bring_back` finds a buffer free."""
+        return gradient.buffer is not None or self.recall.num_free > 0
+
     def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
         """Reads that must be done, and verified, before its values are in its buffer again."""
         if gradient.buffer is not None:

@@ -278,7 +278,7 @@ class GradientPipeline:
         for gradient in self._held.take_all():
             if not self.holds_gradients and self._can_undo is False:
                 gradient.refuse_not_finite()
-            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient)
+            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
         self.last_update_s = self._updates.end_step()
         self._forget_step()
 

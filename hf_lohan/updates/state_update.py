@@ -94,13 +94,28 @@ class StateUpdater:
     """Issues the reads of a chunk's records, runs AdamW on them and issues the writes."""
 
     def __init__(
-        self, store: RecordStore, pool: BufferPool, master: MasterFormat, timeline: Timeline | None = None
+        self,
+        store: RecordStore,
+        pool: BufferPool,
+        master: MasterFormat,
+        timeline: Timeline | None = None,
+        spare: BufferPool | None = None,
     ) -> None:
+        """``spare``: where buffers of the same size may be borrowed that nobody else needs for now."""
         self._store = store
         self._pool = pool
+        self._spare = spare
         self._master = master
         self.timeline = timeline or Timeline()
         self._threads = KernelThreads(torch.get_num_threads())
+
+    def own_buffers(self) -> list[Buffer] | None:
+        """The buffers that an update takes, if they are free now."""
+        return self._pool.try_acquire(self._master.num_state_buffers_per_chunk)
+
+    def borrowed_buffers(self) -> list[Buffer] | None:
+        """As many of those that may be borrowed, if they are free now."""
+        return None if self._spare is None else self._spare.try_acquire(self._master.num_state_buffers_per_chunk)
 
     def begin(
         self,
@@ -109,12 +124,14 @@ class StateUpdater:
         *,
         loan: WeightLoan | None = None,
         keep_gradient: bool = False,
+        buffers: list[Buffer] | None = None,
     ) -> ChunkUpdate:
         """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
-        come from the device."""
+        come from the device. `buffers`: its own or borrowed ones; without them, wait for its own."""
         chunk = gradient.chunk
-        with self.timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
-            buffers = [self._pool.acquire() for _ in range(self._master.num_state_buffers_per_chunk)]
+        if buffers is None:
+            with self.timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
+                buffers = [self._pool.acquire() for _ in range(self._master.num_state_buffers_per_chunk)]
         num_written = len(self._master.buffer_kinds)
         written, private = buffers[:num_written], buffers[num_written:]
         views = self._views(chunk, written)

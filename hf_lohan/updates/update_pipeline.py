@@ -10,7 +10,7 @@ from typing import Literal
 from torch import Tensor
 
 from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
-from hf_lohan.device import Event
+from hf_lohan.device import Buffer, Event
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.storage import IoRequest
 from hf_lohan.timeline import UPDATES_WAIT
@@ -26,8 +26,8 @@ class UpdatePipeline:
     """Applies gradients, and knows what of the present step it has applied. Used by one thread.
 
     Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
-    writes, so SSD and CPU are both busy; `naive` reads, updates and writes one chunk after another; `serial` does what
-    naive does, but only after backward.
+    writes, so SSD and CPU are both busy, and those of more chunks where it may borrow buffers; `naive` reads, updates
+    and writes one chunk after another; `serial` does what naive does, but only after backward.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class UpdatePipeline:
         self._failed = failed
         self._kept = kept
         self._timeline = updater.timeline
-        self._pending: tuple[ChunkUpdate, Callable[[ParamSlice], AdamWGroup], float] | None = None
+        self._pending: deque[tuple[ChunkUpdate, Callable[[ParamSlice], AdamWGroup], float]] = deque()
         self._writes: deque[IoRequest] = deque()
         self._pieces: set[ChunkPiece] = set()
         self._chunks: set[Chunk] = set()
@@ -70,24 +70,40 @@ class UpdatePipeline:
         clip_coefficient: float = 1.0,
         loan: WeightLoan | None = None,
         keep_gradient: bool = False,
+        may_borrow: bool = False,
     ) -> None:
-        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward."""
+        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `may_borrow`: no
+        gradient arrives now, so their buffers may be used to read further ahead and to let writes wait."""
         began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
+        buffers = self._make_room(gradient, may_borrow)
         with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
             reads = self._home.bring_back(gradient)
-        update = self._updater.begin(gradient, reads, loan=loan, keep_gradient=keep_gradient)
+        update = self._updater.begin(gradient, reads, loan=loan, keep_gradient=keep_gradient, buffers=buffers)
         if self._schedule == "optimized":
-            self._finish_pending()
-            self._pending = (update, group_of, clip_coefficient)
+            if not may_borrow:
+                self._finish_pending()
+            self._pending.append((update, group_of, clip_coefficient))
         else:
             self._finish(update, group_of, clip_coefficient)
             self._wait_for_writes()
         self._busy_s += time.perf_counter() - began_s
 
+    def _make_room(self, gradient: ChunkGradient, may_borrow: bool) -> list[Buffer] | None:
+        """Buffers for one more update, of those that are free now. Two are under way together with the buffers that
+        there are for it, sooner or later, so None is returned if they have to be waited for; more only with borrowed
+        ones, or the first of them is finished."""
+        while len(self._pending) > 1:
+            can_begin = may_borrow and self._home.can_bring_back(gradient)
+            buffers = self._updater.borrowed_buffers() if can_begin else None
+            if buffers is not None:
+                return buffers
+            self._finish_first()
+        return self._updater.own_buffers() or (self._updater.borrowed_buffers() if may_borrow else None)
+
     def finish_pending(self) -> bool:
-        """Finish the update that waits for the next one's reads to be issued. Says whether there was one."""
+        """Finish the updates that wait for the next one's reads to be issued. Says whether there were any."""
         began_s = time.perf_counter()
         had_one = self._finish_pending()
         self._busy_s += time.perf_counter() - began_s
@@ -124,11 +140,13 @@ class UpdatePipeline:
         return self.forget()
 
     def _finish_pending(self) -> bool:
-        if self._pending is None:
-            return False
-        pending, self._pending = self._pending, None
-        self._finish(*pending)
-        return True
+        had_one = bool(self._pending)
+        while self._pending:
+            self._finish_first()
+        return had_one
+
+    def _finish_first(self) -> None:
+        self._finish(*self._pending.popleft())
 
     def _finish(
         self, update: ChunkUpdate, group_of: Callable[[ParamSlice], AdamWGroup], clip_coefficient: float

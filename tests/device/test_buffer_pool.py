@@ -50,6 +50,19 @@ def threads_of(pool: BufferPool, num_threads: int) -> Iterator[ThreadPoolExecuto
             raise
 
 
+def test_who_will_not_wait_gets_all_or_none() -> None:
+    pool = pool_of(3)
+    taken = pool.try_acquire(2)
+    assert taken is not None and len(taken) == 2
+    assert pool.try_acquire(2) is None
+    assert pool.num_free == 1
+    taken[0].release()
+    assert pool.try_acquire(2) is not None
+    pool.abort(OSError("the drive is gone"))
+    with pytest.raises(PoolAborted):
+        pool.try_acquire()
+
+
 def test_buffers_do_not_overlap_and_keep_what_is_in_them() -> None:
     pool = pool_of(5)
     buffers = [pool.acquire() for _ in range(5)]
