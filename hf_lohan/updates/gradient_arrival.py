@@ -1,4 +1,8 @@
-"""From autograd to the host: a gradient leaves the device the moment it is complete."""
+"""From autograd to the host: a gradient leaves the device the moment it is complete.
+
+Where the device's memory is the host's it has nowhere to go: it stays where autograd put it until it is applied, or is
+copied once it turns out that it has to wait.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +22,16 @@ from hf_lohan.updates.weight_loan import WeightLoan
 
 @dataclass(eq=False)
 class ArrivedChunk:
-    """A chunk's gradient in one host buffer, of one backward. `wait` before reading it."""
+    """A chunk's gradient, of one backward: in a host buffer once `wait` has returned."""
 
     chunk: Chunk
     buffer: Buffer
     dtype: torch.dtype
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    parts: dict[ChunkPiece, Tensor] | None = None
+    """float32 [piece.numel] of each piece where autograd put it, if that is host memory. The buffer is untouched then:
+    it stands for the memory that they take."""
     loan: WeightLoan | None = None
     """Of the block's weights, if the optimizer is to have them from the device."""
 
@@ -35,7 +42,10 @@ class ArrivedChunk:
         return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
 
     def wait(self) -> Tensor:
-        """Wait for the copies; the gradient as float32 [chunk.numel], with zeros in the padding."""
+        """Have all of it in the buffer: the gradient as float32 [chunk.numel], with zeros in the padding."""
+        for piece, part in (self.parts or {}).items():
+            self.landing[piece.start_in_chunk : piece.stop_in_chunk] = part
+        self.parts = None
         for event in self.events:
             event.synchronize()
         self.events.clear()
@@ -85,23 +95,30 @@ class GradientArrivals:
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)
+        stays = self._device.memory_is_host and flat.dtype == torch.float32
+        if stays and flat.untyped_storage().nbytes() > flat.nbytes:
+            flat = flat.clone()  # it would keep more in memory than itself
         self._norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
             # One after the other: a parameter may have more chunks than there are buffers.
-            arrived = self._land(piece, flat)
-            arrived.events.append(self._device.record(Lane.D2H))
+            arrived = self._land(piece, flat, stays=stays)
             if len(arrived.pieces) == len(arrived.chunk.pieces):
                 self._close(arrived)
 
-    def _land(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
+    def _land(self, piece: ChunkPiece, flat: Tensor, *, stays: bool) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
                 buffer = self._pool.acquire()
             arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype)
+            arrived.parts = {} if stays else None
         source = flat[piece.start_in_param : piece.start_in_param + piece.numel]
-        self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+        if arrived.parts is not None:
+            arrived.parts[piece] = source.to(arrived.dtype)
+        else:
+            self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+            arrived.events.append(self._device.record(Lane.D2H))
         arrived.pieces.append(piece)
         return arrived
 

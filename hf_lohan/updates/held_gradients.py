@@ -21,13 +21,16 @@ class HeldGradients:
         self._held: dict[tuple[int, int], ChunkGradient] = {}
         self._unmeasured: set[tuple[int, int]] = set()
 
-    def add(self, arrived: ArrivedChunk) -> ChunkGradient:
-        """Add an arrived chunk to what is held of it. The result, which is not held any more, is in a buffer."""
-        values = arrived.wait()
+    def add(self, arrived: ArrivedChunk, *, may_stay: bool = False) -> ChunkGradient:
+        """Add an arrived chunk to what is held of it. The result, which is not held any more, is in a buffer; or, if it
+        `may_stay` there, where autograd put it."""
         slices = {piece.param_slice for piece in arrived.pieces}
         key = self._key(arrived.chunk)
         gradient = self._held.pop(key, None)
         self._unmeasured.discard(key)
+        if gradient is None and may_stay and arrived.parts is not None:
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices, parts=arrived.parts)
+        values = arrived.wait()
         if gradient is None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices)
         self._bring_back(gradient)

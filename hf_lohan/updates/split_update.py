@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -21,6 +22,13 @@ from hf_lohan.storage import GRANULE_NUMEL, Checksums, RecordRead
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
 
 
+class GradientRun(NamedTuple):
+    """Neighbouring elements of a chunk's gradient: ``values`` float32 [numel] from element ``start`` on."""
+
+    start: int
+    values: Tensor
+
+
 @dataclass(frozen=True)
 class SplitUpdate:
     """The update of one chunk whose inputs have arrived, all [numel] but for records of which an element goes with many
@@ -29,8 +37,9 @@ class SplitUpdate:
     form: MasterFormat
     records: Mapping[str, Tensor]
     """By kind; they are updated in place."""
-    gradient: Tensor
-    """float32 [numel]; it is scaled in place."""
+    gradient: Sequence[GradientRun]
+    """One run, or for records that are all float32 any number of them. It is scaled in place; what is in none of them
+    does not change."""
     position: int
     """Of the chunk in its block's records."""
     reads: Sequence[RecordRead]
@@ -38,15 +47,19 @@ class SplitUpdate:
     segments: Sequence[Segment]
     clip_coefficient: float
     private: Sequence[Tensor]
-    """`MasterFormat.num_private_buffers`, each with as many bytes as the gradient has, or more: uint8."""
+    """`MasterFormat.num_private_buffers`, each with 4 * numel bytes, or more: uint8."""
     checksums_of: Callable[[str, Tensor], Checksums]
+
+    @property
+    def numel(self) -> int:
+        """Parameters of the chunk."""
+        return self.records["param"].numel()
 
     def run(self, threads: KernelThreads) -> dict[str, Checksums]:
         """Update the records. Returns checksums of their granules by kind. Raises CorruptionError; what the records
         hold then is of no use."""
-        numel = self.gradient.numel()
-        part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), GRANULE_NUMEL))
-        found = threads.map(lambda part: self._update(*part), list(ranges(numel, part_numel)))
+        part_numel = max(MIN_PART_NUMEL, round_up(-(-self.numel // threads.num_threads), GRANULE_NUMEL))
+        found = threads.map(lambda part: self._update(*part), list(ranges(self.numel, part_numel)))
         assert all(read.is_verified for read in self.reads)
         return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in self.records}
 
@@ -55,19 +68,25 @@ class SplitUpdate:
         granules = start // GRANULE_NUMEL, -(-stop // GRANULE_NUMEL)
         for read in self.reads:
             read.verify(*granules)
-        gradient = self.gradient[start:stop]
+        for run in self.gradient:
+            first, last = max(start, run.start), min(stop, run.start + run.values.numel())
+            if first < last:
+                self._update_run(first, last, run.values[first - run.start : last - run.start])
+        return {kind: self.checksums_of(kind, record) for kind, record in self._records(start, stop).items()}
+
+    def _update_run(self, start: int, stop: int, gradient: Tensor) -> None:
         if self.clip_coefficient != 1.0:  # also where it is NaN, as torch does
             gradient.mul_(self.clip_coefficient)
-        records = {
-            kind: record[slice(*self.form.elements(kind, start, stop))] for kind, record in self.records.items()
-        }
-        is_last = stop == self.gradient.numel()  # what is left of the buffers is its
+        is_last = stop == self.numel  # what is left of the buffers is its
         update_records_(
-            records,
+            self._records(start, stop),
             gradient,
             within(self.segments, start, stop),
             self.form,
             position=self.position + start,
             private=[buffer[4 * start : None if is_last else 4 * stop] for buffer in self.private],
         )
-        return {kind: self.checksums_of(kind, record) for kind, record in records.items()}
+
+    def _records(self, start: int, stop: int) -> dict[str, Tensor]:
+        """What goes with these parameters."""
+        return {kind: record[slice(*self.form.elements(kind, start, stop))] for kind, record in self.records.items()}

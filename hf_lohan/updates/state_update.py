@@ -10,13 +10,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import Chunk, ParamSlice
+from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
 from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
 from hf_lohan.storage import Checksums, IoRequest, RecordRead
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError
-from hf_lohan.updates.split_update import SplitUpdate
+from hf_lohan.updates.split_update import GradientRun, SplitUpdate
 from hf_lohan.updates.weight_loan import WeightLoan
 
 
@@ -46,7 +46,8 @@ class RecordStore(Protocol):
 
 @dataclass(eq=False)
 class ChunkGradient:
-    """The gradient of one chunk, summed over a step's backwards: in a buffer, or spilled to the SSD."""
+    """The gradient of one chunk, summed over a step's backwards: in a buffer, spilled to the SSD, or, if it is of one
+    backward and applied at once, in parts where autograd put it."""
 
     chunk: Chunk
     buffer: Buffer | None
@@ -57,18 +58,30 @@ class ChunkGradient:
     is_measured: bool = False
     """Whether the norms of those that were summed are known."""
     spill_write: IoRequest | None = None
+    parts: dict[ChunkPiece, Tensor] | None = None
 
     @property
     def values(self) -> Tensor:
-        """float32 [chunk.numel]."""
-        assert self.buffer is not None
+        """float32 [chunk.numel], in its buffer."""
+        assert self.buffer is not None and self.parts is None
         return self.buffer.view(torch.float32, self.chunk.numel)
+
+    @property
+    def runs(self) -> list[GradientRun]:
+        """All of it that there is."""
+        if self.parts is None:
+            return [GradientRun(0, self.values)]
+        return [GradientRun(piece.start_in_chunk, part) for piece, part in self.parts.items()]
+
+    def of(self, piece: ChunkPiece) -> Tensor:
+        """float32 [piece.numel] of one that has a gradient."""
+        return self.parts[piece] if self.parts is not None else self.values[piece.start_in_chunk : piece.stop_in_chunk]
 
     def refuse_not_finite(self) -> None:
         """Raises NonFiniteGradientError, for where an update cannot be undone."""
         for piece in self.chunk.pieces:
             has_gradient = piece.param_slice in self.slices  # else the buffer holds anything there
-            if has_gradient and not torch.isfinite(self.values[piece.start_in_chunk : piece.stop_in_chunk]).all():
+            if has_gradient and not torch.isfinite(self.of(piece)).all():
                 raise NonFiniteGradientError(
                     f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
                     "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "
@@ -108,6 +121,12 @@ class StateUpdater:
         self._master = master
         self.timeline = timeline or Timeline()
         self._threads = KernelThreads(torch.get_num_threads())
+
+    @property
+    def takes_parts(self) -> bool:
+        """Whether gradients need not be in their buffers: only then is a parameter's place in its records all that has
+        to be known to update it."""
+        return self._master.is_float32
 
     def own_buffers(self) -> list[Buffer] | None:
         """The buffers that an update takes, if they are free now."""
@@ -175,7 +194,7 @@ class StateUpdater:
         split = SplitUpdate(
             form=self._master,
             records=update.records,
-            gradient=gradient.values,
+            gradient=gradient.runs,
             position=gradient.chunk.start,
             reads=update.reads,
             segments=merge_segments(gradient, group_of),
@@ -183,8 +202,10 @@ class StateUpdater:
             private=[buffer.bytes for buffer in update.private],
             checksums_of=self._store.checksums,
         )
-        with self.timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=gradient.values.nbytes):
+        num_bytes = torch.float32.itemsize * gradient.chunk.numel
+        with self.timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
             checksums = split.run(self._threads)
+        gradient.parts = None
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()

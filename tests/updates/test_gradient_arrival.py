@@ -92,6 +92,30 @@ def test_chunks_are_handed_on_when_complete_with_zeros_in_the_padding(dtype: tor
     assert not whole.any()
 
 
+def test_what_is_in_host_memory_stays_where_it_is_until_it_has_to_wait() -> None:
+    block, _ = block_of(64, 100)
+    handed_on: list[ArrivedChunk] = []
+    buffers = pool("gradients", 1)
+    arrivals = arrivals_for(block, handed_on, buffers)
+    large = torch.randn(5 * 64)
+    gradients = [large[64:128].view(64, 1), torch.randn(100, 1)]
+    for part, gradient in zip(block.slices, gradients, strict=True):
+        part.parameter.grad = gradient
+        arrivals.take(part, part.parameter)
+    (arrived,) = handed_on
+    arrived.buffer.bytes.fill_(0xFF)
+    assert arrived.parts is not None
+    view, whole = arrived.parts.values()
+    assert whole.data_ptr() == gradients[1].data_ptr()
+    assert view.untyped_storage().nbytes() == view.nbytes, "a view of something larger keeps only itself in memory"
+    in_buffer = arrived.wait()
+    assert arrived.parts is None
+    for part, gradient in zip(block.slices, gradients, strict=True):
+        assert torch.equal(in_buffer[part.start : part.stop], gradient.flatten())
+        in_buffer[part.start : part.stop] = 0
+    assert not in_buffer.any()
+
+
 def test_flush_hands_on_what_some_parameter_never_reached() -> None:
     block, _ = block_of(64, 100)
     handed_on: list[ArrivedChunk] = []
