@@ -82,7 +82,14 @@ class OffloadEngine:
         )
         loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
-        arrivals = GradientArrivals(self.device, tiers.gradients, layout.chunks(), norms, self._submit)
+        arrivals = GradientArrivals(
+            self.device,
+            tiers.gradients,
+            layout.chunks(),
+            norms,
+            self._submit,
+            may_stay=layout.master.is_float32 and not layout.holds_gradients,
+        )
         self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_log = StepLog(tiers.store, self._block_of)

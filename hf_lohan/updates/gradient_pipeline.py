@@ -207,8 +207,7 @@ class GradientPipeline:
     def _apply_or_hold(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
         if arrived.chunk in self._updates.chunks:
             self._take_back(arrived)
-        may_stay = is_final and not self.holds_gradients and self._updates.take_parts
-        gradient = self._held.add(arrived, may_stay=may_stay)
+        gradient = self._held.add(arrived, may_stay=is_final and not self.holds_gradients)
         if not is_final:
             self._held.hold(gradient)
             return

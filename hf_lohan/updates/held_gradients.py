@@ -22,8 +22,8 @@ class HeldGradients:
         self._unmeasured: set[tuple[int, int]] = set()
 
     def add(self, arrived: ArrivedChunk, *, may_stay: bool = False) -> ChunkGradient:
-        """Add an arrived chunk to what is held of it. The result, which is not held any more, is in a buffer; or, if it
-        `may_stay` there, where autograd put it."""
+        """Add an arrived chunk to what is held of it. The result, which is not held any more, is in a buffer, unless it
+        `may_stay` where it is."""
         slices = {piece.param_slice for piece in arrived.pieces}
         key = self._key(arrived.chunk)
         gradient = self._held.pop(key, None)

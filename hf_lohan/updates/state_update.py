@@ -122,12 +122,6 @@ class StateUpdater:
         self.timeline = timeline or Timeline()
         self._threads = KernelThreads(torch.get_num_threads())
 
-    @property
-    def takes_parts(self) -> bool:
-        """Whether gradients need not be in their buffers: only then is a parameter's place in its records all that has
-        to be known to update it."""
-        return self._master.is_float32
-
     def own_buffers(self) -> list[Buffer] | None:
         """The buffers that an update takes, if they are free now."""
         return self._pool.try_acquire(self._master.num_state_buffers_per_chunk)

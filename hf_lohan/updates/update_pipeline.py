@@ -62,11 +62,6 @@ class UpdatePipeline:
         """What the step has updated some of."""
         return self._chunks
 
-    @property
-    def take_parts(self) -> bool:
-        """Whether gradients need not be in their buffers."""
-        return self._updater.takes_parts
-
     def update(
         self,
         gradient: ChunkGradient,

@@ -61,9 +61,13 @@ def test_other_hyperparameters_or_another_step_part_a_run() -> None:
 # Arrival and norms.
 
 
-def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
+def arrivals_for(
+    block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool, *, may_stay: bool = False
+) -> GradientArrivals:
     norms = GradientNorms(block.slices)
-    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), norms, handed_on.append)
+    return GradientArrivals(
+        CpuDevice(), buffers, block.cut(CHUNK_NUMEL), norms, handed_on.append, may_stay=may_stay
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -96,7 +100,7 @@ def test_what_is_in_host_memory_stays_where_it_is_until_it_has_to_wait() -> None
     block, _ = block_of(64, 100)
     handed_on: list[ArrivedChunk] = []
     buffers = pool("gradients", 1)
-    arrivals = arrivals_for(block, handed_on, buffers)
+    arrivals = arrivals_for(block, handed_on, buffers, may_stay=True)
     large = torch.randn(5 * 64)
     gradients = [large[64:128].view(64, 1), torch.randn(100, 1)]
     for part, gradient in zip(block.slices, gradients, strict=True):
