@@ -16,10 +16,10 @@ from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.held_gradients import HeldGradients
+from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
 
-GroupOf = Callable[[ParamSlice], AdamWGroup]
 Outcome = Literal["in_backward", "deferred", "accepted", "redone"]
 """How a step was applied: its updates ran in backward; waited for the norm; ran in backward on the guess that the norm
 does not clip and that the hyperparameters stay, which was right; or wrong."""

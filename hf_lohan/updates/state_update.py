@@ -12,10 +12,11 @@ from torch import Tensor
 
 from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
-from hf_lohan.optim import AdamWGroup, MasterFormat, Segment
+from hf_lohan.optim import MasterFormat, Segment
 from hf_lohan.storage import Checksums, IoRequest, RecordRead
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError
+from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.split_update import GradientRun, SplitUpdate
 from hf_lohan.updates.weight_loan import WeightLoan
 
@@ -173,7 +174,7 @@ class StateUpdater:
         update: ChunkUpdate,
         *,
         clip_coefficient: float,
-        group_of: Callable[[ParamSlice], AdamWGroup],
+        group_of: GroupOf,
         hand_over: Callable[[Chunk, Tensor], Event | None],
         written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
@@ -251,7 +252,7 @@ class _AfterAll:
             self._written(self._error)
 
 
-def merge_segments(gradient: ChunkGradient, group_of: Callable[[ParamSlice], AdamWGroup]) -> list[Segment]:
+def merge_segments(gradient: ChunkGradient, group_of: GroupOf) -> list[Segment]:
     """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
     as torch's AdamW leaves them out: no decay, no decay of moments, no step."""
     segments: list[Segment] = []

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import Block, ParamSlice
-from hf_lohan.optim import AdamWGroup
+from hf_lohan.blocks import Block
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.updates.param_groups import GroupOf
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
@@ -59,7 +58,7 @@ class StepTransaction:
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
         return norm
 
-    def commit(self, group_of: Callable[[ParamSlice], AdamWGroup]) -> StepResult:
+    def commit(self, group_of: GroupOf) -> StepResult:
         """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
         finite: then undo what was applied and forget the rest. What was applied for good was finite."""
         self._pipeline.measure()  # no gradient of this step may be on its way when its norms are forgotten

@@ -9,13 +9,13 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
+from hf_lohan.blocks import Chunk, ChunkPiece
 from hf_lohan.device import Buffer, Event
-from hf_lohan.optim import AdamWGroup
 from hf_lohan.storage import IoRequest
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
+from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.state_update import ChunkGradient, ChunkUpdate, StateUpdater
 from hf_lohan.updates.weight_loan import WeightLoan
 
@@ -51,7 +51,7 @@ class UpdatePipeline:
         self._failed = failed
         self._kept = kept
         self._timeline = updater.timeline
-        self._pending: deque[tuple[ChunkUpdate, Callable[[ParamSlice], AdamWGroup], float]] = deque()
+        self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
         self._writes: deque[IoRequest] = deque()
         self._pieces: set[ChunkPiece] = set()
         self._chunks: set[Chunk] = set()
@@ -65,7 +65,7 @@ class UpdatePipeline:
     def update(
         self,
         gradient: ChunkGradient,
-        group_of: Callable[[ParamSlice], AdamWGroup],
+        group_of: GroupOf,
         *,
         clip_coefficient: float = 1.0,
         loan: WeightLoan | None = None,
@@ -149,7 +149,7 @@ class UpdatePipeline:
         self._finish(*self._pending.popleft())
 
     def _finish(
-        self, update: ChunkUpdate, group_of: Callable[[ParamSlice], AdamWGroup], clip_coefficient: float
+        self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float
     ) -> None:
         chunk = update.gradient.chunk
 

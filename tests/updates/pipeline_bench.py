@@ -136,6 +136,7 @@ class Bench:
         hold_gradients: bool,
         fail: Exception | None = None,
         speculates: bool = False,
+        lends_gradient_buffers: bool = False,
     ) -> None:
         parameters = {f"p{i}": nn.Parameter(torch.zeros(CHUNK_NUMEL)) for i in range(NUM_CHUNKS)}
         self.block = lay_out_block("block", SizeClass.LAYER, parameters)
@@ -144,7 +145,12 @@ class Bench:
         self.gradients, self.states = pool("gradients", 2 * NUM_CHUNKS), pool("states", 3 * NUM_CHUNKS)
         self.norms = GradientNorms(self.block.slices)
         self.pipeline = GradientPipeline(
-            StateUpdater(self.store, self.states, master_format(torch.float32)),
+            StateUpdater(
+                self.store,
+                self.states,
+                master_format(torch.float32),
+                spare=self.gradients if lends_gradient_buffers else None,
+            ),
             GradientHome(pool("recall", 0), frozenset(), None),
             [self.block],
             lambda part: GROUP,

@@ -139,6 +139,28 @@ def test_a_failure_wakes_who_waits_for_buffers_and_is_raised_at_the_step(make_be
         bench.finish_step()
 
 
+def test_updates_after_backward_read_further_ahead_with_the_gradients_buffers(make_bench: Callable[..., Bench]) -> None:
+    borrowing, other = (
+        make_bench("optimized", hold_gradients=True, lends_gradient_buffers=lends) for lends in (True, False)
+    )
+    for bench in (borrowing, other):
+        bench.submit_all()
+        bench.finish_step(0.5)
+        assert (bench.gradients.num_free, bench.states.num_free) == (2 * NUM_CHUNKS, 3 * NUM_CHUNKS)
+    assert other.store.order == ["r0", "r1", "w0", "r2", "w1", "r3", "w2", "w3"]
+    # Of eight buffers, gradients hold four: one more update can begin, and the next when two have freed theirs.
+    assert borrowing.store.order == ["r0", "r1", "r2", "w0", "w1", "r3", "w2", "w3"]
+    for kind, record in other.store.records.items():
+        assert torch.equal(borrowing.store.records[kind], record)
+
+
+def test_no_update_in_backward_borrows_what_gradients_arrive_in(make_bench: Callable[..., Bench]) -> None:
+    bench = make_bench("optimized", hold_gradients=False, lends_gradient_buffers=True)
+    bench.submit_all()
+    bench.finish_step()
+    assert bench.store.order == ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]
+
+
 def test_a_buffer_is_not_released_while_its_writes_run() -> None:
     """The update's buffers come back only after the last of its writes."""
     pending: list[IoRequest] = []
