@@ -63,10 +63,11 @@ class BufferPool:
             self.high_water_buffers = max(self.high_water_buffers, self.num_buffers - len(self._free))
             return buffer
 
-    def try_acquire(self, num_buffers: int = 1) -> list[Buffer] | None:
-        """Lend so many buffers if they are free now; else None. Raises PoolAborted if the pool is shut."""
+    def try_acquire(self, num_buffers: int = 1, *, leave: int = 0) -> list[Buffer] | None:
+        """Lend so many buffers if they and `leave` more are free now; else None. Raises PoolAborted if the pool is
+        shut."""
         with self._changed:
-            if self._cause is None and len(self._free) < num_buffers:
+            if self._cause is None and len(self._free) < num_buffers + leave:
                 return None
             return [self.acquire() for _ in range(num_buffers)]
 

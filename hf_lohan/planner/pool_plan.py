@@ -89,6 +89,8 @@ class PoolPlan:
     num_staging_buffers: int
     num_state_buffers: int
     num_gradient_buffers: int
+    num_arrival_buffers: int
+    """Those of them in which gradients arrive; in the others they stay."""
     num_recall_buffers: int
     held_blocks: tuple[str, ...]
     spilled_blocks: tuple[str, ...]
@@ -163,6 +165,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         num_staging_buffers=request.min_staging_buffers + more_staging,
         num_state_buffers=num_state,
         num_gradient_buffers=num_arrival + num_held,
+        num_arrival_buffers=num_arrival,
         num_recall_buffers=num_recall if spilled else 0,
         held_blocks=held,
         spilled_blocks=spilled,

@@ -69,7 +69,14 @@ class OffloadEngine:
         )
         spilled = frozenset(layout.plan.spilled_blocks)
         self._pipeline = GradientPipeline(
-            StateUpdater(tiers.store, tiers.states, layout.master, self.timeline, spare=tiers.gradients),
+            StateUpdater(
+                tiers.store,
+                tiers.states,
+                layout.master,
+                self.timeline,
+                spare=tiers.gradients,
+                num_not_spare=layout.plan.num_arrival_buffers,
+            ),
             GradientHome(tiers.recall, spilled, tiers.spill),
             layout.blocks,
             self._group_of,

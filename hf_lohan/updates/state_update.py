@@ -114,11 +114,13 @@ class StateUpdater:
         master: MasterFormat,
         timeline: Timeline | None = None,
         spare: BufferPool | None = None,
+        num_not_spare: int = 0,
     ) -> None:
-        """``spare``: where buffers of the same size may be borrowed that nobody else needs for now."""
+        """``spare``: where buffers of the same size may be borrowed that nobody else needs for now, all but
+        ``num_not_spare``."""
         self._store = store
         self._pool = pool
-        self._spare = spare
+        self._spare, self._num_not_spare = spare, num_not_spare
         self._master = master
         self.timeline = timeline or Timeline()
         self._threads = KernelThreads(torch.get_num_threads())
@@ -129,7 +131,9 @@ class StateUpdater:
 
     def borrowed_buffers(self) -> list[Buffer] | None:
         """As many of those that may be borrowed, if they are free now."""
-        return None if self._spare is None else self._spare.try_acquire(self._master.num_state_buffers_per_chunk)
+        if self._spare is None:
+            return None
+        return self._spare.try_acquire(self._master.num_state_buffers_per_chunk, leave=self._num_not_spare)
 
     def begin(
         self,

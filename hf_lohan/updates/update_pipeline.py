@@ -72,8 +72,9 @@ class UpdatePipeline:
         keep_gradient: bool = False,
         may_borrow: bool = False,
     ) -> None:
-        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `may_borrow`: no
-        gradient arrives now, so their buffers may be used to read further ahead and to let writes wait."""
+        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `may_borrow`:
+        the step's backward is over, so the buffers of gradients that have been applied serve to read further ahead, and
+        to wait in for the drive."""
         began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)

@@ -57,7 +57,8 @@ def test_who_will_not_wait_gets_all_or_none() -> None:
     assert pool.try_acquire(2) is None
     assert pool.num_free == 1
     taken[0].release()
-    assert pool.try_acquire(2) is not None
+    assert pool.try_acquire(1, leave=2) is None
+    assert pool.try_acquire(1, leave=1) is not None
     pool.abort(OSError("the drive is gone"))
     with pytest.raises(PoolAborted):
         pool.try_acquire()

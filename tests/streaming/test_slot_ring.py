@@ -32,6 +32,7 @@ def ring() -> SlotRing:
         num_staging_buffers=2,
         num_state_buffers=0,
         num_gradient_buffers=0,
+        num_arrival_buffers=0,
         num_recall_buffers=0,
         held_blocks=(),
         spilled_blocks=(),
