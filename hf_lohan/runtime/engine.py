@@ -164,6 +164,12 @@ class OffloadEngine:
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         is_final = self.is_final_backward()
+        if not (is_final or self._pipeline.holds_gradients):
+            raise RuntimeError(
+                "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
+                "room to keep them; say gradient_accumulation_steps when you make the Accelerator or the training "
+                "arguments, or set max_grad_norm > 0"
+            )
         if not self._pipeline.holds_gradients or self._pipeline.speculates:
             self.commits.commit_what_was_loaded()
             if is_final:

@@ -45,6 +45,20 @@ def test_a_second_backward_is_refused_where_the_first_has_been_applied(build_eng
         engine.settle()
 
 
+def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineFactory) -> None:
+    """All buffers in which gradients arrive would be taken before backward is over, and it would wait for ever."""
+    model = tiny_model("llama").train()
+    engine = build_engine(model, hold_gradients=False)
+    optimizer = OffloadAdamW(model.parameters(), engine=engine)
+    engine.is_final_backward = lambda: False
+    with pytest.raises(RuntimeError, match=r"accumulated, .* gradient_accumulation_steps .*max_grad_norm > 0"):
+        model(**tiny_batch(seed=1)).loss.backward()
+    engine.is_final_backward = lambda: True
+    model(**tiny_batch(seed=2)).loss.backward()
+    optimizer.step()
+    assert engine.parameter_slices[0].num_updates == 1
+
+
 @HELD_OR_ACTIVE
 def test_a_gradient_without_a_group_is_refused(hold_gradients: bool, build_engine: EngineFactory) -> None:
     model = tiny_model("llama").train()
