@@ -18,6 +18,7 @@ from hf_lohan.device import Device
 from hf_lohan.micro_batches import MicroBatchRun
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
+from hf_lohan.runtime.gradient_path import lay_gradient_path
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.step_clock import StepClock
@@ -27,19 +28,7 @@ from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
 from hf_lohan.streaming import ParameterLoader, Prefetcher, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import (
-    ArrivedChunk,
-    ClipHistory,
-    GradientArrivals,
-    GradientHome,
-    GradientNorms,
-    GradientPipeline,
-    ParamGroups,
-    SkippedSteps,
-    StateUpdater,
-    StepResult,
-    StepTransaction,
-)
+from hf_lohan.updates import ArrivedChunk, ClipHistory, ParamGroups, SkippedSteps, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -63,41 +52,10 @@ class OffloadEngine:
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
-        place = {parameter: index for index, parameter in enumerate(model.parameters())}
-        norms = GradientNorms(
-            sorted((p for block in layout.blocks for p in block.slices), key=lambda p: place[p.parameter])
-        )
-        spilled = frozenset(layout.plan.spilled_blocks)
-        self._pipeline = GradientPipeline(
-            StateUpdater(
-                tiers.store,
-                tiers.states,
-                layout.master,
-                self.timeline,
-                spare=tiers.gradients,
-                num_not_spare=layout.plan.num_arrival_buffers,
-            ),
-            GradientHome(tiers.recall, spilled, tiers.spill),
-            layout.blocks,
-            self._group_of,
-            norms,
-            tiers.gradients,
-            device=self.device,
-            schedule=config.schedule,
-            hold_gradients=layout.holds_gradients,
-            drafts=tiers.store,
-        )
+        path = lay_gradient_path(model, layout, tiers, config, group_of=self._group_of, submit=self._submit)
+        self._pipeline, self.transaction = path.pipeline, path.transaction
         loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
-        arrivals = GradientArrivals(
-            self.device,
-            tiers.gradients,
-            layout.chunks(),
-            norms,
-            self._submit,
-            may_stay=layout.master.is_float32 and not layout.holds_gradients,
-        )
-        self.transaction = StepTransaction(self._pipeline, norms)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_log = StepLog(tiers.store, self._block_of)
         self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)
@@ -129,7 +87,7 @@ class OffloadEngine:
             self.device,
             self._ring,
             self._prefetcher,
-            arrivals,
+            path.arrivals,
             self._clock,
             self.activations,
             before_forward=self._before_forward,
@@ -270,18 +228,12 @@ class OffloadEngine:
             self.forget_weights()
 
     def _choose_clipping(self, result: StepResult) -> None:
-        history = self.clip_history
-        history.note_step(
-            forward_s=self._clock.forward_s, backward_s=self._clock.backward_s, clipped=result.clipped
+        clock, pipeline = self._clock, self._pipeline
+        self.clip_history.note_step(
+            result, forward_s=clock.forward_s, backward_s=clock.backward_s, update_s=pipeline.last_update_s
         )
-        self._clock.end_step()
-        if self._pipeline.last_update_s:
-            history.note_updates(self._pipeline.last_update_s)
-        if result.outcome in ("accepted", "redone"):
-            history.note_speculation(redone=result.outcome == "redone")
-        if result.outcome == "redone" and not result.clipped:
-            history.never_speculate()  # the loop changes hyperparameters between backward and step
-        self._pipeline.speculates = history.speculates_next()
+        clock.end_step()
+        pipeline.speculates = self.clip_history.speculates_next()
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""

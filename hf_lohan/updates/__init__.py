@@ -15,7 +15,7 @@ from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.gradient_pipeline import GradientPipeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError, SkippedSteps
-from hf_lohan.updates.param_groups import ParamGroups
+from hf_lohan.updates.param_groups import GroupOf, ParamGroups
 from hf_lohan.updates.state_update import StateUpdater
 from hf_lohan.updates.step_transaction import StepResult, StepTransaction
 from hf_lohan.updates.weight_loan import WeightLoan
@@ -28,6 +28,7 @@ __all__ = [
     "GradientHome",
     "GradientNorms",
     "GradientPipeline",
+    "GroupOf",
     "NonFiniteGradientError",
     "ParamGroups",
     "SkippedSteps",

@@ -7,6 +7,7 @@ from collections import deque
 from typing import Literal
 
 from hf_lohan.planner import StepTimes, should_speculate
+from hf_lohan.updates.step_transaction import StepResult
 
 WINDOW_STEPS = 16
 """What is older says little about the present clip rate."""
@@ -31,23 +32,22 @@ class ClipHistory:
         """Fraction of the last steps that clipped."""
         return sum(self._clipped) / len(self._clipped) if self._clipped else 0.0
 
-    def note_step(self, *, forward_s: float, backward_s: float, clipped: bool) -> None:
-        """A step ended."""
+    def note_step(self, result: StepResult, *, forward_s: float, backward_s: float, update_s: float) -> None:
+        """A step ended; `update_s`: what the last updates took that are over, 0 if there were none."""
         self._forward_s.append(forward_s)
         self._backward_s.append(backward_s)
-        self._clipped.append(clipped)
-
-    def note_updates(self, update_s: float) -> None:
-        """A step's updates took so long."""
-        self._update_s.append(update_s)
-
-    def note_speculation(self, *, redone: bool) -> None:
-        """A step's updates ran in backward; `redone` if the norm clipped after all."""
-        self.num_speculated += 1
-        self.num_redone += redone
+        self._clipped.append(result.clipped)
+        if update_s:
+            self._update_s.append(update_s)
+        if result.outcome in ("accepted", "redone"):
+            self.num_speculated += 1
+        if result.outcome == "redone":
+            self.num_redone += 1
+            if not result.clipped:
+                self.never_speculate()  # the loop changes hyperparameters between backward and step
 
     def never_speculate(self) -> None:
-        """The loop uses the weights between backward and step, so guesses would be taken back every time."""
+        """The loop does something between backward and step that has guesses taken back every time."""
         self._mode = "defer"
 
     def speculates_next(self) -> bool:
