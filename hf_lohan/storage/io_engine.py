@@ -164,7 +164,10 @@ class IoEngine:
 
     def _run_next(self) -> None:
         with self._changed:
-            piece = (self._queued["read"] or self._queued["write"]).popleft()
+            queued = self._queued["read"] or self._queued["write"]
+            if not queued:  # an interrupt came when a thread had been told already, but before that was counted
+                return
+            piece = queued.popleft()
         error: BaseException | None = None
         try:
             if not piece.request.failed:  # else the rest of it is not worth the disk's time

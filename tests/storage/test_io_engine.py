@@ -270,6 +270,26 @@ def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
     file.close()
 
 
+def test_an_interrupt_right_after_a_piece_was_given_away_leaves_none_behind(
+    make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = make_engine()
+    file = new_file(engine, tmp_path)
+    submit = engine._threads.submit
+
+    def interrupted(*args):  # type: ignore[no-untyped-def]
+        submit(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._threads, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.write([transfer(file, 0, mapped_empty(65536))])
+    assert engine.inflight_bytes == 0
+    engine.write([transfer(file, 0, mapped_empty(65536))]).wait()
+    file.close()
+
+
 def test_bad_bounds_are_refused() -> None:
     with pytest.raises(ValueError, match="num_threads is 0"):
         IoEngine(0, 4096, 4096)
