@@ -35,6 +35,22 @@ CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
 
 
+def slots_only(num_layer_slots: int, slot_bytes: int, *, chunk_numel: int) -> PoolPlan:
+    """Slots for layers, and nothing that an update would need."""
+    return PoolPlan(
+        chunk_numel=chunk_numel,
+        num_staging_buffers=2,
+        num_state_buffers=0,
+        num_gradient_buffers=0,
+        num_arrival_buffers=0,
+        num_recall_buffers=0,
+        held_blocks=(),
+        spilled_blocks=(),
+        slot_bytes={SizeClass.LAYER: slot_bytes, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
+        num_slots={SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
+    )
+
+
 class NotingReader:
     """Notes which blocks are read, in which order."""
 
@@ -120,18 +136,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
             store.commit()
         filling.close()
         engines.append(IoEngine(2, 16384, 1 << 20, backend))
-        plan = PoolPlan(
-            chunk_numel=CHUNK_NUMEL,
-            num_staging_buffers=2,
-            num_state_buffers=0,
-            num_gradient_buffers=0,
-            num_arrival_buffers=0,
-            num_recall_buffers=0,
-            held_blocks=(),
-            spilled_blocks=(),
-            slot_bytes={SizeClass.LAYER: 4 * BLOCK_NUMEL, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
-            num_slots={SizeClass.LAYER: num_slots, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
-        )
+        plan = slots_only(num_slots, 4 * BLOCK_NUMEL, chunk_numel=CHUNK_NUMEL)
         ring = SlotRing(device, plan, torch.float32)
         reader = NotingReader(Store.open([folder], model=identity, engine=engines[-1]))
 

@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import pytest
 import torch
+from block_streams import slots_only
 from torch import nn
 
 from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import CpuDevice, Event, Lane
-from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.planner import SizeClass
 from hf_lohan.storage import RECORD_ALIGN_NUMEL
 from hf_lohan.streaming.slot_ring import SlotRing
 
@@ -27,18 +28,7 @@ def layer(name: str, *shapes: tuple[int, ...]) -> Block:
 @pytest.fixture
 def ring() -> SlotRing:
     """Two slots for layers."""
-    plan = PoolPlan(
-        chunk_numel=RECORD_ALIGN_NUMEL,
-        num_staging_buffers=2,
-        num_state_buffers=0,
-        num_gradient_buffers=0,
-        num_arrival_buffers=0,
-        num_recall_buffers=0,
-        held_blocks=(),
-        spilled_blocks=(),
-        slot_bytes={SizeClass.LAYER: SLOT_BYTES, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
-        num_slots={SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
-    )
+    plan = slots_only(2, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL)
     return SlotRing(DEVICE, plan, torch.float32)
 
 
