@@ -68,6 +68,11 @@ class Child:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self._pidfd, number)
 
+    def go_on(self) -> None:
+        """The word that it waits for where its mishap holds it. Does nothing if it has ended."""
+        with contextlib.suppress(OSError):
+            self.connection.send("go on")
+
     def end(self) -> int:
         """Its exit code as `Popen.returncode` has it, once it has ended by itself."""
         while self.connection.poll(HANGS_AFTER_S):
@@ -150,14 +155,18 @@ class Interrupter:
             share = num_steps_left / num_left - STEPS_GONE_ON.get(number, 0)
             most_steps = min(max(1, int(2 * share)), (num_steps_left - 4) // 2)
             after = self._random.choice(kinds if most_steps > 0 else kinds[:1])
-            done.append(self._one(number, after, self._random.randint(1, max(1, most_steps))))
+            num_steps = self._random.randint(1, max(1, most_steps))
+            # A signal that a busy machine sends late finds it waiting, with a step for each process to come.
+            holds = Mishap(holds_at=self.run.num_steps - num_left)
+            done.append(self._one(number, after, num_steps if after == "stepped" else 1, holds))
         return done
 
-    def _one(self, number: int, after: str, num_reports: int) -> Interruption:
-        child = Child(self.run)
-        if child.wait_for(after, num_reports if after == "stepped" else 1):
+    def _one(self, number: int, after: str, num_reports: int, holds: Mishap) -> Interruption:
+        child = Child(self.run, holds)
+        if child.wait_for(after, num_reports):
             child.lives_for(self._random.random() * 1.2 * self._pause_s[after])
         child.send_signal(number)
+        child.go_on()
         code = child.end()
         assert not child.error, f"{child.error}\n{child.output_tail()}"
         for (report, begin_s), (_, end_s) in zip(child.reports, child.reports[1:], strict=False):

@@ -73,7 +73,7 @@ def test_taken_away_while_training(undisturbed: Callable[[Run], Outcome], tmp_pa
     child = Child(run, Mishap(holds_at=NUM_STEPS_BEFORE))
     assert child.wait_for("stepped", NUM_STEPS_BEFORE), child.output_tail()
     store_of(run).rename(tmp_path / "elsewhere")
-    child.connection.send("go on")
+    child.go_on()
     assert child.end() == FAILED, child.output_tail()
     assert str(store_of(run)) in child.error
     assert "\n" not in child.error
@@ -115,6 +115,6 @@ def test_two_processes_on_one_store(undisturbed: Callable[[Run], Outcome], tmp_p
         assert message.startswith("StoreInUseError: "), message
         assert f"process {child.pid}" in message
         assert os.path.realpath(store_of(first)) in message
-    child.connection.send("go on")
+    child.go_on()
     assert child.end() == 0, child.output_tail()
     assert_same(read_outcome(tmp_path), undisturbed(RUN))
