@@ -49,17 +49,18 @@ class ResidentStore(Store):
         """Bytes that were read from copies so far, and not from the SSD."""
         return sum(copy.num_bytes_read for copy in self._copies.values())
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
         """See `Store.read`."""
         copy = self._copies.get((block, kind))
         if copy is None:
-            return super().read(block, kind, start_numel, out)
+            return super().read(block, kind, start_numel, out, is_urgent=is_urgent)
         start, content = start_numel * out.element_size(), byte_tensor(out)
         if copy.read(start, content):
             return RecordRead.of_memory()
         copy.wait_for_writes(start, content)
         stamp = copy.stamp(start, content)
-        return _FillingRead(super().read(block, kind, start_numel, out), out, copy, start, stamp)
+        read = super().read(block, kind, start_numel, out, is_urgent=is_urgent)
+        return _FillingRead(read, out, copy, start, stamp)
 
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None

@@ -17,6 +17,8 @@ from hf_lohan.timeline import SSD_READ, SSD_WRITE, Timeline
 
 Complete = Callable[[], object]
 Verb = Literal["read", "write"]
+Need = Literal["urgent", "soon", "any time"]
+"""When somebody waits for a piece: what is needed first is moved first."""
 
 _MAX_VIEWS = 512
 """Buffers in one call: half of Linux's IOV_MAX."""
@@ -56,8 +58,8 @@ class _Piece:
 
 
 class IoEngine:
-    """A few threads that read and write pieces of at most ``piece_bytes``: what is to be read first, for somebody waits
-    for it; what is to be written when no read is left to start.
+    """A few threads that read and write pieces of at most ``piece_bytes``: urgent reads first, then the others, and
+    what is to be written when no read is left to start.
 
     At most ``max_inflight_bytes`` of unfinished requests exist at a time: `read` and `write` block until
     theirs fits; one that is bigger than the bound goes alone. Close the engine after the stores that use it.
@@ -85,28 +87,31 @@ class IoEngine:
         self._max_inflight_bytes = max_inflight_bytes
         self._inflight_bytes = 0
         self._moved_bytes = {"read": 0, "write": 0}
-        self._queued: dict[Verb, deque[_Piece]] = {"read": deque(), "write": deque()}
+        self._queued: dict[Need, deque[_Piece]] = {"urgent": deque(), "soon": deque(), "any time": deque()}
         self._closed = False
-        self._changed = threading.Condition()  # guards the four above
+        # Guards the four above. It is entered itself, not through the condition: that is Python code, in which an
+        # interrupt may come before the lock is let go, and then nobody ever gets it again.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._here = threading.local()
         self._threads = ThreadPoolExecutor(num_threads, "lohan-io", initializer=self._mark_io_thread)
 
     @property
     def read_bytes(self) -> int:
         """Bytes read so far."""
-        with self._changed:
+        with self._lock:
             return self._moved_bytes["read"]
 
     @property
     def write_bytes(self) -> int:
         """Bytes written so far."""
-        with self._changed:
+        with self._lock:
             return self._moved_bytes["write"]
 
     @property
     def inflight_bytes(self) -> int:
         """Cost of the requests that are not finished."""
-        with self._changed:
+        with self._lock:
             return self._inflight_bytes
 
     def open_file(self, path: str, *, create: bool = False) -> DataFile:
@@ -114,39 +119,44 @@ class IoEngine:
         return DataFile(path, self._backend, create=create)
 
     def read(
-        self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
+        self,
+        transfers: Sequence[Transfer],
+        complete: Complete | None = None,
+        *,
+        of: Content = ANY_CONTENT,
+        is_urgent: bool = False,
     ) -> IoRequest:
         """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`;
-        ``of``: what it is, for the timeline."""
-        return self._submit("read", transfers, complete, of)
+        ``of``: what it is, for the timeline; ``is_urgent``: it goes before reads that are not."""
+        return self._submit("read", "urgent" if is_urgent else "soon", transfers, complete, of)
 
     def write(
         self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
     ) -> IoRequest:
         """Start to write; the memory must stay unchanged until the request is done. ``complete``: see `IoRequest`;
         ``of``: what it is, for the timeline."""
-        return self._submit("write", transfers, complete, of)
+        return self._submit("write", "any time", transfers, complete, of)
 
     def close(self) -> None:
         """Finish what is in flight and end the threads."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._threads.shutdown()
 
     def _submit(
-        self, verb: Verb, transfers: Sequence[Transfer], complete: Complete | None, of: Content
+        self, verb: Verb, need: Need, transfers: Sequence[Transfer], complete: Complete | None, of: Content
     ) -> IoRequest:
         # A thread that waits here for room would be missing where the room is made.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
         request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release, complete)
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._closed or self._has_room(request.num_bytes))
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
-            self._queued[verb].extend(_Piece(request, verb, piece, of) for piece in pieces)
+            self._queued[need].extend(_Piece(request, verb, piece, of) for piece in pieces)
         num_submitted = 0
         try:
             for _ in pieces:
@@ -163,9 +173,9 @@ class IoEngine:
         return request
 
     def _run_next(self) -> None:
-        with self._changed:
-            queued = self._queued["read"] or self._queued["write"]
-            if not queued:  # an interrupt came when a thread had been told already, but before that was counted
+        with self._lock:
+            queued = next(filter(None, self._queued.values()), None)
+            if queued is None:  # an interrupt came when a thread had been told already, but before that was counted
                 return
             piece = queued.popleft()
         error: BaseException | None = None
@@ -181,14 +191,14 @@ class IoEngine:
         move, lane = (transfer.file.read, SSD_READ) if piece.verb == "read" else (transfer.file.write, SSD_WRITE)
         with self._timeline.task(lane, of.kind, block=of.block, num_bytes=transfer.num_bytes):
             move(transfer.offset, transfer.views)
-        with self._changed:
+        with self._lock:
             self._moved_bytes[piece.verb] += transfer.num_bytes
 
     def _has_room(self, num_bytes: int) -> bool:
         return self._inflight_bytes == 0 or self._inflight_bytes + num_bytes <= self._max_inflight_bytes
 
     def _release(self, num_bytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self._inflight_bytes -= num_bytes
             self._changed.notify_all()
 

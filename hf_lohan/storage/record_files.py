@@ -76,8 +76,9 @@ class RecordFiles:
     def has(self, block: str, kind: str) -> bool:
         return self.layout.has(block, kind)
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
-        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on.
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
+        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on, before reads that are not
+        urgent if this ``is_urgent``.
 
         Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
         """
@@ -103,7 +104,7 @@ class RecordFiles:
                     if is_wrong.any():
                         raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
 
-        request = self._requests.add(self._engine.read(transfers, of=Content(block, kind)))
+        request = self._requests.add(self._engine.read(transfers, of=Content(block, kind), is_urgent=is_urgent))
         return RecordRead(request, out.numel(), granule_numel, check)
 
     def write(

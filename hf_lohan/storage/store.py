@@ -157,9 +157,9 @@ class Store:
     def has(self, block: str, kind: str) -> bool:
         return self._files.has(block, kind)
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
         """See `RecordFiles.read`. Drafts are read where there are some."""
-        return self._files.read(block, kind, start_numel, out)
+        return self._files.read(block, kind, start_numel, out, is_urgent=is_urgent)
 
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None

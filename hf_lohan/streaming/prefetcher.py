@@ -6,6 +6,7 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -23,7 +24,9 @@ from hf_lohan.updates import Delivery
 class RecordReader(Protocol):
     """Reads part of a record into aligned host memory."""
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead: ...
+    def read(
+        self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
+    ) -> RecordRead: ...
 
 
 class ParameterLoader:
@@ -46,8 +49,9 @@ class ParameterLoader:
         self._chunk_numel = staging.buffer_bytes // dtype.itemsize
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
-    def load(self, block: Block, slot: Slot) -> Event:
-        """Read and copy everything; the event is reached when the block is in the slot."""
+    def load(self, block: Block, slot: Slot) -> Delivery:
+        """Read and copy what is to be read of the block; what comes from its updates may still come. The delivery has
+        ended when the copies of all of it are enqueued."""
         if slot.last_use is not None:
             self._device.wait(Lane.H2D, slot.last_use)
         timeline = self._device.timeline
@@ -60,10 +64,10 @@ class ParameterLoader:
                     self._read_into(block, slot, parts)
                 else:
                     self._read_and_copy(block, slot, parts)
-        finally:  # while others write into the slot, nobody may take it for something else
-            with timeline.task(LOADS_WAIT, "for updates", block=block.name):
-                delivery.wait()
-        return self._device.record(Lane.H2D)
+        except BaseException:  # while others write into the slot, nobody may take it for something else
+            delivery.wait()
+            raise
+        return delivery
 
     def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         for first, last in ranges(stop - start, self._chunk_numel):
@@ -76,7 +80,8 @@ class ParameterLoader:
                 while self._staging.num_free == 0:
                     self._free_one(reading, slot)
                 buffer = self._staging.acquire()
-                read = self._store.read(block.name, "param", start, buffer.view(self._dtype, stop - start))
+                view = buffer.view(self._dtype, stop - start)
+                read = self._store.read(block.name, "param", start, view, is_urgent=True)
                 reading.append((read, buffer, start, stop))
             while reading:
                 self._copy_one(reading, slot)
@@ -88,7 +93,8 @@ class ParameterLoader:
         reads: list[RecordRead] = []
         try:
             for start, stop in parts:
-                reads.append(self._store.read(block.name, "param", start, slot.weights[start:stop]))
+                view = slot.weights[start:stop]
+                reads.append(self._store.read(block.name, "param", start, view, is_urgent=True))
             for read in reads:
                 read.wait()
         except BaseException:
@@ -225,15 +231,21 @@ class Prefetcher:
                 block, slot = target
                 self._ring.claim(slot, block)
             try:
-                ready = self._loader.load(block, slot)
+                self._loader.load(block, slot).when_ended(partial(self._end_load, block, slot))
             except BaseException as error:
-                with self._ring.changed:
-                    if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
-                        self._failure = error
-                    self._ring.abandon(slot)
+                self._end_load(block, slot, error)
+
+    def _end_load(self, block: Block, slot: Slot, error: BaseException | None) -> None:
+        """All of the block is on its way into the slot, or never will be; on this thread, or on one that updates. The
+        next load does not wait for that: its block may be needed first."""
+        ready = self._ring.device.record(Lane.H2D)
+        with self._ring.changed:
+            if error is None:
+                self._ring.publish(slot, ready)
             else:
-                with self._ring.changed:
-                    self._ring.publish(slot, ready)
+                if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
+                    self._failure = error
+                self._ring.abandon(slot)
 
     def _next(self) -> tuple[Block, Slot] | None:
         """What to load next and where. Caller holds the lock."""
@@ -256,12 +268,21 @@ class Prefetcher:
         return None
 
     def _victim(self, block: Block, rank: int) -> Slot | None:
-        """The slot whose block is needed last; None if all are needed before `block`, the `rank`-th expected."""
+        """The slot whose block is needed last; None if all are needed before `block`, the `rank`-th expected. Of those
+        that the pass does not need any more the one that it used first: the next forward begins where a backward ends.
+        """
         slots = [slot for slot in self._ring.claimable(block.size_class) if slot.block not in self._urgent]
         if not slots:
             return None
-        slot = max(slots, key=self._next_use)
+        slot = max(slots, key=lambda slot: (self._next_use(slot), -self._last_use(slot)))
         return slot if self._next_use(slot) > rank else None
+
+    def _last_use(self, slot: Slot) -> int:
+        """Place in the pass so far."""
+        for place in range(len(self._recorded) - 1, -1, -1):
+            if self._recorded[place] is slot.block:
+                return place
+        return -1
 
     def _next_use(self, slot: Slot) -> float:
         if slot.block is None:

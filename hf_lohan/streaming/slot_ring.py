@@ -26,15 +26,13 @@ class Slot:
     block: Block | None = None
     ready: Event | None = None
     """Reached when `block` has arrived; None while its load is not enqueued yet."""
+    is_loading: bool = False
+    """Whether a load is writing to it, be it of a block that was forgotten meanwhile."""
     last_use: Event | None = None
     """Reached when the last compute that reads the slot is done."""
     num_pins: int = 0
     num_loans: int = 0
     """To the optimizer, which copies the weights."""
-
-    @property
-    def is_loading(self) -> bool:
-        return self.block is not None and self.ready is None
 
     @property
     def is_claimable(self) -> bool:
@@ -163,7 +161,7 @@ class SlotRing:
     def claim(self, slot: Slot, block: Block) -> None:
         """Take `slot` for `block`, whose load comes next."""
         self._empty(slot)
-        slot.block = block
+        slot.block, slot.is_loading = block, True
         self._holder[block] = slot
         held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
         self._high_water_bytes = max(self._high_water_bytes, held)
@@ -171,12 +169,15 @@ class SlotRing:
 
     def publish(self, slot: Slot, ready: Event) -> None:
         """The load of the claimed slot is enqueued; `ready` says when it is done."""
-        slot.ready = ready
+        slot.is_loading = False
+        if slot.block is not None:  # else it was forgotten meanwhile
+            slot.ready = ready
         self.changed.notify_all()
 
     def abandon(self, slot: Slot) -> None:
         """The load of the claimed slot failed."""
         self._empty(slot)
+        slot.is_loading = False
         self.changed.notify_all()
 
     def _empty(self, slot: Slot) -> None:

@@ -4,8 +4,9 @@ Follow one gradient: `gradient_norms` measures it, `gradient_arrival` takes it t
 takes over its chunk: applies it in backward, or keeps it until the norm is known (`held_gradients`; those that spill,
 on the SSD: `gradient_home`). `update_pipeline` orders reads, AdamW and writes, chunk after chunk; `state_update`
 does a chunk's, in the parts of `split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it
-over; `weight_loan` lends the weights that backward uses. `clipping` chooses whether to guess the norm, and
-`step_transaction` makes the step count or undoes it. Knows no model and no slots.
+over, if it must out of the buffers that are held `until_written`; `weight_loan` lends the weights that backward uses.
+`clipping` chooses whether to guess the norm, and `step_transaction` makes the step count or undoes it. Knows no model
+and no slots.
 """
 
 from hf_lohan.updates.blocks_in_update import Delivery

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_lohan.blocks import Block, Chunk
 from hf_lohan.device import Device, Event, Lane
+from hf_lohan.updates.until_written import UntilWritten
 
 
 @dataclass(eq=False)
@@ -23,13 +24,33 @@ class Delivery:
     updates: BlocksInUpdate | None = None
     """Who delivers; None: nobody, for nothing comes."""
     missing: set[Chunk] = field(default_factory=set)
+    copying: list[tuple[Event, UntilWritten]] = field(default_factory=list)
+    """What is copied to the slot from buffers out of which it is being written."""
     is_cancelled: bool = False
+    ended: Callable[[BaseException | None], None] | None = None
 
     def wait(self) -> None:
         """Return when the copies of all of it are enqueued on the device's H2D lane. Raises what made that
         impossible."""
+        self._give_back()
         if self.updates is not None:
             self.updates.wait_for(self)
+
+    def when_ended(self, ended: Callable[[BaseException | None], None]) -> None:
+        """Instead of `wait`: call ``ended`` when that would return, with what it would raise; at once, or on a thread
+        that updates."""
+        self._give_back()
+        if self.updates is None:
+            ended(None)
+        else:
+            self.updates.call_when_ended(self, ended)
+
+    def _give_back(self) -> None:
+        """The buffers may change once they are copied."""
+        for copied, until_written in self.copying:
+            copied.synchronize()
+            until_written.one_less()
+        self.copying.clear()
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
         """[start, stop) of the block's elements that do not come."""
@@ -42,15 +63,24 @@ class Delivery:
             yield start, self.weights.numel()
 
 
+@dataclass(frozen=True, eq=False)
+class _Unwritten:
+    """A chunk's new parameters, [chunk.numel], in RAM until they are in the store."""
+
+    param: Tensor
+    until_written: UntilWritten
+
+
 class BlocksInUpdate:
     """Chunks whose update is outstanding, by block. An update first hands over its new parameters, and is over when
-    they are in the store. Whoever reads a block asks here first."""
+    they are in the store. Whoever reads a block asks here first, and has of it what is in RAM."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._changed = threading.Condition()
         self._unwritten: dict[Block, set[Chunk]] = {}
         self._to_come: dict[Block, set[Chunk]] = {}
+        self._in_ram: dict[Chunk, _Unwritten] = {}
         self._deliveries: dict[Block, Delivery] = {}
         self._cause: BaseException | None = None
 
@@ -59,14 +89,16 @@ class BlocksInUpdate:
     def add(self, chunks: Iterable[Chunk]) -> None:
         with self._changed:
             for chunk in chunks:
+                self._in_ram.pop(chunk, None)
                 self._unwritten.setdefault(chunk.block, set()).add(chunk)
                 self._to_come.setdefault(chunk.block, set()).add(chunk)
 
-    def hand_over(self, chunk: Chunk, param: Tensor) -> Event | None:
-        """The chunk's new parameters are ``param`` [chunk.numel]. They must not change before the event is reached;
-        None: nobody wants them."""
+    def hand_over(self, chunk: Chunk, param: Tensor, until_written: UntilWritten) -> Event | None:
+        """The chunk's new parameters are ``param`` [chunk.numel]. They must not change before they are written, nor
+        before the event is reached, if somebody wants them at once."""
         with self._changed:
             self._to_come.get(chunk.block, set()).discard(chunk)
+            self._in_ram[chunk] = _Unwritten(param, until_written)
             delivery = self._deliveries.get(chunk.block)
             if delivery is None or chunk not in delivery.missing:
                 return None
@@ -76,40 +108,68 @@ class BlocksInUpdate:
         with self._changed:
             delivery.missing.discard(chunk)
             self._changed.notify_all()
+        self._tell(delivery)
         return copied
 
     def discard(self, chunk: Chunk) -> None:
-        """The chunk's new version is in the store."""
+        """The chunk's new version is in the store. May come late: when the chunk is in its next update already."""
         with self._changed:
-            self._unwritten.get(chunk.block, set()).discard(chunk)
-            self._changed.notify_all()
+            new = self._in_ram.get(chunk)
+            is_late = chunk in self._to_come.get(chunk.block, ()) or (new is not None and new.until_written.is_in_use)
+            if not is_late:
+                self._unwritten.get(chunk.block, set()).discard(chunk)
+                self._in_ram.pop(chunk, None)
+                self._changed.notify_all()
+
+    def forget_unwritten(self) -> None:
+        """All is written, even if `discard` was not called yet."""
+        with self._changed:
+            self._in_ram.clear()
 
     def clear(self) -> None:
         """No update is outstanding any more."""
         with self._changed:
-            for delivery in self._deliveries.values():
+            deliveries = dict(self._deliveries)
+            for delivery in deliveries.values():
                 delivery.is_cancelled = bool(delivery.missing)
-            self._deliveries.clear()
             self._unwritten.clear()
             self._to_come.clear()
+            self._in_ram.clear()
             self._changed.notify_all()
+        for block, delivery in deliveries.items():
+            self._tell(delivery)
+            with self._changed:  # not before: an interrupt may end this, and it is called again
+                if self._deliveries.get(block) is delivery:
+                    del self._deliveries[block]
 
     def abort(self, cause: BaseException) -> None:
         """The updates will never be finished."""
         with self._changed:
             self._cause = cause
+            self._in_ram.clear()
             self._changed.notify_all()
+            deliveries = list(self._deliveries.values())
+        for delivery in deliveries:
+            self._tell(delivery)
 
     # Whoever reads.
 
     def order(self, block: Block, weights: Tensor) -> Delivery:
-        """Have what is still to be updated of the block put into ``weights`` as it becomes new; return when the rest is
-        current in the store. Raises what made that impossible."""
+        """Have what is still to be updated of the block put into ``weights`` as it becomes new, and what waits to be
+        written at once; return when the rest is current in the store. Raises what made that impossible."""
         with self._changed:
+            before = self._deliveries.get(block)
+            if before is not None:  # it was forgotten before it came: what it was to have goes there first
+                self._wait_until(lambda: self._has_ended(before))
             coming = set(self._to_come.get(block, ()))
-            in_order = sorted(coming, key=lambda chunk: chunk.start)
-            delivery = Delivery(weights, in_order, self, coming)
-            self._deliveries[block] = delivery
+            in_ram = {chunk: new for chunk, new in self._in_ram.items() if chunk.block is block}
+            in_ram = {chunk: new for chunk, new in in_ram.items() if new.until_written.one_more()}
+            in_order = sorted({*coming, *in_ram}, key=lambda chunk: chunk.start)
+            delivery = self._deliveries[block] = Delivery(weights, in_order, self, coming)
+        for chunk, new in in_ram.items():
+            self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], new.param)
+            delivery.copying.append((self._device.record(Lane.H2D), new.until_written))
+        with self._changed:
             gone = self._unwritten.get(block, set()) - set(in_order)
             self._wait_until(lambda: not gone & self._unwritten.get(block, set()))
         return delivery
@@ -117,9 +177,34 @@ class BlocksInUpdate:
     def wait_for(self, delivery: Delivery) -> None:
         """See `Delivery.wait`."""
         with self._changed:
-            self._wait_until(lambda: delivery.is_cancelled or not delivery.missing)
-            if delivery.is_cancelled:
-                raise RuntimeError("the step whose updates were to bring these weights was dropped; read them again")
+            self._changed.wait_for(lambda: self._has_ended(delivery))
+            error = self._error_of(delivery)
+        if error is not None:
+            raise error
+
+    def call_when_ended(self, delivery: Delivery, ended: Callable[[BaseException | None], None]) -> None:
+        """See `Delivery.when_ended`."""
+        with self._changed:
+            delivery.ended = ended
+        self._tell(delivery)
+
+    def _tell(self, delivery: Delivery) -> None:
+        """Call ``ended`` if it is time, once."""
+        with self._changed:
+            if delivery.ended is None or not self._has_ended(delivery):
+                return
+            ended, delivery.ended = delivery.ended, None
+            error = self._error_of(delivery)
+        ended(error)
+
+    def _has_ended(self, delivery: Delivery) -> bool:
+        return self._cause is not None or delivery.is_cancelled or not delivery.missing
+
+    def _error_of(self, delivery: Delivery) -> BaseException | None:
+        """Why it ended before all of it had come."""
+        if self._cause is None and delivery.is_cancelled:
+            return RuntimeError("the step whose updates were to bring these weights was dropped; read them again")
+        return self._cause
 
     def _wait_until(self, is_so: Callable[[], bool]) -> None:
         self._changed.wait_for(lambda: self._cause is not None or is_so())

@@ -118,7 +118,7 @@ class GradientPipeline:
     def settle(self) -> None:
         """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""
         self.stop_speculating()
-        self._thread.call(self._updates.settle)
+        self._thread.call(self._settle)
 
     def when_written(self, action: Callable[[], None]) -> None:
         """Run `action` on the pipeline's thread when all is as after `settle`, without waiting. Its failure is the
@@ -129,7 +129,7 @@ class GradientPipeline:
                 "step(), or drop it with zero_grad(), before committing"
             )
         self.stop_speculating()
-        self._thread.put(self._updates.settle)
+        self._thread.put(self._settle)
         self._thread.put(action)
 
     def deliver(self, block: Block, weights: Tensor) -> Delivery:
@@ -197,6 +197,11 @@ class GradientPipeline:
         self._arrival_pool.abort(error)
         self._applying.abort(error)
 
+    def _settle(self) -> None:
+        """Who waits for the store may be about to change it: from here on it has what was in RAM."""
+        self._updates.settle()
+        self._applying.forget_unwritten()
+
     def _accept(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
         try:
             self._apply_or_hold(arrived, is_final, speculate)
@@ -253,7 +258,7 @@ class GradientPipeline:
     def _undo(self) -> None:
         """Back to the last commit. Gradients that were kept stay."""
         assert self._drafts is not None and self._can_undo
-        self._updates.settle()
+        self._settle()
         self.undone_s += self._updates.forget()
         self._guessed_groups.clear()
         self._drafts.drop()
@@ -266,7 +271,7 @@ class GradientPipeline:
         if not self._is_speculating:
             return "deferred" if self.holds_gradients else "in_backward", self._held.chunks
         self._is_speculating = False
-        self._updates.settle()
+        self._settle()
         if clip_coefficient == 1.0 and all(group_of(part) == group for part, group in self._guessed_groups.items()):
             self._held.forget(self._updates.chunks)
             return "accepted", self._held.chunks
@@ -290,7 +295,7 @@ class GradientPipeline:
         self._held.forget(self._held.chunks)
         remains = bool(self._updates.chunks)
         self._updates.end_step()
-        self._updates.settle()
+        self._settle()
         self._forget_step()
         return has_updated, remains
 

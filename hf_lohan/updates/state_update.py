@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -18,6 +17,7 @@ from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError
 from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.split_update import GradientRun, SplitUpdate
+from hf_lohan.updates.until_written import UntilWritten
 from hf_lohan.updates.weight_loan import WeightLoan
 
 
@@ -43,6 +43,10 @@ class RecordStore(Protocol):
     ) -> IoRequest: ...
 
     def checksums(self, kind: str, source: Tensor) -> Checksums: ...
+
+
+HandOver = Callable[[Chunk, Tensor, UntilWritten], Event | None]
+"""See `BlocksInUpdate.hand_over`."""
 
 
 @dataclass(eq=False)
@@ -179,7 +183,7 @@ class StateUpdater:
         *,
         clip_coefficient: float,
         group_of: GroupOf,
-        hand_over: Callable[[Chunk, Tensor], Event | None],
+        hand_over: HandOver,
         written: Callable[[BaseException | None], None],
     ) -> list[IoRequest]:
         """Wait for the reads, update, `hand_over` the new parameters (if the update is no guess) and issue the writes.
@@ -208,8 +212,11 @@ class StateUpdater:
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()
-        copied = None if update.keeps_gradient else hand_over(gradient.chunk, update.records["param"])
-        return self._write(gradient.chunk, update, checksums, copied, written)
+        until_written = UntilWritten(1 + len(update.records), update.buffers, written)
+        copied = None
+        if not update.keeps_gradient:
+            copied = hand_over(gradient.chunk, update.records["param"], until_written)
+        return self._write(gradient.chunk, update, checksums, copied, until_written)
 
     def _write(
         self,
@@ -217,43 +224,18 @@ class StateUpdater:
         update: ChunkUpdate,
         checksums: dict[str, Checksums],
         copied: Event | None,
-        written: Callable[[BaseException | None], None],
+        until_written: UntilWritten,
     ) -> list[IoRequest]:
         writes = []
         for kind, view in update.records.items():
             start, _ = self._master.elements(kind, chunk.start, chunk.stop)
             writes.append(self._store.write(chunk.block.name, kind, start, view, checksums=checksums[kind]))
-        finished = _AfterAll(1 + len(writes), update.buffers, written)
         for request in writes:
-            request.add_done_callback(lambda request: finished.one_more(request.error))
+            request.add_done_callback(lambda request: until_written.one_less(request.error))
         if copied is not None:
             copied.synchronize()
-        finished.one_more(None)
+        until_written.one_less()
         return writes
-
-
-class _AfterAll:
-    """Gives buffers back and tells `written` when the last of `num_users` is done with them, well or badly."""
-
-    def __init__(
-        self, num_users: int, buffers: Sequence[Buffer], written: Callable[[BaseException | None], None]
-    ) -> None:
-        self._remaining = num_users
-        self._buffers = buffers
-        self._written = written
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-
-    def one_more(self, error: BaseException | None) -> None:
-        """Another one of them is done."""
-        with self._lock:
-            self._error = self._error or error
-            self._remaining -= 1
-            is_last = self._remaining == 0
-        if is_last:
-            for buffer in self._buffers:
-                buffer.release()
-            self._written(self._error)
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf) -> list[Segment]:

@@ -7,16 +7,14 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Literal
 
-from torch import Tensor
-
 from hf_lohan.blocks import Chunk, ChunkPiece
-from hf_lohan.device import Buffer, Event
+from hf_lohan.device import Buffer
 from hf_lohan.storage import IoRequest
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.state_update import ChunkGradient, ChunkUpdate, StateUpdater
+from hf_lohan.updates.state_update import ChunkGradient, ChunkUpdate, HandOver, StateUpdater
 from hf_lohan.updates.weight_loan import WeightLoan
 
 Schedule = Literal["optimized", "naive", "serial"]
@@ -36,7 +34,7 @@ class UpdatePipeline:
         home: GradientHome,
         schedule: Schedule,
         *,
-        hand_over: Callable[[Chunk, Tensor], Event | None],
+        hand_over: HandOver,
         written: Callable[[Chunk], None],
         failed: Callable[[BaseException], None],
         kept: Callable[[ChunkGradient], None],
@@ -52,7 +50,7 @@ class UpdatePipeline:
         self._kept = kept
         self._timeline = updater.timeline
         self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
-        self._writes: deque[IoRequest] = deque()
+        self._writes: deque[tuple[Chunk, IoRequest]] = deque()
         self._pieces: set[ChunkPiece] = set()
         self._chunks: set[Chunk] = set()
         self._busy_s = 0.0
@@ -81,6 +79,7 @@ class UpdatePipeline:
         buffers = self._make_room(gradient, may_borrow)
         with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
             reads = self._home.bring_back(gradient)
+        self._wait_for_writes_of(gradient.chunk)
         update = self._updater.begin(gradient, reads, loan=loan, keep_gradient=keep_gradient, buffers=buffers)
         if self._schedule == "optimized":
             if not may_borrow:
@@ -161,21 +160,23 @@ class UpdatePipeline:
                 # Callbacks may come after `settle` has returned: one for a guess would pass for its second try.
                 self._written(chunk)
 
-        self._writes.extend(
-            self._updater.finish(
-                update,
-                clip_coefficient=clip_coefficient,
-                group_of=group_of,
-                hand_over=self._hand_over,
-                written=written,
-            )
+        writes = self._updater.finish(
+            update, clip_coefficient=clip_coefficient, group_of=group_of, hand_over=self._hand_over, written=written
         )
+        self._writes.extend((chunk, write) for write in writes)
         if update.keeps_gradient:
             self._kept(update.gradient)
-        while self._writes and self._writes[0].done():
-            self._writes.popleft().wait()
+        while self._writes and self._writes[0][1].done():
+            self._writes.popleft()[1].wait()
+
+    def _wait_for_writes_of(self, chunk: Chunk) -> None:
+        """Of its last update: reads go before writes, and would find what was there before it."""
+        for written, write in self._writes:
+            if written is chunk:
+                with self._timeline.task(UPDATES_WAIT, "writes", block=chunk.block.name):
+                    write.wait()
 
     def _wait_for_writes(self) -> None:
         with self._timeline.task(UPDATES_WAIT, "writes"):
             while self._writes:
-                self._writes.popleft().wait()
+                self._writes.popleft()[1].wait()

@@ -36,6 +36,9 @@ MODES: dict[str, dict[str, Any]] = {
 """Lent: with a slot more, updates in backward take the weights from the slot that backward is using."""
 BOUND_MEMORY = ("drain",)
 """Without these waits numbers are right, but nothing holds the forward back while activations leave the device."""
+SHOWN_APART = ("_give_back",)
+"""In these runs a buffer is hardly ever used again in time. In tests/updates/test_blocks_in_update.py it is at once:
+`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`."""
 Outcome = dict[str, Tensor]
 
 
@@ -159,7 +162,7 @@ def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_pa
         run("llama", mode, watching, tmp_path)
         assert watching.wait_sites
         for site in sorted(watching.wait_sites, key=lambda site: (site.file, site.line)):
-            if site.function in BOUND_MEMORY:
+            if site.function in (*BOUND_MEMORY, *SHOWN_APART):
                 continue
             attempts = range(len(DELAYS_S))
             if not any(goes_wrong_without(site, mode, attempt, references, tmp_path) for attempt in attempts):

@@ -173,9 +173,11 @@ def test_a_step_reads_what_the_planner_says(
     read: Counter[tuple[str, str]] = Counter()
     real_read = ResidentStore.read
 
-    def counted(store: ResidentStore, block: str, kind: str, start_numel: int, out: Tensor) -> Any:
+    def counted(
+        store: ResidentStore, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
+    ) -> Any:
         read[block, kind] += out.nbytes
-        return real_read(store, block, kind, start_numel, out)
+        return real_read(store, block, kind, start_numel, out, is_urgent=is_urgent)
 
     engine = an_engine(
         tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, resident_records="none", schedule=schedule

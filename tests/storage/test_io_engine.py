@@ -95,7 +95,9 @@ def test_submission_waits_for_room(make_engine: EngineFactory, tmp_path: Path) -
     file.close()
 
 
-def test_reads_go_before_writes_that_have_not_begun(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_urgent_reads_go_before_others_and_reads_before_writes_that_have_not_begun(
+    make_engine: EngineFactory, tmp_path: Path
+) -> None:
     moved: list[tuple[str, int]] = []
 
     class Noting(GatedBackend):
@@ -112,11 +114,12 @@ def test_reads_go_before_writes_that_have_not_begun(make_engine: EngineFactory, 
     file = new_file(engine, tmp_path)
     requests = [engine.write([transfer(file, offset, mapped_empty(4096))]) for offset in (0, 4096)]
     backend.arrived.acquire()  # the first has begun
-    requests += [engine.read([transfer(file, offset, mapped_empty(4096))]) for offset in (8192, 12288)]
+    for offset, is_urgent in ((8192, False), (12288, True), (16384, False)):
+        requests.append(engine.read([transfer(file, offset, mapped_empty(4096))], is_urgent=is_urgent))
     backend.gate.set()
     for request in requests:
         request.wait()
-    assert moved == [("write", 0), ("read", 8192), ("read", 12288), ("write", 4096)]
+    assert moved == [("write", 0), ("read", 12288), ("read", 8192), ("read", 16384), ("write", 4096)]
     file.close()
 
 

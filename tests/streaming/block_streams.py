@@ -58,10 +58,10 @@ class NotingReader:
         self.store = store
         self.loads: list[str] = []
 
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
         if start_numel == 0:
             self.loads.append(block)
-        return self.store.read(block, kind, start_numel, out)
+        return self.store.read(block, kind, start_numel, out, is_urgent=is_urgent)
 
 
 @dataclass
@@ -119,6 +119,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
         backend: FileBackend | None = None,
         device: CpuDevice | None = None,
         current: Callable[[str], None] = lambda name: None,
+        delivers: Callable[[Block, Tensor], Delivery] = lambda block, weights: Delivery(weights),
     ) -> Stream:
         device = device or CpuDevice()
         blocks = [
@@ -142,7 +143,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
 
         def deliver(block: Block, weights: Tensor) -> Delivery:
             current(block.name)
-            return Delivery(weights)
+            return delivers(block, weights)
 
         loader = ParameterLoader(device, reader, staging, torch.float32, deliver)
         streams.append(Stream(blocks, ring, Prefetcher(ring, loader, blocks), reader, staging))

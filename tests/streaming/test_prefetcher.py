@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from block_streams import BLOCK_NUMEL, NUM_BLOCKS, StreamFactory
+from torch import Tensor
 
+from hf_lohan.blocks import Block
+from hf_lohan.device import CpuDevice
 from hf_lohan.storage import FileBackend
 from hf_lohan.streaming.slot_ring import Slot
 from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
+from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
+from hf_lohan.updates.until_written import UntilWritten
 
 
 @pytest.mark.parametrize("backend", [None, SlowBackend(1e-3)], ids=["fast", "slow"])
@@ -114,3 +120,36 @@ def test_the_oldest_pin_survives_any_prefetching(make_stream: StreamFactory) -> 
         stream.use(block)
         assert bool((pinned.weights == 0.0).all())
     stream.ring.unpin(stream.blocks[0])
+
+
+@pytest.mark.parametrize("is_dropped", [False, True])
+def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_stream: StreamFactory) -> None:
+    """The first block's update comes late; what is behind it is loaded meanwhile."""
+    updates = BlocksInUpdate(CpuDevice())
+
+    def delivers(block: Block, weights: Tensor) -> Delivery:
+        return updates.order(block, weights)
+
+    stream = make_stream(num_slots=3, delivers=delivers)
+    first = stream.blocks[0]
+    (chunk,) = first.cut(BLOCK_NUMEL)
+    updates.add([chunk])
+    stream.prefetcher.begin_pass(is_training=False)
+    with stream.ring.changed:
+        assert stream.ring.changed.wait_for(lambda: stream.ring.is_here(first), timeout=60)  # it will be
+    for block in stream.blocks[1:3]:
+        stream.prefetcher.acquire(block)
+        stream.ring.unpin(block)
+    assert stream.loads.startswith("b1 b2")
+    with stream.ring.changed:
+        assert stream.ring.slot_of(first).is_loading
+    if is_dropped:
+        updates.clear()
+        with pytest.raises(RuntimeError, match="dropped"):
+            stream.prefetcher.acquire(first)
+        stream.prefetcher.begin_pass(is_training=False)
+        stream.use(first)
+        return
+    updates.hand_over(chunk, torch.full((BLOCK_NUMEL,), 7.0), UntilWritten(1, [], lambda _error: None))
+    assert bool((stream.prefetcher.acquire(first).weights == 7.0).all())
+    assert "b0" not in stream.loads

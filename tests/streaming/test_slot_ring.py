@@ -35,7 +35,7 @@ def ring() -> SlotRing:
 def load(ring: SlotRing, block: Block, value: float) -> None:
     """What the prefetch thread does, into a slot that holds nothing."""
     with ring.changed:
-        slot = next(slot for slot in ring.claimable(block.size_class) if slot.block is None)
+        slot = next(slot for slot in ring.claimable(SizeClass.LAYER) if slot.block is None)
         ring.claim(slot, block)
         slot.weights.fill_(value)
         ring.publish(slot, DEVICE.record(Lane.H2D))
@@ -114,6 +114,19 @@ def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
         ring.abandon(slot)
         assert slot in ring.claimable(SizeClass.LAYER)
         assert not ring.is_here(block)
+
+
+def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_load_ends(ring: SlotRing) -> None:
+    first = layer("a", (4,))
+    with ring.changed:
+        slot = ring.claimable(SizeClass.LAYER)[0]
+        ring.claim(slot, first)
+    ring.forget([first])
+    with ring.changed:
+        assert not ring.is_here(first) and slot not in ring.claimable(SizeClass.LAYER)
+        ring.publish(slot, DEVICE.record(Lane.H2D))
+        assert slot in ring.claimable(SizeClass.LAYER) and not ring.is_here(first)
+        assert slot.ready is None  # of nothing
 
 
 def test_stale_blocks_are_forgotten_but_never_under_a_reader(ring: SlotRing) -> None:

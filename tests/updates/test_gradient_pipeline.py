@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -185,7 +186,7 @@ def test_a_buffer_is_not_released_while_its_writes_run() -> None:
         update,
         clip_coefficient=1.0,
         group_of=lambda part: GROUP,
-        hand_over=lambda chunk, param: None,
+        hand_over=lambda chunk, param, until_written: None,
         written=told.append,
     )
     assert gradients.num_free == 1
@@ -195,3 +196,33 @@ def test_a_buffer_is_not_released_while_its_writes_run() -> None:
     cause = OSError("also badly")
     pending[-1].finish_piece(cause)
     assert (states.num_free, told) == (3, [cause])
+
+
+def test_an_update_reads_nothing_that_its_last_update_has_not_written(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reads overtake writes."""
+    bench = make_bench("optimized", hold_gradients=True)
+    bench.store.write_requests = "when_waited_for"
+    under_way: list[IoRequest] = []
+    num_reads = 0
+    read, write = bench.store.read, bench.store.write
+
+    def noted_read(*args: Any) -> Any:
+        nonlocal num_reads
+        assert all(request.done() for request in under_way)
+        num_reads += 1
+        return read(*args)
+
+    def noted_write(*args: Any, **options: Any) -> IoRequest:
+        under_way.append(write(*args, **options))
+        return under_way[-1]
+
+    monkeypatch.setattr(bench.store, "read", noted_read)
+    monkeypatch.setattr(bench.store, "write", noted_write)
+    for _ in range(2):
+        bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
+        bench.pipeline.measure()
+        bench.pipeline.finish_step(1.0, lambda part: GROUP)
+    bench.pipeline.settle()
+    assert num_reads == 2 * 3

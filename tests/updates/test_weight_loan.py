@@ -66,10 +66,10 @@ def test_the_optimizer_reads_no_weights_that_it_is_lent(
     store = twins.engine.tiers.store
     read_of_store = store.read
 
-    def read(block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead:
+    def read(block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
         if threading.current_thread().name == "lohan-gradients" and ".layers." in block:
             reads[kind] += 1
-        return read_of_store(block, kind, start_numel, out)
+        return read_of_store(block, kind, start_numel, out, is_urgent=is_urgent)
 
     monkeypatch.setattr(store, "read", read)
     twins.train(1)
