@@ -165,6 +165,23 @@ def test_only_device_names_torch_cuda() -> None:
     report(offences)
 
 
+def test_conditions_have_a_lock_that_is_entered_itself() -> None:
+    """`Condition.__enter__` and `__exit__` are Python code: an interrupt may end them between taking and letting go,
+    and then nobody ever gets the lock again. A lock's own are not."""
+    offences = []
+    for path in source_files():
+        conditions = set()
+        for node in ast.walk(tree_of(path)):
+            match node:
+                case ast.Assign(targets=[ast.Attribute(attr=name)], value=ast.Call(func=function, args=args)):
+                    if ast.unparse(function).endswith("Condition"):
+                        conditions.add(name)
+                        offences += [f"{name_of(path)}:{node.lineno}: a condition without a lock"] if not args else []
+                case ast.withitem(context_expr=ast.Attribute(attr=name) as entered) if name in conditions:
+                    offences.append(f"{name_of(path)}:{entered.lineno}: enters condition {name}")
+    report(offences)
+
+
 def test_every_room_says_what_it_is_for() -> None:
     offences = []
     for init in sorted(PACKAGE.glob("*/__init__.py")):

@@ -40,7 +40,9 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         memory = device.host_empty(num_buffers * buffer_bytes) if num_buffers else torch.empty(0, dtype=torch.uint8)
         self._free = [Buffer(part, self) for part in memory.split(buffer_bytes)] if num_buffers else []
-        self._changed = threading.Condition()
+        # Entered itself, not through the condition: see `IoEngine`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._cause: BaseException | None = None
         self.high_water_buffers = 0
 
@@ -55,7 +57,7 @@ class BufferPool:
 
     def acquire(self) -> Buffer:
         """Lend a buffer, waiting until one is free. Raises PoolAborted if the pool is shut meanwhile."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._free or self._cause is not None)
             if self._cause is not None:
                 raise PoolAborted(f"buffer pool {self.name!r} was shut: {self._cause}") from self._cause
@@ -66,18 +68,18 @@ class BufferPool:
     def try_acquire(self, num_buffers: int = 1, *, leave: int = 0) -> list[Buffer] | None:
         """Lend so many buffers if they and `leave` more are free now; else None. Raises PoolAborted if the pool is
         shut."""
-        with self._changed:
+        with self._lock:
             if self._cause is None and len(self._free) < num_buffers + leave:
                 return None
             return [self.acquire() for _ in range(num_buffers)]
 
     def _give_back(self, buffer: Buffer) -> None:
-        with self._changed:
+        with self._lock:
             self._free.append(buffer)
             self._changed.notify()
 
     def abort(self, cause: BaseException) -> None:
         """Wake everybody who waits, with `cause`. Used when the thread that would free buffers has died."""
-        with self._changed:
+        with self._lock:
             self._cause = cause
             self._changed.notify_all()

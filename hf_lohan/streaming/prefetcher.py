@@ -152,7 +152,7 @@ class Prefetcher:
 
     def begin_pass(self, *, is_training: bool) -> None:
         """A forward starts (with its backward, if training): expect the order of the last such pass."""
-        with self._ring.changed:
+        with self._ring.lock:
             self._is_training_pass = is_training
             self._recorded = []
             self._failure = None  # what could not be read ahead may be readable now
@@ -160,27 +160,27 @@ class Prefetcher:
 
     def foresee(self, *, is_training: bool) -> None:
         """Start loading what the next such pass will need first."""
-        with self._ring.changed:
+        with self._ring.lock:
             self._expected = list(self._orders[is_training])
             self._ring.changed.notify_all()
 
     def end_pass(self) -> None:
         """The pass is complete: its order is what the next one will follow."""
-        with self._ring.changed:
+        with self._ring.lock:
             if self._recorded:
                 self._orders[self._is_training_pass] = self._recorded
             self._recorded, self._expected = [], []
 
     def cancel_pass(self) -> None:
         """The pass broke off: nothing is learned from it, and nothing is loaded for it any more."""
-        with self._ring.changed:
+        with self._ring.lock:
             self._recorded, self._expected = [], []
             self._failure = None
 
     def acquire(self, block: Block) -> Slot:
         """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
         device = self._ring.device
-        with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.changed:
+        with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.lock:
             slot, ready = self._pin(block)
         device.wait(Lane.COMPUTE, ready)
         return slot
@@ -213,7 +213,7 @@ class Prefetcher:
             raise self._failure
 
     def close(self) -> None:
-        with self._ring.changed:
+        with self._ring.lock:
             self._is_closed = True
             self._ring.changed.notify_all()
         self._thread.join()
@@ -222,7 +222,7 @@ class Prefetcher:
 
     def _run(self) -> None:
         while True:
-            with self._ring.changed:
+            with self._ring.lock:
                 self._ring.changed.wait_for(lambda: self._is_closed or self._next() is not None)
                 if self._is_closed:
                     return
@@ -239,7 +239,7 @@ class Prefetcher:
         """All of the block is on its way into the slot, or never will be; on this thread, or on one that updates. The
         next load does not wait for that: its block may be needed first."""
         ready = self._ring.device.record(Lane.H2D)
-        with self._ring.changed:
+        with self._ring.lock:
             if error is None:
                 self._ring.publish(slot, ready)
             else:

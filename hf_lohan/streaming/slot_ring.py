@@ -47,12 +47,15 @@ class SlotRing:
     the right shape: a forgotten fetch turns the loss into NaN instead of a quiet wrong number. A released slot keeps
     its block until it is claimed for another, so what is needed again soon is not read again.
 
-    Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `changed` guards both.
+    Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `lock` guards both, and
+    `changed` tells them of each other.
     """
 
     def __init__(self, device: Device, plan: PoolPlan, dtype: torch.dtype) -> None:
         self.device = device
-        self.changed = threading.Condition()
+        # Entered itself, not through the condition: see `IoEngine`.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.slots: dict[SizeClass, list[Slot]] = {
             size_class: [
                 Slot(device.empty(plan.slot_bytes[size_class]).view(dtype), size_class)
@@ -76,7 +79,7 @@ class SlotRing:
     # The compute thread's side.
 
     def pin(self, block: Block) -> Slot | None:
-        """Keep `block` from being overwritten, if it is (about to be) here. Caller holds `changed`."""
+        """Keep `block` from being overwritten, if it is (about to be) here. Caller holds `lock`."""
         slot = self._holder.get(block)
         if slot is not None:
             slot.num_pins += 1
@@ -86,7 +89,7 @@ class SlotRing:
         """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
         must be left to it, and one block at a time is lent."""
         slots = self.slots[block.size_class]
-        with self.changed:
+        with self.lock:
             slot = self._holder.get(block)
             if slot is None or not slot.num_pins or len(slots) < MIN_SLOTS_TO_LEND:
                 return None
@@ -96,7 +99,7 @@ class SlotRing:
             return WeightLoan(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
 
     def _take_back(self, slot: Slot) -> None:
-        with self.changed:
+        with self.lock:
             slot.num_loans -= 1
             self.changed.notify_all()
 
@@ -117,7 +120,7 @@ class SlotRing:
 
     def unpin(self, block: Block) -> None:
         """The compute enqueued so far was the last for now to read the block."""
-        with self.changed:
+        with self.lock:
             slot = self.slot_of(block)
             slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
             slot.num_pins -= 1
@@ -126,7 +129,7 @@ class SlotRing:
 
     def unpin_all(self) -> None:
         """After an exception: nobody computes any more, whatever was pinned."""
-        with self.changed:
+        with self.lock:
             for slot in self._all():
                 if slot.num_pins:
                     slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
@@ -142,14 +145,14 @@ class SlotRing:
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """The store has newer parameters of these blocks: what the slots hold is stale."""
-        with self.changed:
+        with self.lock:
             for block in blocks:
                 slot = self._holder.get(block)
                 if slot is not None:
                     assert slot.num_pins == 0, f"{block} went stale while it was in use"
                     self._empty(slot)
 
-    # The prefetch thread's side; the caller holds `changed`.
+    # The prefetch thread's side; the caller holds `lock`.
 
     def is_here(self, block: Block) -> bool:
         return block in self._holder

@@ -77,7 +77,9 @@ class BlocksInUpdate:
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        self._changed = threading.Condition()
+        # Entered itself, not through the condition: see `IoEngine`.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._unwritten: dict[Block, set[Chunk]] = {}
         self._to_come: dict[Block, set[Chunk]] = {}
         self._in_ram: dict[Chunk, _Unwritten] = {}
@@ -87,7 +89,7 @@ class BlocksInUpdate:
     # Whoever updates.
 
     def add(self, chunks: Iterable[Chunk]) -> None:
-        with self._changed:
+        with self._lock:
             for chunk in chunks:
                 self._in_ram.pop(chunk, None)
                 self._unwritten.setdefault(chunk.block, set()).add(chunk)
@@ -96,7 +98,7 @@ class BlocksInUpdate:
     def hand_over(self, chunk: Chunk, param: Tensor, until_written: UntilWritten) -> Event | None:
         """The chunk's new parameters are ``param`` [chunk.numel]. They must not change before they are written, nor
         before the event is reached, if somebody wants them at once."""
-        with self._changed:
+        with self._lock:
             self._to_come.get(chunk.block, set()).discard(chunk)
             self._in_ram[chunk] = _Unwritten(param, until_written)
             delivery = self._deliveries.get(chunk.block)
@@ -105,7 +107,7 @@ class BlocksInUpdate:
         # Nobody else writes to this part of the slot, and who waits for it waits on.
         self._device.copy(Lane.H2D, delivery.weights[chunk.start : chunk.stop], param)
         copied = self._device.record(Lane.H2D)
-        with self._changed:
+        with self._lock:
             delivery.missing.discard(chunk)
             self._changed.notify_all()
         self._tell(delivery)
@@ -113,7 +115,7 @@ class BlocksInUpdate:
 
     def discard(self, chunk: Chunk) -> None:
         """The chunk's new version is in the store. May come late: when the chunk is in its next update already."""
-        with self._changed:
+        with self._lock:
             new = self._in_ram.get(chunk)
             is_late = chunk in self._to_come.get(chunk.block, ()) or (new is not None and new.until_written.is_in_use)
             if not is_late:
@@ -123,12 +125,12 @@ class BlocksInUpdate:
 
     def forget_unwritten(self) -> None:
         """All is written, even if `discard` was not called yet."""
-        with self._changed:
+        with self._lock:
             self._in_ram.clear()
 
     def clear(self) -> None:
         """No update is outstanding any more."""
-        with self._changed:
+        with self._lock:
             deliveries = dict(self._deliveries)
             for delivery in deliveries.values():
                 delivery.is_cancelled = bool(delivery.missing)
@@ -138,13 +140,13 @@ class BlocksInUpdate:
             self._changed.notify_all()
         for block, delivery in deliveries.items():
             self._tell(delivery)
-            with self._changed:  # not before: an interrupt may end this, and it is called again
+            with self._lock:  # not before: an interrupt may end this, and it is called again
                 if self._deliveries.get(block) is delivery:
                     del self._deliveries[block]
 
     def abort(self, cause: BaseException) -> None:
         """The updates will never be finished."""
-        with self._changed:
+        with self._lock:
             self._cause = cause
             self._in_ram.clear()
             self._changed.notify_all()
@@ -157,7 +159,7 @@ class BlocksInUpdate:
     def order(self, block: Block, weights: Tensor) -> Delivery:
         """Have what is still to be updated of the block put into ``weights`` as it becomes new, and what waits to be
         written at once; return when the rest is current in the store. Raises what made that impossible."""
-        with self._changed:
+        with self._lock:
             before = self._deliveries.get(block)
             if before is not None:  # it was forgotten before it came: what it was to have goes there first
                 self._wait_until(lambda: self._has_ended(before))
@@ -169,14 +171,14 @@ class BlocksInUpdate:
         for chunk, new in in_ram.items():
             self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], new.param)
             delivery.copying.append((self._device.record(Lane.H2D), new.until_written))
-        with self._changed:
+        with self._lock:
             gone = self._unwritten.get(block, set()) - set(in_order)
             self._wait_until(lambda: not gone & self._unwritten.get(block, set()))
         return delivery
 
     def wait_for(self, delivery: Delivery) -> None:
         """See `Delivery.wait`."""
-        with self._changed:
+        with self._lock:
             self._changed.wait_for(lambda: self._has_ended(delivery))
             error = self._error_of(delivery)
         if error is not None:
@@ -184,13 +186,13 @@ class BlocksInUpdate:
 
     def call_when_ended(self, delivery: Delivery, ended: Callable[[BaseException | None], None]) -> None:
         """See `Delivery.when_ended`."""
-        with self._changed:
+        with self._lock:
             delivery.ended = ended
         self._tell(delivery)
 
     def _tell(self, delivery: Delivery) -> None:
         """Call ``ended`` if it is time, once."""
-        with self._changed:
+        with self._lock:
             if delivery.ended is None or not self._has_ended(delivery):
                 return
             ended, delivery.ended = delivery.ended, None

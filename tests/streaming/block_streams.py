@@ -97,7 +97,7 @@ class Stream:
             loading = any(slot.is_loading for slot in self.ring.slots[SizeClass.LAYER])
             return not loading and self.prefetcher._next() is None
 
-        with self.ring.changed:
+        with self.ring.lock:
             assert self.ring.changed.wait_for(nothing_to_do, timeout=60)
 
 

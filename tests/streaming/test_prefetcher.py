@@ -23,7 +23,7 @@ def test_the_order_of_use_is_the_order_of_loading_and_what_is_here_is_not_loaded
     stream = make_stream(num_slots=2, backend=backend)
     for _ in range(5):
         stream.reader.loads.clear()
-        with stream.ring.changed:
+        with stream.ring.lock:
             known = [block.name for block in stream.blocks if stream.ring.is_here(block)]
         stream.training_pass()
         forward = "b2 b3 b4 b5" if known else "b0 b1 b2 b3 b4 b5"  # the last pass left b0 and b1 here
@@ -135,13 +135,13 @@ def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_
     (chunk,) = first.cut(BLOCK_NUMEL)
     updates.add([chunk])
     stream.prefetcher.begin_pass(is_training=False)
-    with stream.ring.changed:
+    with stream.ring.lock:
         assert stream.ring.changed.wait_for(lambda: stream.ring.is_here(first), timeout=60)  # it will be
     for block in stream.blocks[1:3]:
         stream.prefetcher.acquire(block)
         stream.ring.unpin(block)
     assert stream.loads.startswith("b1 b2")
-    with stream.ring.changed:
+    with stream.ring.lock:
         assert stream.ring.slot_of(first).is_loading
     if is_dropped:
         updates.clear()

@@ -34,7 +34,7 @@ def ring() -> SlotRing:
 
 def load(ring: SlotRing, block: Block, value: float) -> None:
     """What the prefetch thread does, into a slot that holds nothing."""
-    with ring.changed:
+    with ring.lock:
         slot = next(slot for slot in ring.claimable(SizeClass.LAYER) if slot.block is None)
         ring.claim(slot, block)
         slot.weights.fill_(value)
@@ -42,7 +42,7 @@ def load(ring: SlotRing, block: Block, value: float) -> None:
 
 
 def pin(ring: SlotRing, block: Block) -> None:
-    with ring.changed:
+    with ring.lock:
         assert ring.pin(block) is not None
 
 
@@ -98,7 +98,7 @@ def test_a_released_block_stays_until_its_slot_is_claimed(ring: SlotRing) -> Non
     pin(ring, first)
     ring.unpin(first)
     assert ring.is_here(first)
-    with ring.changed:
+    with ring.lock:
         ring.claim(ring.slot_of(first), second)
         assert not ring.is_here(first)
         assert ring.pin(first) is None
@@ -106,7 +106,7 @@ def test_a_released_block_stays_until_its_slot_is_claimed(ring: SlotRing) -> Non
 
 def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
     block = layer("a", (4,))
-    with ring.changed:
+    with ring.lock:
         slot = ring.claimable(SizeClass.LAYER)[0]
         ring.claim(slot, block)
         assert slot not in ring.claimable(SizeClass.LAYER)
@@ -118,11 +118,11 @@ def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
 
 def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_load_ends(ring: SlotRing) -> None:
     first = layer("a", (4,))
-    with ring.changed:
+    with ring.lock:
         slot = ring.claimable(SizeClass.LAYER)[0]
         ring.claim(slot, first)
     ring.forget([first])
-    with ring.changed:
+    with ring.lock:
         assert not ring.is_here(first) and slot not in ring.claimable(SizeClass.LAYER)
         ring.publish(slot, DEVICE.record(Lane.H2D))
         assert slot in ring.claimable(SizeClass.LAYER) and not ring.is_here(first)

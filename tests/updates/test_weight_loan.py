@@ -95,9 +95,9 @@ def test_what_is_lent_is_not_overwritten_and_one_block_is_lent_at_a_time(
     ring.unpin(layers[0])
     prefetcher.acquire(layers[1])
     assert ring.lend(layers[1]) is None
-    with ring.changed:
+    with ring.lock:
         assert slot not in ring.claimable(SizeClass.LAYER)
     loan.give_back()
-    with ring.changed:
+    with ring.lock:
         assert slot not in ring.claimable(SizeClass.LAYER)  # it was lent twice
 
