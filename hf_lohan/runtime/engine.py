@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
-from hf_lohan.blocks import Block, OffloadLayout, ParamSlice
+from hf_lohan.blocks import OffloadLayout, ParamSlice
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.micro_batches import MicroBatchRun
@@ -23,14 +22,13 @@ from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_commits import StepCommits
+from hf_lohan.runtime.step_in_progress import StepInProgress
 from hf_lohan.runtime.step_log import StepLog
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
 from hf_lohan.streaming import ParameterLoader, Prefetcher, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import ArrivedChunk, ClipHistory, ParamGroups, SkippedSteps, StepResult
-
-logger = logging.getLogger(__name__)
 
 
 class OffloadEngine:
@@ -74,9 +72,7 @@ class OffloadEngine:
             self.activations, config.activations, tiers, layout.activation_bytes
         )
         self._groups: ParamGroups | None = None
-        self._is_in_step = False
-        self._is_half_a_step = False
-        """Whether updates of a step that was dropped could not be undone."""
+        self._step = StepInProgress(self.transaction, self._pipeline, self._ring, layout.blocks)
         self.after_step: Callable[[], None] = lambda: None
         """Called when the first forward after a step begins: what then goes wrong, or is interrupted, harms no step."""
         self._has_new_step = False
@@ -92,7 +88,7 @@ class OffloadEngine:
             self.activations,
             before_forward=self._before_forward,
             before_backward=self._take_back_guesses,
-            backward_broke=self._drop_broken_backward,
+            backward_broke=self._step.drop_broken,
         )
         self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
@@ -133,20 +129,6 @@ class OffloadEngine:
             if is_final:
                 arrived.loan = self._ring.lend(arrived.chunk.block)
         self._pipeline.submit(arrived, is_final=is_final)
-
-    def _drop_broken_backward(self) -> None:
-        touched, remains = self._drop_step()
-        logger.warning(
-            "the last backward did not finish; its step's gradients are dropped%s",
-            f", but {len(touched)} blocks had been updated in it already" if remains else "",
-        )
-
-    def _drop_step(self) -> tuple[set[Block], bool]:
-        """Forget the step in progress. Returns the blocks that it had touched, and whether updates remain in them."""
-        touched, remains = self.transaction.drop()
-        self._ring.forget(touched)
-        self._is_half_a_step = self._is_half_a_step or remains
-        return touched, remains
 
     # Several micro-batches at once.
 
@@ -202,14 +184,14 @@ class OffloadEngine:
         self._recover()
         group_of = self._bound_groups().as_they_are_now()
         self.commits.commit_what_was_loaded()
-        self._is_in_step = True
+        self._step.begin_finish()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self.transaction.commit(group_of)
         self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
         self.last_step, self.step_was_skipped = result, result.not_finite is not None
-        self._is_in_step = self._is_half_a_step = False
+        self._step.finished()
         self.commits.end_step()
         self._has_new_step = True
         if result.not_finite is not None:
@@ -220,12 +202,7 @@ class OffloadEngine:
     def _recover(self) -> None:
         """If an exception ended the last forward, backward or step, start clean."""
         self._hooks.recover_if_broken()
-        if self._is_in_step:
-            # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
-            self._is_in_step = False
-            self._pipeline.settle()
-            self._drop_step()
-            self.forget_weights()
+        self._step.recover()
 
     def _choose_clipping(self, result: StepResult) -> None:
         clock, pipeline = self._clock, self._pipeline
@@ -269,9 +246,7 @@ class OffloadEngine:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
         self._recover()
-        touched, remains = self._drop_step()
-        if remains:
-            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
+        self._step.drop()
 
     @property
     def last_forward_s(self) -> float:
@@ -324,8 +299,7 @@ class OffloadEngine:
             and self.commits.each_step
             and self._pipeline.failure is None
             and self._hooks.is_idle
-            and not (self._is_in_step or self._is_half_a_step)
-            and not self._pipeline.has_begun_updates
+            and not self._step.is_half_applied
         )
 
 

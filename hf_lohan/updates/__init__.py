@@ -5,8 +5,8 @@ takes over its chunk: applies it in backward, or keeps it until the norm is know
 on the SSD: `gradient_home`). `update_pipeline` orders reads, AdamW and writes, chunk after chunk; `state_update`
 does a chunk's, in the parts of `split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it
 over, if it must out of the buffers that are held `until_written`; `weight_loan` lends the weights that backward uses.
-`clipping` chooses whether to guess the norm, and `step_transaction` makes the step count or undoes it. Knows no model
-and no slots.
+`clipping` chooses whether to guess the norm, `speculation` knows what a step guesses, and `step_transaction` makes the
+step count or undoes it. Knows no model and no slots.
 """
 
 from hf_lohan.updates.blocks_in_update import Delivery

@@ -8,15 +8,15 @@ from typing import Literal
 
 from torch import Tensor
 
-from hf_lohan.blocks import Block, Chunk, ParamSlice
+from hf_lohan.blocks import Block, Chunk
 from hf_lohan.device import BufferPool, Device, WorkThread
-from hf_lohan.optim import AdamWGroup
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.held_gradients import HeldGradients
 from hf_lohan.updates.param_groups import GroupOf
+from hf_lohan.updates.speculation import Speculation
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
 
@@ -61,15 +61,12 @@ class GradientPipeline:
         self._schedule = schedule
         self._group_of = group_of
         self._arrival_pool = arrival_pool
-        self._drafts = drafts
+        self._speculation = Speculation(group_of, drafts)
         self._held = HeldGradients(home, norms, block_order)
         self._applying = BlocksInUpdate(device)
         self._announced: set[Chunk] = set()
         self._guesses: set[Block] = set()
         self._guesses_lock = threading.Lock()
-        self._guessed_groups: dict[ParamSlice, AdamWGroup] = {}
-        self._is_speculating: bool | None = None
-        self._can_undo: bool | None = None
         self._thread = WorkThread("lohan-gradients", idle=self._work_off, failed=self._on_failure)
         self._updates = UpdatePipeline(
             updater,
@@ -152,7 +149,7 @@ class GradientPipeline:
     @property
     def is_past_undoing(self) -> bool:
         """Whether the step in progress has updated blocks for good. Call `measure` before."""
-        return self.has_begun_updates and self._can_undo is False
+        return self.has_begun_updates and self._speculation.can_undo is False
 
     def stop_speculating(self) -> set[Block]:
         """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
@@ -218,27 +215,14 @@ class GradientPipeline:
             return
         self._held.measure(gradient)
         if not self.holds_gradients:
-            self._begin_updates()
-            if not self._can_undo:
+            if not self._speculation.begin_updates():
                 gradient.refuse_not_finite()
             self._applying.add([gradient.chunk])
             self._updates.update(gradient, self._group_of, loan=arrived.loan)
-        elif self._speculates_now(speculate):
-            self._updates.update(gradient, self._guess_group_of, loan=arrived.loan, keep_gradient=True)
+        elif self._speculation.decide(is_wanted=speculate):
+            self._updates.update(gradient, self._speculation.guess_group_of, loan=arrived.loan, keep_gradient=True)
         else:
             self._held.hold(gradient)
-
-    def _begin_updates(self) -> None:
-        """Before a step's first update in backward: can it be undone?"""
-        if self._can_undo is None:
-            drafts = self._drafts
-            self._can_undo = drafts is not None and drafts.num_homes > 1 and not drafts.has_drafts
-
-    def _speculates_now(self, speculate: bool) -> bool:
-        if self._is_speculating is None:
-            self._begin_updates()
-            self._is_speculating = speculate and self._can_undo is True
-        return self._is_speculating
 
     def _take_back(self, arrived: ArrivedChunk) -> None:
         """More gradient arrives for a chunk that has been updated."""
@@ -247,32 +231,27 @@ class GradientPipeline:
         else:
             self._updates.refuse_second(arrived)
 
-    def _guess_group_of(self, part: ParamSlice) -> AdamWGroup:
-        return self._guessed_groups.setdefault(part, self._group_of(part))
-
     def _stop_speculating(self) -> None:
-        if self._is_speculating:
+        if self._speculation.is_on:
             self._undo()
-            self._is_speculating = False
+            self._speculation.stop()
 
     def _undo(self) -> None:
         """Back to the last commit. Gradients that were kept stay."""
-        assert self._drafts is not None and self._can_undo
         self._settle()
         self.undone_s += self._updates.forget()
-        self._guessed_groups.clear()
-        self._drafts.drop()
+        self._speculation.undo()
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Chunk]]:
         """Accept or undo guesses. Returns what became of them, and the chunks whose gradients are still to be applied:
         with a right guess, those that got none in the last backward."""
         if not self.holds_gradients:
             self._updates.finish_pending()  # before a scheduler changes the hyperparameters that it is to have
-        if not self._is_speculating:
+        if not self._speculation.is_on:
             return "deferred" if self.holds_gradients else "in_backward", self._held.chunks
-        self._is_speculating = False
+        self._speculation.stop()
         self._settle()
-        if clip_coefficient == 1.0 and all(group_of(part) == group for part, group in self._guessed_groups.items()):
+        if self._speculation.was_right(clip_coefficient, group_of):
             self._held.forget(self._updates.chunks)
             return "accepted", self._held.chunks
         self._undo()
@@ -281,24 +260,20 @@ class GradientPipeline:
     def _apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
         """In forward order: the first blocks are needed first by the next forward."""
         for gradient in self._held.take_all():
-            if not self.holds_gradients and self._can_undo is False:
+            if not self.holds_gradients and self._speculation.can_undo is False:
                 gradient.refuse_not_finite()
             self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
         self.last_update_s = self._updates.end_step()
-        self._forget_step()
+        self._speculation.end_step()
 
     def _drop_held(self) -> tuple[bool, bool]:
         """Returns whether anything had been updated, and whether it remains so."""
         has_updated = bool(self._updates.chunks)
-        if has_updated and self._can_undo:
+        if has_updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
         remains = bool(self._updates.chunks)
         self._updates.end_step()
         self._settle()
-        self._forget_step()
+        self._speculation.end_step()
         return has_updated, remains
-
-    def _forget_step(self) -> None:
-        self._guessed_groups.clear()
-        self._is_speculating = self._can_undo = None
