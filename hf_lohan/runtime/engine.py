@@ -50,7 +50,15 @@ class OffloadEngine:
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
-        path = lay_gradient_path(model, layout, tiers, config, group_of=self._group_of, submit=self._submit)
+        path = lay_gradient_path(
+            model,
+            layout,
+            tiers,
+            config,
+            group_of=self._group_of,
+            submit=self._submit,
+            renew=lambda block: self._prefetcher.renew(block),
+        )
         self._pipeline, self.transaction = path.pipeline, path.transaction
         loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
@@ -187,7 +195,7 @@ class OffloadEngine:
         self._step.begin_finish()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self.transaction.commit(group_of)
-        self._ring.forget(result.changed)
+        self._ring.forget(result.changed - result.renewed)
         self._prefetcher.foresee(is_training=True)
         self._choose_clipping(result)
         self.last_step, self.step_was_skipped = result, result.not_finite is not None

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_lohan.blocks import OffloadLayout
+from hf_lohan.blocks import Block, OffloadLayout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.updates import (
@@ -17,6 +17,7 @@ from hf_lohan.updates import (
     GradientNorms,
     GradientPipeline,
     GroupOf,
+    Renewal,
     StateUpdater,
     StepTransaction,
 )
@@ -40,8 +41,10 @@ def lay_gradient_path(
     *,
     group_of: GroupOf,
     submit: Callable[[ArrivedChunk], None],
+    renew: Callable[[Block], Renewal | None],
 ) -> GradientPath:
-    """``group_of`` gives the present hyperparameters; ``submit`` is to put what has arrived into the pipeline."""
+    """``group_of`` gives the present hyperparameters; ``submit`` is to put what has arrived into the pipeline;
+    ``renew``: see `GradientPipeline`."""
     plan, device = layout.plan, tiers.device
     place = {parameter: index for index, parameter in enumerate(model.parameters())}
     parts = (part for block in layout.blocks for part in block.slices)
@@ -65,6 +68,7 @@ def lay_gradient_path(
         schedule=config.schedule,
         hold_gradients=layout.holds_gradients,
         drafts=tiers.store,
+        renew=renew,
     )
     arrivals = GradientArrivals(
         device,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.storage import RecordRead
 from hf_lohan.streaming.slot_ring import Slot, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import Delivery, Renewal
 
 
 class RecordReader(Protocol):
@@ -234,6 +235,19 @@ class Prefetcher:
                 self._loader.load(block, slot).when_ended(partial(self._end_load, block, slot))
             except BaseException as error:
                 self._end_load(block, slot, error)
+
+    def renew(self, block: Block) -> Renewal | None:
+        """Have the block's new weights come into the slot that holds the old ones, if it is needed so soon that no
+        other block should have the slot before. On the thread that updates."""
+        with self._ring.lock:
+            slot = self._ring.renew(block) if self._is_among_first(block) else None
+        return None if slot is None else Renewal(slot.weights[: block.numel], partial(self._end_load, block, slot))
+
+    def _is_among_first(self, block: Block) -> bool:
+        """Whether it is one of the blocks that have the slots of its size when a training pass begins."""
+        of_its_size = (other for other in self._orders[True] if other.size_class is block.size_class)
+        first = itertools.islice(dict.fromkeys(of_its_size), len(self._ring.slots[block.size_class]))
+        return block in first
 
     def _end_load(self, block: Block, slot: Slot, error: BaseException | None) -> None:
         """All of the block is on its way into the slot, or never will be; on this thread, or on one that updates. The

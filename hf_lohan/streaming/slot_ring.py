@@ -170,6 +170,17 @@ class SlotRing:
         self._high_water_bytes = max(self._high_water_bytes, held)
         self.changed.notify_all()
 
+    def renew(self, block: Block) -> Slot | None:
+        """Let the block stay where it is while it gets its new weights, as if it were loaded; None if it is not here,
+        or in use."""
+        slot = self._holder.get(block)
+        if slot is None or slot.ready is None or not slot.is_claimable:
+            return None
+        slot.ready, slot.is_loading = None, True
+        assert slot.last_use is not None, f"{block} was never used, but has a gradient"
+        self.device.wait(Lane.H2D, slot.last_use)
+        return slot
+
     def publish(self, slot: Slot, ready: Event) -> None:
         """The load of the claimed slot is enqueued; `ready` says when it is done."""
         slot.is_loading = False

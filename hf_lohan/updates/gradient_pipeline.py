@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -16,13 +16,25 @@ from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.held_gradients import HeldGradients
 from hf_lohan.updates.param_groups import GroupOf
+from hf_lohan.updates.renewal import Renewal
 from hf_lohan.updates.speculation import Speculation
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
+from hf_lohan.updates.weight_loan import WeightLoan
 
 Outcome = Literal["in_backward", "deferred", "accepted", "redone"]
 """How a step was applied: its updates ran in backward; waited for the norm; ran in backward on the guess that the norm
 does not clip and that the hyperparameters stay, which was right; or wrong."""
+
+
+class FinishedStep(NamedTuple):
+    """How a step was applied."""
+
+    changed: set[Block]
+    """Whose records are others than before, or will be."""
+    renewed: set[Block]
+    """Those of them whose slots keep them, and get their new weights."""
+    outcome: Outcome
 
 
 class GradientPipeline:
@@ -47,7 +59,10 @@ class GradientPipeline:
         schedule: Schedule,
         hold_gradients: bool,
         drafts: Drafts | None = None,
+        renew: Callable[[Block], Renewal | None] = lambda _block: None,
     ) -> None:
+        """`renew` lets a slot keep its block while the block is updated, if one holds it and it is needed there soon.
+        Called on this pipeline's thread."""
         self.holds_gradients = hold_gradients
         self.speculates = False
         """Whether the steps from the next one on are to speculate, if they can."""
@@ -58,7 +73,10 @@ class GradientPipeline:
         self._can_speculate = (
             hold_gradients and schedule != "serial" and drafts is not None and drafts.num_homes > 1
         )
+        self._device = device
         self._schedule = schedule
+        self._renew = renew
+        self._renewals: dict[Block, Renewal] = {}
         self._group_of = group_of
         self._arrival_pool = arrival_pool
         self._speculation = Speculation(group_of, drafts)
@@ -94,23 +112,22 @@ class GradientPipeline:
         """Wait until the norms of all gradients of the step so far are known."""
         self._thread.call(self._held.measure_rest)
 
-    def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Outcome]:
-        """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change.
+    def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> FinishedStep:
+        """Apply the step's gradients, scaled by `clip_coefficient`.
 
         Under the optimized schedule nobody waits for updates but those who read their block (`deliver`): held gradients
         are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
         of this step also then. Call `measure` before.
         """
-        outcome, waiting = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
+        outcome = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
         self._forget_guesses()
-        if self._schedule == "optimized":
-            self._applying.add(waiting)
+        renewed = self._thread.call(self._foretell_held) if self._schedule == "optimized" else set()
         self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
         # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
         chunks, self._announced = self._announced, set()
         if self._schedule != "optimized":
             self.settle()
-        return {chunk.block for chunk in chunks}, outcome
+        return FinishedStep({chunk.block for chunk in chunks}, renewed, outcome)
 
     def settle(self) -> None:
         """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""
@@ -242,29 +259,47 @@ class GradientPipeline:
         self.undone_s += self._updates.forget()
         self._speculation.undo()
 
-    def _judge(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Chunk]]:
-        """Accept or undo guesses. Returns what became of them, and the chunks whose gradients are still to be applied:
-        with a right guess, those that got none in the last backward."""
+    def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Outcome:
+        """Accept or undo guesses. What is still held then is to be applied: with a right guess, those gradients that
+        got none in the last backward."""
         if not self.holds_gradients:
             self._updates.finish_pending()  # before a scheduler changes the hyperparameters that it is to have
         if not self._speculation.is_on:
-            return "deferred" if self.holds_gradients else "in_backward", self._held.chunks
+            return "deferred" if self.holds_gradients else "in_backward"
         self._speculation.stop()
         self._settle()
         if self._speculation.was_right(clip_coefficient, group_of):
             self._held.forget(self._updates.chunks)
-            return "accepted", self._held.chunks
+            return "accepted"
         self._undo()
-        return "redone", self._held.chunks
+        return "redone"
+
+    def _foretell_held(self) -> set[Block]:
+        """From here on, whoever reads a block waits for what is held of it. Returns the blocks that are renewed: what
+        else a slot holds is out of date."""
+        waiting = self._held.chunks
+        self._applying.add(waiting)
+        for block in {chunk.block for chunk in waiting} - {chunk.block for chunk in self._updates.chunks}:
+            renewal = self._renew(block)
+            if renewal is not None:
+                self._renewals[block] = renewal
+                self._applying.renew(block, renewal.weights).when_ended(renewal.ended)
+        return set(self._renewals)
 
     def _apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
         """In forward order: the first blocks are needed first by the next forward."""
         for gradient in self._held.take_all():
             if not self.holds_gradients and self._speculation.can_undo is False:
                 gradient.refuse_not_finite()
-            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
+            loan = self._loan_of(gradient.chunk.block)
+            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, loan=loan, may_borrow=True)
+        self._renewals.clear()
         self.last_update_s = self._updates.end_step()
         self._speculation.end_step()
+
+    def _loan_of(self, block: Block) -> WeightLoan | None:
+        renewal = self._renewals.get(block)
+        return None if renewal is None else WeightLoan(self._device, renewal.weights, lambda: None)
 
     def _drop_held(self) -> tuple[bool, bool]:
         """Returns whether anything had been updated, and whether it remains so."""
@@ -272,6 +307,7 @@ class GradientPipeline:
         if has_updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
+        self._renewals.clear()
         remains = bool(self._updates.chunks)
         self._updates.end_step()
         self._settle()

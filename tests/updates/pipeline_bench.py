@@ -199,8 +199,8 @@ class Bench:
     def finish_step(self, clip_coefficient: float = 1.0) -> set[Block]:
         """Finish the step and wait for it."""
         self.pipeline.measure()
-        changed, outcome = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
-        self.outcomes.append(outcome)
+        finished = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
+        self.outcomes.append(finished.outcome)
         self.pipeline.settle()
         self.store.commit()
-        return changed
+        return finished.changed

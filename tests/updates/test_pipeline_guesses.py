@@ -64,9 +64,9 @@ def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: M
     bench.submit_all()
     bench.pipeline.measure()
     later = replace(GROUP, lr=0.5)
-    _, outcome = bench.pipeline.finish_step(1.0, lambda part: later)
+    finished = bench.pipeline.finish_step(1.0, lambda part: later)
     bench.pipeline.settle()
-    assert outcome == "redone"
+    assert finished.outcome == "redone"
     reference = nn.Parameter(torch.zeros(4))
     reference.grad = torch.ones(4)
     torch.optim.AdamW([reference], lr=0.5, weight_decay=GROUP.weight_decay, fused=True).step()
