@@ -88,9 +88,10 @@ class ModelHooks:
             self._sums.clear()
         self._arrivals.abandon()
         self._prefetcher.cancel_pass()
-        self._is_in_forward = self._is_in_backward = self._has_begun_backward = False
         if was_in_backward:
             self._backward_broke()
+        # Only now: an interrupt may end this, and then it is done again.
+        self._is_in_forward = self._is_in_backward = self._has_begun_backward = False
 
     def remove(self) -> None:
         """Take them off the model."""

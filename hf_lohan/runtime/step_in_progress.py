@@ -26,25 +26,26 @@ class StepInProgress:
         self._pipeline = pipeline
         self._ring = ring
         self._blocks = blocks
-        self._is_finishing = False
+        self._is_ending = False
         self._leaves_updates = False
 
     def begin_finish(self) -> None:
         """From here until `finished` the step is neither here nor there: an interrupt leaves it to `recover`."""
-        self._is_finishing = True
+        self._is_ending = True
 
     def finished(self) -> None:
         """The step counts, or was skipped."""
-        self._is_finishing = self._leaves_updates = False
+        self._is_ending = self._leaves_updates = False
 
     def recover(self) -> None:
-        """If an exception ended `step()`, drop what is left of the step."""
-        if self._is_finishing:
+        """If an exception ended `step()`, or one of the methods here, drop what is left of the step."""
+        if self._is_ending:
             # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
-            self._is_finishing = False
             self._pipeline.settle()
             self._drop()
+            self._is_ending = True
             self._ring.forget(self._blocks)
+            self._is_ending = False
 
     def drop(self) -> None:
         """Forget its gradients, and undo its updates if the store can."""
@@ -62,12 +63,14 @@ class StepInProgress:
 
     def _drop(self) -> tuple[set[Block], bool]:
         """Returns the blocks that it had touched, and whether updates remain in them."""
+        self._is_ending = True
         touched, remains = self._transaction.drop()
-        self._ring.forget(touched)
         self._leaves_updates = self._leaves_updates or remains
+        self._ring.forget(touched)
+        self._is_ending = False
         return touched, remains
 
     @property
     def is_half_applied(self) -> bool:
         """Whether the store holds updates of a step that did not count, for good or for all that is known."""
-        return self._is_finishing or self._leaves_updates or self._pipeline.has_begun_updates
+        return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates

@@ -241,7 +241,7 @@ class Prefetcher:
         other block should have the slot before. On the thread that updates."""
         with self._ring.lock:
             slot = self._ring.renew(block) if self._is_among_first(block) else None
-        return None if slot is None else Renewal(slot.weights[: block.numel], partial(self._end_load, block, slot))
+        return None if slot is None else Renewal(slot.weights[: block.numel], partial(self._end_renewal, block, slot))
 
     def _is_among_first(self, block: Block) -> bool:
         """Whether it is one of the blocks that have the slots of its size when a training pass begins."""
@@ -249,8 +249,16 @@ class Prefetcher:
         first = itertools.islice(dict.fromkeys(of_its_size), len(self._ring.slots[block.size_class]))
         return block in first
 
+    def _end_renewal(self, block: Block, slot: Slot, error: BaseException | None) -> None:
+        """As `_end_load`; but if it is called off and nobody waits for it, the block is loaded as any other."""
+        with self._ring.lock:
+            if error is None or slot.num_pins:
+                self._end_load(block, slot, error)
+            else:
+                self._ring.abandon(slot)
+
     def _end_load(self, block: Block, slot: Slot, error: BaseException | None) -> None:
-        """All of the block is on its way into the slot, or never will be; on this thread, or on one that updates. The
+        """All of the block is on its way into the slot, or never will be; on this thread, or as `Delivery` says. The
         next load does not wait for that: its block may be needed first."""
         ready = self._ring.device.record(Lane.H2D)
         with self._ring.lock:

@@ -20,7 +20,7 @@ class Delivery:
     weights: Tensor
     """The slot's [block.numel]."""
     chunks: Sequence[Chunk] = ()
-    """What will come, in order; all else is to be read from the store, where it is current."""
+    """What will come, in order; all else is to be read from the store, where it is current, or there already."""
     updates: BlocksInUpdate | None = None
     """Who delivers; None: nobody, for nothing comes."""
     missing: set[Chunk] = field(default_factory=set)
@@ -32,20 +32,20 @@ class Delivery:
     def wait(self) -> None:
         """Return when the copies of all of it are enqueued on the device's H2D lane. Raises what made that
         impossible."""
-        self._give_back()
+        self.give_back()
         if self.updates is not None:
             self.updates.wait_for(self)
 
     def when_ended(self, ended: Callable[[BaseException | None], None]) -> None:
-        """Instead of `wait`: call ``ended`` when that would return, with what it would raise; at once, or on a thread
-        that updates."""
-        self._give_back()
+        """Instead of `wait`: call ``ended`` when that would return, with what it would raise; at once, or on the thread
+        that updates, or on the one on which an update failed."""
+        self.give_back()
         if self.updates is None:
             ended(None)
         else:
             self.updates.call_when_ended(self, ended)
 
-    def _give_back(self) -> None:
+    def give_back(self) -> None:
         """The buffers may change once they are copied."""
         for copied, until_written in self.copying:
             copied.synchronize()
@@ -129,7 +129,8 @@ class BlocksInUpdate:
             self._in_ram.clear()
 
     def clear(self) -> None:
-        """No update is outstanding any more."""
+        """No update is outstanding any more. On the thread that updates, which no interrupt ends between telling who
+        waits and forgetting it."""
         with self._lock:
             deliveries = dict(self._deliveries)
             for delivery in deliveries.values():
@@ -140,7 +141,7 @@ class BlocksInUpdate:
             self._changed.notify_all()
         for block, delivery in deliveries.items():
             self._tell(delivery)
-            with self._lock:  # not before: an interrupt may end this, and it is called again
+            with self._lock:
                 if self._deliveries.get(block) is delivery:
                     del self._deliveries[block]
 
@@ -171,9 +172,13 @@ class BlocksInUpdate:
         for chunk, new in in_ram.items():
             self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], new.param)
             delivery.copying.append((self._device.record(Lane.H2D), new.until_written))
-        with self._lock:
-            gone = self._unwritten.get(block, set()) - set(in_order)
-            self._wait_until(lambda: not gone & self._unwritten.get(block, set()))
+        try:
+            with self._lock:
+                gone = self._unwritten.get(block, set()) - set(in_order)
+                self._wait_until(lambda: not gone & self._unwritten.get(block, set()))
+        except BaseException:
+            delivery.give_back()
+            raise
         return delivery
 
     def renew(self, block: Block, weights: Tensor) -> Delivery:

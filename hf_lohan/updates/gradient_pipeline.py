@@ -85,6 +85,8 @@ class GradientPipeline:
         self._announced: set[Chunk] = set()
         self._guesses: set[Block] = set()
         self._guesses_lock = threading.Lock()
+        self._touched_by_dropped: set[Block] = set()
+        self._dropped_remains = False
         self._thread = WorkThread("lohan-gradients", idle=self._work_off, failed=self._on_failure)
         self._updates = UpdatePipeline(
             updater,
@@ -119,9 +121,8 @@ class GradientPipeline:
         are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
         of this step also then. Call `measure` before.
         """
-        outcome = self._thread.call(lambda: self._judge(clip_coefficient, group_of))
+        outcome, renewed = self._thread.call(lambda: self._decide(clip_coefficient, group_of))
         self._forget_guesses()
-        renewed = self._thread.call(self._foretell_held) if self._schedule == "optimized" else set()
         self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
         # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
         chunks, self._announced = self._announced, set()
@@ -187,11 +188,12 @@ class GradientPipeline:
         touched, and whether updates remain in them."""
         if not self._announced:
             return set(), False  # and do not wait for the last step's updates
-        has_updated, remains = self._thread.call(self._drop_held)
-        self._applying.clear()
+        self._thread.call(self._drop_held)
         self._forget_guesses()
-        chunks, self._announced = self._announced, set()
-        return ({chunk.block for chunk in chunks} if has_updated else set()), remains
+        # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
+        touched, remains = self._touched_by_dropped, self._dropped_remains
+        self._announced, self._touched_by_dropped, self._dropped_remains = set(), set(), False
+        return touched, remains
 
     def close(self) -> None:
         self._thread.close()
@@ -259,6 +261,11 @@ class GradientPipeline:
         self.undone_s += self._updates.forget()
         self._speculation.undo()
 
+    def _decide(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Block]]:
+        """What becomes of the step, and the blocks that are renewed."""
+        outcome = self._judge(clip_coefficient, group_of)
+        return outcome, self._foretell_held() if self._schedule == "optimized" else set()
+
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Outcome:
         """Accept or undo guesses. What is still held then is to be applied: with a right guess, those gradients that
         got none in the last backward."""
@@ -301,15 +308,16 @@ class GradientPipeline:
         renewal = self._renewals.get(block)
         return None if renewal is None else WeightLoan(self._device, renewal.weights, lambda: None)
 
-    def _drop_held(self) -> tuple[bool, bool]:
-        """Returns whether anything had been updated, and whether it remains so."""
-        has_updated = bool(self._updates.chunks)
-        if has_updated and self._speculation.can_undo:
+    def _drop_held(self) -> None:
+        """And note which blocks had been updated, and whether any remains so."""
+        updated = {chunk.block for chunk in self._updates.chunks}
+        if updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
         self._renewals.clear()
-        remains = bool(self._updates.chunks)
+        self._touched_by_dropped |= updated
+        self._dropped_remains |= bool(self._updates.chunks)
         self._updates.end_step()
         self._settle()
+        self._applying.clear()
         self._speculation.end_step()
-        return has_updated, remains

@@ -1,4 +1,4 @@
-"""The weights of a block for the optimizer, from the slot that backward has just used: they need not be read again."""
+"""The weights of a block for the optimizer, from the slot that backward used: they need not be read again."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_lohan.storage import IoRequest, RecordRead
 
 
 class WeightLoan:
-    """Keeps a slot from being overwritten until it is given back, or what was read of it has arrived."""
+    """Of a slot that is not overwritten until the loan is given back, or what was read of it has arrived."""
 
     def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
         """``weights``: the block's [numel], on the device."""

@@ -85,26 +85,53 @@ def test_what_has_no_gradient_stays_as_it_is_in_the_slot(
     twins.assert_equal()
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("num_interrupts", [1, 2])
 def test_an_interrupted_step_leaves_no_slot_waiting(
-    where: str, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+    num_interrupts: int, when: str, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The last interrupts come while the first is being recovered from."""
     twins = make_twins(model_factory=lambda: tiny_model("llama", num_layers=4).train(), **SETTINGS)
     twins.train(2, max_norm=0.5)
     twins.engine.settle()
-    thread = twins.engine._pipeline._thread
-    call, foretell = thread.call, twins.engine._pipeline._foretell_held
+    thread, ring = twins.engine._pipeline._thread, twins.engine._ring
+    call = thread.call
+    num_calls = 0
 
     def interrupted(command: Callable[[], Any]) -> Any:
-        if command != foretell:
+        """The step is measured, then decided."""
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
             return call(command)
-        if where == "after":
-            assert call(command), "no slot is being renewed"
+        if num_calls == 2 and when == "after":
+            call(command)
+            assert any(slot.is_loading for slot in ring._all()), "nothing is being renewed"
         raise KeyboardInterrupt
 
     twins.model(**tiny_batch(seed=5)).loss.backward()
+    with monkeypatch.context() as patch:
+        patch.setattr(thread, "call", interrupted)
+        for _ in range(num_interrupts):
+            with pytest.raises(KeyboardInterrupt):
+                twins.optimizer.step()
+    twins.train(2, first_seed=7, max_norm=0.5)
+    twins.assert_equal()
+
+
+def test_a_dropped_step_that_is_interrupted_is_dropped(
+    make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    twins = make_twins(model_factory=lambda: tiny_model("llama", num_layers=4).train(), **SETTINGS)
+    twins.train(1)
+    thread = twins.engine._pipeline._thread
+    twins.model(**tiny_batch(seed=5)).loss.backward()
+
+    def interrupted(command: Callable[[], Any]) -> Any:
+        raise KeyboardInterrupt
+
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(thread, "call", interrupted)
-        twins.optimizer.step()
-    twins.train(2, first_seed=7, max_norm=0.5)
+        twins.optimizer.zero_grad()
+    twins.train(2, first_seed=7)
     twins.assert_equal()
