@@ -240,7 +240,8 @@ class Prefetcher:
         """Have the block's new weights come into the slot that holds the old ones, if it is needed so soon that no
         other block should have the slot before. On the thread that updates."""
         with self._ring.lock:
-            slot = self._ring.renew(block) if self._is_among_first(block) else None
+            is_wanted = self._ring.is_here(block) and self._is_among_first(block)
+            slot = self._ring.renew(block) if is_wanted else None
         return None if slot is None else Renewal(slot.weights[: block.numel], partial(self._end_renewal, block, slot))
 
     def _is_among_first(self, block: Block) -> bool:
