@@ -25,7 +25,8 @@ from hf_lohan.storage import (
     Store,
     StorePath,
 )
-from hf_lohan.streaming.prefetcher import ParameterLoader, Prefetcher
+from hf_lohan.streaming.parameter_loader import ParameterLoader
+from hf_lohan.streaming.prefetcher import Prefetcher
 from hf_lohan.streaming.slot_ring import SlotRing
 from hf_lohan.updates import Delivery
 
