@@ -1,9 +1,9 @@
 """Weights on and off the device, a block at a time.
 
-Follow one block: the `prefetcher` has the `parameter_loader` bring it ahead of use into a slot of the `slot_ring`, where
-its parameters become views; `blocks_in_use` keeps it there while a forward or a backward needs it; `saved_weights` puts handles in place of
-what autograd would hold on to, so that the slot is free for the next block. Knows no hooks and no gradients: whoever
-runs the model says what is needed, and `updates` says what has become new.
+Follow one block: the `prefetcher` has the `parameter_loader` bring it ahead of use into a slot of the `slot_ring`,
+where its parameters become views; `blocks_in_use` keeps it there while a forward or a backward needs it;
+`saved_weights` puts handles in place of what autograd would hold on to, so that the slot is free for the next block.
+Knows no hooks and no gradients: whoever runs the model says what is needed, and `updates` says what has become new.
 """
 
 from hf_lohan.streaming.blocks_in_use import BlocksInUse

@@ -16,11 +16,10 @@ from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.held_gradients import HeldGradients
 from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.renewal import Renewal
+from hf_lohan.updates.renewal import Renewal, Renewals
 from hf_lohan.updates.speculation import Speculation
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
-from hf_lohan.updates.weight_loan import WeightLoan
 
 Outcome = Literal["in_backward", "deferred", "accepted", "redone"]
 """How a step was applied: its updates ran in backward; waited for the norm; ran in backward on the guess that the norm
@@ -61,8 +60,7 @@ class GradientPipeline:
         drafts: Drafts | None = None,
         renew: Callable[[Block], Renewal | None] = lambda _block: None,
     ) -> None:
-        """`renew` lets a slot keep its block while the block is updated, if one holds it and it is needed there soon.
-        Called on this pipeline's thread."""
+        """`renew`: see `Renewals`; called on this pipeline's thread."""
         self.holds_gradients = hold_gradients
         self.speculates = False
         """Whether the steps from the next one on are to speculate, if they can."""
@@ -73,15 +71,13 @@ class GradientPipeline:
         self._can_speculate = (
             hold_gradients and schedule != "serial" and drafts is not None and drafts.num_homes > 1
         )
-        self._device = device
         self._schedule = schedule
-        self._renew = renew
-        self._renewals: dict[Block, Renewal] = {}
         self._group_of = group_of
         self._arrival_pool = arrival_pool
         self._speculation = Speculation(group_of, drafts)
         self._held = HeldGradients(home, norms, block_order)
         self._applying = BlocksInUpdate(device)
+        self._renewals = Renewals(device, self._applying, renew)
         self._announced: set[Chunk] = set()
         self._guesses: set[Block] = set()
         self._guesses_lock = threading.Lock()
@@ -286,27 +282,20 @@ class GradientPipeline:
         else a slot holds is out of date."""
         waiting = self._held.chunks
         self._applying.add(waiting)
-        for block in {chunk.block for chunk in waiting} - {chunk.block for chunk in self._updates.chunks}:
-            renewal = self._renew(block)
-            if renewal is not None:
-                self._renewals[block] = renewal
-                self._applying.renew(block, renewal.weights).when_ended(renewal.ended)
-        return set(self._renewals)
+        return self._renewals.begin(
+            {chunk.block for chunk in waiting} - {chunk.block for chunk in self._updates.chunks}
+        )
 
     def _apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
         """In forward order: the first blocks are needed first by the next forward."""
         for gradient in self._held.take_all():
             if not self.holds_gradients and self._speculation.can_undo is False:
                 gradient.refuse_not_finite()
-            loan = self._loan_of(gradient.chunk.block)
+            loan = self._renewals.loan_of(gradient.chunk.block)
             self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, loan=loan, may_borrow=True)
-        self._renewals.clear()
+        self._renewals.end_step()
         self.last_update_s = self._updates.end_step()
         self._speculation.end_step()
-
-    def _loan_of(self, block: Block) -> WeightLoan | None:
-        renewal = self._renewals.get(block)
-        return None if renewal is None else WeightLoan(self._device, renewal.weights, lambda: None)
 
     def _drop_held(self) -> None:
         """And note which blocks had been updated, and whether any remains so."""
@@ -314,7 +303,7 @@ class GradientPipeline:
         if updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
-        self._renewals.clear()
+        self._renewals.end_step()
         self._touched_by_dropped |= updated
         self._dropped_remains |= bool(self._updates.chunks)
         self._updates.end_step()
