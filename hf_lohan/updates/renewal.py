@@ -29,7 +29,7 @@ class Renewals:
     slot and saying what comes into it."""
 
     def __init__(self, device: Device, updates: BlocksInUpdate, renew: Callable[[Block], Renewal | None]) -> None:
-        """`renew` lets the slot of a block keep it while it is updated, if there is one and the block is needed soon."""
+        """`renew` lets the slot of a block keep it while it is updated, if there is one and it is needed soon."""
         self._device = device
         self._updates = updates
         self._renew = renew
