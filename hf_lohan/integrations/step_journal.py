@@ -51,6 +51,7 @@ class StepJournal(TrainerCallback):
         self._num_logged = 0
         self._begins_log = True
         self._resumed: Mapping[str, Any] | None = None
+        self._loaded: Path | None = None
         engine.commits.each_step = False
 
     def resume(self, commit: Commit) -> None:
@@ -60,13 +61,21 @@ class StepJournal(TrainerCallback):
         self._last_checkpoint = commit.facts["last_checkpoint"]
         self._begins_log = False
 
+    def resume_from_checkpoint(self, folder: str) -> None:
+        """This run goes on from the checkpoint in `folder`: its step is committed as one of this run."""
+        self._last_checkpoint = os.path.abspath(folder)
+        if os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):  # else Trainer takes its weights and step 0
+            self._loaded = Path(folder)
+
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen_step = state.global_step
-        if self._resumed is None:
-            # What was loaded, over what an earlier run left: from here on its steps are gone.
-            self._engine.commits.commit(Journal(self._facts(resumable=False), begins_log=True), even_in_place=True)
+        if self._resumed is not None:
+            self._restore_sums(self._resumed)
             return
-        self._restore_sums(self._resumed)
+        # What was loaded, over what an earlier run left: from here on its steps are gone.
+        begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
+        self._engine.commits.commit(begun, even_in_place=True)
+        self._loaded = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
@@ -101,6 +110,9 @@ class StepJournal(TrainerCallback):
         with tempfile.TemporaryDirectory() as folder:
             self._write_files(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
+            if self._loaded is not None:  # Trainer takes up its random numbers when training has begun
+                for path in self._loaded.glob("rng_state*.pth"):
+                    shutil.copy(path, folder)
             files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
         history = state.log_history
         begins_log = self._begins_log or len(history) < self._num_logged

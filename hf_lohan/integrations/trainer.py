@@ -176,16 +176,18 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         ssd = self._offload_config.ssd
         return [str(Path(self.args.output_dir) / STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
 
-    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
+    ) -> Any:
         engine = self._ensure_engine()
         if engine is not None:
-            self._keep_journal(engine)
-        prepared = super()._prepare_for_training(*args, **kwargs)
+            self._keep_journal(engine, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
         if engine is not None:
             check_optimizer(self.optimizer)  # a subclass may have made it without asking us
         return prepared
 
-    def _keep_journal(self, engine: OffloadEngine) -> None:
+    def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
         if engine.commits.before_first is not None:
@@ -193,6 +195,8 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         if self._resumes is not None:
             self._journal.resume(self._resumes)
+        elif resume_from_checkpoint is not None:
+            self._journal.resume_from_checkpoint(resume_from_checkpoint)
         self.add_callback(self._journal)
 
     def _write_journal_files(self, folder: str) -> None:

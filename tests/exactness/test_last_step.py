@@ -177,6 +177,32 @@ def test_true_takes_what_is_newer(tmp_path: Path, uninterrupted: Any) -> None:
     elsewhere.offload_engine.close()
 
 
+class EndsAtSave(TrainerCallback):
+    """Ends the run between a checkpoint and the commit of its step."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+
+def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupted: Any) -> None:
+    """A run that died when its checkpoint was newer than its last step, and once more before it took another."""
+    settings = {"save_strategy": "steps", "save_steps": 3}  # as often as it logs: a checkpoint forgets sums between
+    trainer = a_trainer(tmp_path / "run", EndsAtSave(), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.offload_engine.close()
+    assert hf_lohan.last_step(tmp_path / "run") == 2
+    again = a_trainer(tmp_path / "run", Breaks(3), **settings)
+    with pytest.raises(KeyboardInterrupt):
+        again.train(resume_from_checkpoint=True)
+    again.offload_engine.close()
+    assert again._resumes is None
+    assert hf_lohan.last_step(tmp_path / "run") == 3
+    last = a_trainer(tmp_path / "run", **settings)
+    last.train(resume_from_checkpoint="last_step")
+    assert_same(outcome(last), uninterrupted)
+
+
 def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     """Evaluation and logging at the end of an epoch come after the step, and are neither lost nor repeated."""
     settings = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "logging_strategy": "epoch"}
