@@ -14,11 +14,12 @@ from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empt
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 from hf_lohan.device.kernel_names import Operation, anchor_name
 from hf_lohan.device.threads import KernelThreads, set_compute_threads, usable_cpus
-from hf_lohan.device.work_thread import WorkThread
+from hf_lohan.device.work_thread import Command, WorkThread
 
 __all__ = [
     "Buffer",
     "BufferPool",
+    "Command",
     "CpuDevice",
     "Device",
     "Event",

@@ -15,11 +15,12 @@ from hf_lohan.blocks import OffloadLayout, ParamSlice
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.micro_batches import MicroBatchRun
-from hf_lohan.optim import AdamWGroup, OffloadAdamW
+from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
+from hf_lohan.runtime.bound_optimizer import BoundOptimizer
 from hf_lohan.runtime.gradient_path import lay_gradient_path
 from hf_lohan.runtime.model_hooks import ModelHooks
-from hf_lohan.runtime.parameter_access import ParameterAccess, Zeros
+from hf_lohan.runtime.parameter_access import ParameterAccess
 from hf_lohan.runtime.step_clock import StepClock
 from hf_lohan.runtime.step_commits import StepCommits
 from hf_lohan.runtime.step_in_progress import StepInProgress
@@ -28,7 +29,7 @@ from hf_lohan.runtime.tiers import Tiers
 from hf_lohan.storage import Commit
 from hf_lohan.streaming import ParameterLoader, Prefetcher, SlotRing
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import ArrivedChunk, ClipHistory, ParamGroups, SkippedSteps, StepResult
+from hf_lohan.updates import ArrivedChunk, ClipHistory, SkippedSteps, StepResult
 
 
 class OffloadEngine:
@@ -46,8 +47,11 @@ class OffloadEngine:
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
         self.is_final_backward: Callable[[], bool] = lambda: True
-        self.optimizer: OffloadAdamW | None = None
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        self._block_of = {part: block for block in layout.blocks for part in block.slices}
+        self._optimizer = BoundOptimizer(
+            list(self._block_of), layout.master.moment_kinds, settled=lambda: self.parameters
+        )
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
         path = lay_gradient_path(
@@ -55,14 +59,13 @@ class OffloadEngine:
             layout,
             tiers,
             config,
-            group_of=self._group_of,
+            group_of=self._optimizer.group_of,
             submit=self._submit,
             renew=lambda block: self._prefetcher.renew(block),
         )
         self._pipeline, self.transaction = path.pipeline, path.transaction
         loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
-        self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_log = StepLog(tiers.store, self._block_of)
         self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)
         self.clip_history = ClipHistory(config.clip)
@@ -79,7 +82,6 @@ class OffloadEngine:
         self.activation_memory = ActivationMemory(
             self.activations, config.activations, tiers, layout.activation_bytes
         )
-        self._groups: ParamGroups | None = None
         self._step = StepInProgress(self.transaction, self._pipeline, self._ring, layout.blocks)
         self.after_step: Callable[[], None] = lambda: None
         """Called when the first forward after a step begins: what then goes wrong, or is interrupted, harms no step."""
@@ -158,29 +160,15 @@ class OffloadEngine:
 
     # Steps.
 
+    @property
+    def optimizer(self) -> OffloadAdamW | None:
+        """Whose hyperparameters the updates have."""
+        return self._optimizer.optimizer
+
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
-        """Take hyperparameters from `optimizer`. Raises ValueError if its groups do not fit the store."""
-        groups = ParamGroups(optimizer, self._block_of)
-        if self.optimizer is not None:
-            self._reset_optimizer_states()
-        self.optimizer, self._groups = optimizer, groups
-
-    def _reset_optimizer_states(self) -> None:
-        """Another optimizer takes over: like any new one it starts with zero moments."""
-        self.settle()  # updates that still run count their step, too
-        for part in self._block_of:
-            if part.num_updates:
-                part.num_updates = 0
-                for kind in self.layout.master.moment_kinds:
-                    self.parameters.write_state(part.name, kind, Zeros())
-
-    def _group_of(self, part: ParamSlice) -> AdamWGroup:
-        return self._bound_groups().group_of(part)
-
-    def _bound_groups(self) -> ParamGroups:
-        if self._groups is None:
-            raise RuntimeError("the model has no optimizer yet; make an OffloadAdamW over its parameters")
-        return self._groups
+        """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
+        fit the store."""
+        self._optimizer.bind(optimizer)
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
@@ -190,7 +178,7 @@ class OffloadEngine:
         """
         self._micro_batches.refuse_within("step()")
         self._recover()
-        group_of = self._bound_groups().as_they_are_now()
+        group_of = self._optimizer.groups_as_they_are_now()
         self.commits.commit_what_was_loaded()
         self._step.begin_finish()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):

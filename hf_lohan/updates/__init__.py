@@ -6,8 +6,8 @@ on the SSD: `gradient_home`). `update_pipeline` orders reads, AdamW and writes, 
 does a chunk's, in the parts of `split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it
 over, if it must out of the buffers that are held `until_written`; `weight_loan` lends the weights that backward uses,
 and a `renewal` turns those of a slot into new ones.
-`clipping` chooses whether to guess the norm, `speculation` knows what a step guesses, and `step_transaction` makes the
-step count or undoes it. Knows no model and no slots.
+`clipping` chooses whether to guess the norm, `speculation` knows what a step guesses, `guessed_blocks` of which
+blocks, and `step_transaction` makes the step count or undoes it. Knows no model and no slots.
 """
 
 from hf_lohan.updates.blocks_in_update import Delivery

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from typing import Literal, NamedTuple
 
@@ -14,6 +13,7 @@ from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
+from hf_lohan.updates.guessed_blocks import GuessedBlocks
 from hf_lohan.updates.held_gradients import HeldGradients
 from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.renewal import Renewal, Renewals
@@ -79,11 +79,10 @@ class GradientPipeline:
         self._applying = BlocksInUpdate(device)
         self._renewals = Renewals(device, self._applying, renew)
         self._announced: set[Chunk] = set()
-        self._guesses: set[Block] = set()
-        self._guesses_lock = threading.Lock()
         self._touched_by_dropped: set[Block] = set()
         self._dropped_remains = False
         self._thread = WorkThread("lohan-gradients", idle=self._work_off, failed=self._on_failure)
+        self._guesses = GuessedBlocks(self._thread)
         self._updates = UpdatePipeline(
             updater,
             home,
@@ -101,9 +100,9 @@ class GradientPipeline:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
         self._announced.add(arrived.chunk)
         speculate = is_final and self.speculates and self._can_speculate
-        with self._guesses_lock:  # whoever sees the guess comes behind it
-            if speculate:
-                self._guesses.add(arrived.chunk.block)
+        if speculate:
+            self._guesses.order(arrived.chunk.block, lambda: self._accept(arrived, is_final, speculate))
+        else:
             self._thread.put(lambda: self._accept(arrived, is_final, speculate))
 
     def measure(self) -> None:
@@ -118,7 +117,7 @@ class GradientPipeline:
         of this step also then. Call `measure` before.
         """
         outcome, renewed = self._thread.call(lambda: self._decide(clip_coefficient, group_of))
-        self._forget_guesses()
+        self._guesses.forget()
         self._thread.put(lambda: self._apply_held(clip_coefficient, group_of))
         # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
         chunks, self._announced = self._announced, set()
@@ -168,16 +167,7 @@ class GradientPipeline:
     def stop_speculating(self) -> set[Block]:
         """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
         blocks whose records go back."""
-        with self._guesses_lock:
-            blocks = set(self._guesses)
-            if not blocks:
-                return blocks
-            self.speculates = False
-            self._thread.put(self._stop_speculating)
-        self._thread.barrier()
-        with self._guesses_lock:  # not before: whoever else reads these blocks has to wait as well
-            self._guesses -= blocks
-        return blocks
+        return self._guesses.undo(self._stop_speculating)
 
     def drop(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
@@ -185,7 +175,7 @@ class GradientPipeline:
         if not self._announced:
             return set(), False  # and do not wait for the last step's updates
         self._thread.call(self._drop_held)
-        self._forget_guesses()
+        self._guesses.forget()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
         touched, remains = self._touched_by_dropped, self._dropped_remains
         self._announced, self._touched_by_dropped, self._dropped_remains = set(), set(), False
@@ -193,10 +183,6 @@ class GradientPipeline:
 
     def close(self) -> None:
         self._thread.close()
-
-    def _forget_guesses(self) -> None:
-        with self._guesses_lock:
-            self._guesses = set()
 
     # The pipeline thread's side.
 
@@ -247,6 +233,7 @@ class GradientPipeline:
             self._updates.refuse_second(arrived)
 
     def _stop_speculating(self) -> None:
+        self.speculates = False
         if self._speculation.is_on:
             self._undo()
             self._speculation.stop()
