@@ -7,7 +7,7 @@ import contextvars
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -103,6 +103,15 @@ def test_the_first_error_ends_all_and_is_raised() -> None:
     assert max(layer for layer, _ in seen) == 1
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in the background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_ends_all() -> None:
     def wait(lockstep: Lockstep) -> None:
         os.kill(os.getpid(), signal.SIGINT)
