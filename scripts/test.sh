@@ -17,11 +17,12 @@ if ! python -c "import torch" 2>/dev/null; then
 fi
 
 # Kept once the install succeeded, so that a second run neither waits for pip nor needs the network.
-installed=.venv/installed-for-tests.toml
-if ! cmp --silent pyproject.toml "$installed"; then
+installed=.venv/installed-for-tests
+what_is_installed=(pyproject.toml hf_lohan/storage/_granule_hashes.c)
+if ! cat "${what_is_installed[@]}" | cmp --silent - "$installed"; then
     echo "installing hf-lohan[test]"
     pip install --quiet --disable-pip-version-check -e ".[test]"
-    cp pyproject.toml "$installed"
+    cat "${what_is_installed[@]}" > "$installed"
 fi
 
 echo "ruff";   ruff check .

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from hf_lohan.storage.xxh3 import digest_function
+from hf_lohan.storage.xxh3 import granule_hashing
 
 GRANULE_NUMEL = 16 * 1024
 """Small enough that small parameters waste little when they are rewritten, large enough that 8 bytes of checksum and
@@ -25,13 +25,7 @@ def granules_of(numel: int, granule_numel: int = GRANULE_NUMEL) -> int:
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
     """xxh3 (64 bits) of each granule of ``source``, contiguous and in RAM, the last of which may be short."""
-    digest, start = digest_function(), source.data_ptr()
-    stop = start + source.nbytes
-    whole = stop - source.nbytes % granule_bytes
-    values = [digest(address, granule_bytes) for address in range(start, whole, granule_bytes)]
-    if whole < stop:
-        values.append(digest(whole, stop - whole))
-    return np.array(values, np.uint64)
+    return granule_hashing()(source.data_ptr(), source.nbytes, granule_bytes)
 
 
 def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import importlib
+import logging
 import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 import torch
 import xxhash
 
 from hf_lohan.storage.granules import GRANULE_NUMEL
-from hf_lohan.storage.xxh3 import digest_function, in_python
+from hf_lohan.storage.xxh3 import digest_function, granule_hashing, in_python, one_by_one
 
 
 @pytest.mark.parametrize("digest", [digest_function(), in_python])
@@ -19,6 +23,35 @@ def test_it_is_xxh3_for_each_of_its_ways_to_treat_a_size(digest: object, num_byt
     content = os.urandom(num_bytes)
     memory = torch.tensor(list(content), dtype=torch.uint8)
     assert callable(digest) and digest(memory.data_ptr(), num_bytes) == xxhash.xxh3_64_intdigest(content)
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1, 4095, 4096, 4097, 3 * 4096, 5 * 4096 + 17])
+def test_each_granule_is_hashed_the_last_may_be_short(num_bytes: int) -> None:
+    content = os.urandom(num_bytes)
+    memory = torch.tensor(list(content), dtype=torch.uint8)
+    expected = [xxhash.xxh3_64_intdigest(content[start : start + 4096]) for start in range(0, num_bytes, 4096)]
+    for hash_granules in (granule_hashing(), partial(one_by_one, digest_function()), partial(one_by_one, in_python)):
+        assert hash_granules(memory.data_ptr(), num_bytes, 4096).tolist() == expected
+
+
+def test_it_is_compiled_where_there_is_a_compiler() -> None:
+    """Else checksums cost more than they should, and nobody would notice."""
+    if shutil.which("cc") is None:
+        pytest.skip("there is no C compiler")
+    compiled = importlib.import_module("hf_lohan.storage._granule_hashes")
+    with pytest.raises(ValueError, match="granule_bytes is 0"):
+        compiled.hash_granules(0, 0, 0, 0, 0)
+
+
+def test_without_the_compiled_part_each_is_hashed_by_itself(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, "hf_lohan.storage._granule_hashes", None)
+    content = torch.arange(3000, dtype=torch.float32)
+    with caplog.at_level(logging.INFO, "hf_lohan"):
+        without = granule_hashing.__wrapped__()(content.data_ptr(), content.nbytes, 4096)
+    assert "without a C compiler" in caplog.text
+    assert without.tolist() == granule_hashing()(content.data_ptr(), content.nbytes, 4096).tolist()
 
 
 @pytest.fixture
@@ -31,13 +64,13 @@ def no_forced_switches() -> Iterator[None]:
 
 
 def test_others_run_while_a_granule_is_hashed(no_forced_switches: None) -> None:
-    digest, granule = digest_function(), torch.zeros(GRANULE_NUMEL)
+    hash_granules, granule = granule_hashing(), torch.zeros(GRANULE_NUMEL)
     num_left, stops = 100_000, threading.Event()
 
     def hash_on() -> None:
         nonlocal num_left
         while num_left and not stops.is_set():
-            digest(granule.data_ptr(), granule.nbytes)
+            hash_granules(granule.data_ptr(), granule.nbytes, granule.nbytes)
             num_left -= 1
 
     thread = threading.Thread(target=hash_on)
