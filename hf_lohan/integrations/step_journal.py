@@ -35,7 +35,8 @@ class StepJournal(TrainerCallback):
     """Commits every step of one `train()` with its journal.
 
     Captured when the step has been logged, evaluated and saved as asked for; at the end of an epoch, when that has
-    been. Going on from it then repeats nothing and leaves nothing out.
+    been. Going on from it then repeats nothing and leaves nothing out. The step of a checkpoint that a run goes on
+    from is committed once more when training begins.
     """
 
     def __init__(
@@ -64,8 +65,7 @@ class StepJournal(TrainerCallback):
     def resume_from_checkpoint(self, folder: str) -> None:
         """This run goes on from the checkpoint in `folder`: its step is committed as one of this run."""
         self._last_checkpoint = os.path.abspath(folder)
-        if os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):  # else Trainer takes its weights and step 0
-            self._loaded = Path(folder)
+        self._loaded = Path(folder)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen_step = state.global_step

@@ -55,6 +55,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._run_summary: RunSummary | None = None
         self._step_record: StepRecord | None = None
         self._journal: StepJournal | None = None
+        self._weights_are_of: str | None = None
         self._termination = Termination()
         self._resumes: Commit | None = None
         already = isinstance(model, nn.Module) and engine_of(model) is not None
@@ -275,6 +276,9 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             assert checkpoint is not None
             load_buffers(self.model, checkpoint)
         elif engine is not None and checkpoint is not None:
+            if self._weights_are_of != checkpoint:  # steps were taken, with a batch size that failed
+                reload_weights(engine, self.model, checkpoint)
+            self._weights_are_of = None
             load_optimizer_states(engine, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
@@ -284,6 +288,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         elif self._resumes is None:  # else the weights come with the commit
             reload_weights(engine, self.model, resume_from_checkpoint)
+            self._weights_are_of = resume_from_checkpoint
 
     def _load_best_model(self) -> None:
         engine = self.offload_engine

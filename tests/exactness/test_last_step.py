@@ -203,6 +203,39 @@ def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupte
     assert_same(outcome(last), uninterrupted)
 
 
+class RunsOutOfMemory(TrainerCallback):
+    """Once, some steps after a run has been resumed. Sees what each attempt begins with."""
+
+    def __init__(self) -> None:
+        self.trainer: Any = None
+        self.has_failed = False
+        self.began_with: list[torch.Tensor] = []
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        name, _ = next(self.trainer.model.named_parameters())
+        self.began_with.append(self.trainer.offload_engine.parameters.read_parameter(name).clone())
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 5 and not self.has_failed:
+            self.has_failed = True
+            raise RuntimeError("CUDA out of memory.")
+
+
+def test_another_batch_size_begins_with_the_checkpoint_again(tmp_path: Path) -> None:
+    """What is committed as the checkpoint's step is just that, not what an attempt that failed made of it."""
+    settings = {"save_strategy": "steps", "save_steps": 3}
+    first = a_trainer(tmp_path / "run", max_steps=3, **settings)
+    first.train()
+    first.offload_engine.close()
+    runs_out = RunsOutOfMemory()
+    again = a_trainer(tmp_path / "run", runs_out, auto_find_batch_size=True, **settings)
+    runs_out.trainer = again
+    again.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-3"))
+    again.offload_engine.close()
+    assert runs_out.has_failed and len(runs_out.began_with) == 2
+    assert torch.equal(*runs_out.began_with)
+
+
 def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     """Evaluation and logging at the end of an epoch come after the step, and are neither lost nor repeated."""
     settings = {"max_steps": -1, "num_train_epochs": 3, "eval_strategy": "epoch", "logging_strategy": "epoch"}
