@@ -62,8 +62,6 @@ class GradientPipeline:
     ) -> None:
         """`renew`: see `Renewals`; called on this pipeline's thread."""
         self.holds_gradients = hold_gradients
-        self.speculates = False
-        """Whether the steps from the next one on are to speculate, if they can."""
         self.last_update_s = 0.0
         """How long the last step's updates took."""
         self.undone_s = 0.0
@@ -99,7 +97,7 @@ class GradientPipeline:
     def submit(self, arrived: ArrivedChunk, *, is_final: bool) -> None:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it."""
         self._announced.add(arrived.chunk)
-        speculate = is_final and self.speculates and self._can_speculate
+        speculate = is_final and self._guesses.are_wanted and self._can_speculate
         if speculate:
             self._guesses.order(arrived.chunk.block, lambda: self._accept(arrived, is_final, speculate))
         else:
@@ -148,6 +146,15 @@ class GradientPipeline:
         if block in self._guesses:
             self.stop_speculating()
         return self._applying.order(block, weights)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the steps from the next one on are to speculate, if they can."""
+        return self._guesses.are_wanted
+
+    @speculates.setter
+    def speculates(self, is_wanted: bool) -> None:
+        self._guesses.are_wanted = is_wanted
 
     @property
     def failure(self) -> BaseException | None:
@@ -233,7 +240,6 @@ class GradientPipeline:
             self._updates.refuse_second(arrived)
 
     def _stop_speculating(self) -> None:
-        self.speculates = False
         if self._speculation.is_on:
             self._undo()
             self._speculation.stop()

@@ -13,6 +13,8 @@ class GuessedBlocks:
     behind the order: what he has the thread run then finds the guess made."""
 
     def __init__(self, thread: WorkThread) -> None:
+        self.are_wanted = False
+        """Whether the steps from the next one on are to guess, if they can."""
         self._thread = thread
         self._blocks: set[Block] = set()
         self._lock = Lock()
@@ -27,11 +29,13 @@ class GuessedBlocks:
             self._thread.put(command)
 
     def undo(self, command: Command) -> set[Block]:
-        """If there are any, have the thread run `command`, which undoes them all, and wait for it. Returns them."""
+        """If there are any, have the thread run `command`, which undoes them all, and wait for it. Returns them; no
+        more are wanted then."""
         with self._lock:
             blocks = set(self._blocks)
             if not blocks:
                 return blocks
+            self.are_wanted = False
             self._thread.put(command)
         self._thread.barrier()
         with self._lock:  # not before: whoever else reads these blocks has to wait as well
