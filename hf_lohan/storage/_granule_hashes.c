@@ -3,7 +3,6 @@
    One call of `xxh3` for each granule lets go of the lock, and asks for it again, tens of thousands of times a step,
    while the thread that computes wants it too. The hash itself is the function of the `xxhash` package. */
 
-#define Py_LIMITED_API 0x030A0000
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 #include <stdint.h>

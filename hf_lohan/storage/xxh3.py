@@ -42,8 +42,8 @@ def granule_hashing() -> HashGranules:
         return partial(one_by_one, digest)
     try:
         compiled = import_module(_COMPILED)
-    except ImportError:
-        logger.info("hf_lohan was installed without a C compiler: checksums cost a few per cent of a step more")
+    except ImportError as error:
+        logger.info("checksums cost a few per cent of a step more, for their C extension is missing: %s", error)
         return partial(one_by_one, digest)
     return partial(_all_at_once, compiled.hash_granules, ctypes.cast(digest, ctypes.c_void_p).value)  # type: ignore[arg-type]
 
