@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
@@ -10,6 +11,7 @@ from hf_lohan.storage import GRANULE_NUMEL, FileBackend, IoEngine, RecordFiles, 
 
 GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte
 NUM_BUFFERS = 3
+COMES_BACK_WITHIN_S = 10.0
 
 
 class SwapperBench:
@@ -56,8 +58,15 @@ class SwapperBench:
         return 0 if spill is None else spill.places.in_use
 
     def is_empty(self) -> bool:
-        """Whether every place and every buffer has come back, once nothing is under way."""
+        """Whether every place and every buffer comes back, once nothing is under way."""
         self.settle()
+        # An I/O thread gives them back after it has told who waits for the request.
+        gives_up_s = time.monotonic() + COMES_BACK_WITHIN_S
+        while not self._is_empty() and time.monotonic() < gives_up_s:
+            time.sleep(0.001)
+        return self._is_empty()
+
+    def _is_empty(self) -> bool:
         buffers_are_back = self.staging is None or self.staging.num_free == self.staging.num_buffers
         return buffers_are_back and self.ram_in_use == self.ssd_in_use == 0
 
