@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
+
+from come_back import comes_true
 
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
 from hf_lohan.device import BufferPool, CpuDevice, Device
@@ -11,7 +12,6 @@ from hf_lohan.storage import GRANULE_NUMEL, FileBackend, IoEngine, RecordFiles, 
 
 GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte
 NUM_BUFFERS = 3
-COMES_BACK_WITHIN_S = 10.0
 
 
 class SwapperBench:
@@ -60,11 +60,7 @@ class SwapperBench:
     def is_empty(self) -> bool:
         """Whether every place and every buffer comes back, once nothing is under way."""
         self.settle()
-        # An I/O thread gives them back after it has told who waits for the request.
-        gives_up_s = time.monotonic() + COMES_BACK_WITHIN_S
-        while not self._is_empty() and time.monotonic() < gives_up_s:
-            time.sleep(0.001)
-        return self._is_empty()
+        return comes_true(self._is_empty)
 
     def _is_empty(self) -> bool:
         buffers_are_back = self.staging is None or self.staging.num_free == self.staging.num_buffers
