@@ -55,7 +55,6 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._run_summary: RunSummary | None = None
         self._step_record: StepRecord | None = None
         self._journal: StepJournal | None = None
-        self._weights_are_of: str | None = None
         self._termination = Termination()
         self._resumes: Commit | None = None
         already = isinstance(model, nn.Module) and engine_of(model) is not None
@@ -276,19 +275,14 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             assert checkpoint is not None
             load_buffers(self.model, checkpoint)
         elif engine is not None and checkpoint is not None:
-            if self._weights_are_of != checkpoint:  # steps were taken, with a batch size that failed
-                reload_weights(engine, self.model, checkpoint)
-            self._weights_are_of = None
+            reload_weights(engine, self.model, checkpoint)
             load_optimizer_states(engine, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        engine = self._ensure_engine()
-        if engine is None:
+        """Weights come with the optimizer's states: when training begins, also anew with another batch size."""
+        if self._ensure_engine() is None:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-        elif self._resumes is None:  # else the weights come with the commit
-            reload_weights(engine, self.model, resume_from_checkpoint)
-            self._weights_are_of = resume_from_checkpoint
 
     def _load_best_model(self) -> None:
         engine = self.offload_engine
