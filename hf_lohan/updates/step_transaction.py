@@ -10,8 +10,9 @@ from torch import Tensor
 
 from hf_lohan.blocks import Block
 from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.updates.gradient_pipeline import GradientPipeline
 from hf_lohan.updates.param_groups import GroupOf
+from hf_lohan.updates.step_gradients import Outcome
 
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""

@@ -18,8 +18,9 @@ from hf_lohan.storage import GRANULE_NUMEL, Checksums, IoRequest, RecordRead
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.gradient_pipeline import GradientPipeline, Outcome
+from hf_lohan.updates.gradient_pipeline import GradientPipeline
 from hf_lohan.updates.state_update import StateUpdater
+from hf_lohan.updates.step_gradients import Outcome
 from hf_lohan.updates.update_pipeline import Schedule
 
 CHUNK_NUMEL = GRANULE_NUMEL

@@ -91,16 +91,17 @@ def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
     """Whenever the pipeline gets to it: a scheduler moves on as soon as the step returns."""
     bench = make_bench("optimized", hold_gradients=False)
     pipeline, groups = bench.pipeline, [GROUP]
-    monkeypatch.setattr(pipeline, "_group_of", lambda part: groups[0])
+    monkeypatch.setattr(pipeline._gradients, "_group_of", lambda part: groups[0])
     monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # it never has the time to finish the last chunk
     gate = threading.Event()
-    end_step = pipeline._updates.end_step
+    updates = pipeline._gradients._updates
+    end_step = updates.end_step
 
     def late_end_step() -> float:
         assert gate.wait(60)
         return end_step()
 
-    monkeypatch.setattr(pipeline._updates, "end_step", late_end_step)
+    monkeypatch.setattr(updates, "end_step", late_end_step)
     bench.submit_all()
     pipeline.measure()
     pipeline.finish_step(1.0, lambda part: groups[0])

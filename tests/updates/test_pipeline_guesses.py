@@ -190,7 +190,7 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
     bench.store.write_requests = "late_callbacks"
     bench.submit_all()
     bench.pipeline.measure()
-    bench.pipeline._thread.call(bench.pipeline._updates.settle)
+    bench.pipeline._thread.call(bench.pipeline._gradients._updates.settle)
     bench.store.may_read.clear()
     bench.store.write_requests = "at_once"
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
