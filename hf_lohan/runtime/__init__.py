@@ -3,8 +3,8 @@
 Follow one parameter, which has its place in a block (`blocks`): `drain` (or the streamed load) writes it to the
 store that `tiers` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming,
 have `streaming` bring it, and give its gradient to `updates` (`gradient_path`), which turns that into its next version
-with the hyperparameters of the `bound_optimizer`; `step_commits` makes that last, `step_in_progress` drops what does
-not come so far. `engine` wires it all up.
+with the hyperparameters of the `bound_optimizer`, on a guess where `clip_guesses` says so; `step_commits` makes that
+last, `step_in_progress` drops what does not come so far. `engine` wires it all up.
 """
 
 from hf_lohan.runtime.drain import drain_model

@@ -18,6 +18,7 @@ from hf_lohan.micro_batches import MicroBatchRun
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime.activation_memory import ActivationMemory
 from hf_lohan.runtime.bound_optimizer import BoundOptimizer
+from hf_lohan.runtime.clip_guesses import ClipGuesses
 from hf_lohan.runtime.gradient_path import lay_gradient_path
 from hf_lohan.runtime.model_hooks import ModelHooks
 from hf_lohan.runtime.parameter_access import ParameterAccess
@@ -74,7 +75,7 @@ class OffloadEngine:
         self.last_step: StepResult | None = None
         """What became of the last step."""
         self._clock = StepClock()
-        self._pipeline.speculates = self.clip_history.speculates_next()
+        self._clip_guesses = ClipGuesses(self.clip_history, self._clock, self._pipeline, self._ring)
         names = {module: name for name, module in model.named_modules()}
         self.activations = ActivationTiers(
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
@@ -97,7 +98,7 @@ class OffloadEngine:
             self._clock,
             self.activations,
             before_forward=self._before_forward,
-            before_backward=self._take_back_guesses,
+            before_backward=self._clip_guesses.take_back,
             backward_broke=self._step.drop_broken,
         )
         self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
@@ -114,17 +115,11 @@ class OffloadEngine:
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
-        self._take_back_guesses()
+        self._clip_guesses.take_back()
         if self._has_new_step and torch.is_grad_enabled():
             self._has_new_step = False
             self.activation_memory.end_step()
             self.after_step()
-
-    def _take_back_guesses(self) -> None:
-        """The step in progress needs its weights once more, as they were."""
-        if taken_back := self._pipeline.stop_speculating():
-            self.clip_history.never_speculate()
-            self._ring.forget(taken_back)
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         is_final = self.is_final_backward()
@@ -185,7 +180,7 @@ class OffloadEngine:
             result = self.transaction.commit(group_of)
         self._ring.forget(result.changed - result.renewed)
         self._prefetcher.foresee(is_training=True)
-        self._choose_clipping(result)
+        self._clip_guesses.end_step(result)
         self.last_step, self.step_was_skipped = result, result.not_finite is not None
         self._step.finished()
         self.commits.end_step()
@@ -199,14 +194,6 @@ class OffloadEngine:
         """If an exception ended the last forward, backward or step, start clean."""
         self._hooks.recover_if_broken()
         self._step.recover()
-
-    def _choose_clipping(self, result: StepResult) -> None:
-        clock, pipeline = self._clock, self._pipeline
-        self.clip_history.note_step(
-            result, forward_s=clock.forward_s, backward_s=clock.backward_s, update_s=pipeline.last_update_s
-        )
-        clock.end_step()
-        pipeline.speculates = self.clip_history.speculates_next()
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
