@@ -19,20 +19,15 @@ from hf_lohan.integrations.checkpoint_folder import WholeCheckpoints, remove_unf
 from hf_lohan.integrations.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.integrations.loading import from_pretrained, reload_weights
 from hf_lohan.integrations.micro_batches import MicroBatchesTogether, holds_gradients
-from hf_lohan.integrations.model_description import describe_model, load_buffers, save_buffers
-from hf_lohan.integrations.optimizer_checkpoint import (
-    load_master_residuals,
-    load_optimizer_states,
-    save_optimizer_states,
-)
-from hf_lohan.integrations.resumption import is_last_step_newest, resumable_commit
+from hf_lohan.integrations.model_description import describe_model, save_buffers
+from hf_lohan.integrations.optimizer_checkpoint import load_master_residuals, save_optimizer_states
+from hf_lohan.integrations.resume_point import ResumePoint
 from hf_lohan.integrations.run_summary import RunSummary
-from hf_lohan.integrations.step_journal import LAST_STEP, STORE_FOLDER, StepJournal, unpack
+from hf_lohan.integrations.step_journal import STORE_FOLDER, StepJournal
 from hf_lohan.integrations.step_record import StepRecord
 from hf_lohan.integrations.termination import Termination
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.runtime import OffloadEngine
-from hf_lohan.storage import Commit, committed_log
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +51,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._step_record: StepRecord | None = None
         self._journal: StepJournal | None = None
         self._termination = Termination()
-        self._resumes: Commit | None = None
+        self._resume_point = ResumePoint()
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
             self._offload_config = OffloadConfig.load(offload)
@@ -139,11 +134,11 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         remove_unfinished(self.args.output_dir)
-        resume_from_checkpoint = self._choose_resume(resume_from_checkpoint)
+        self._resume_point = ResumePoint.choose(resume_from_checkpoint, self._settled_store, self.args.output_dir)
         self._termination = Termination()
         with self._termination:
             try:
-                output = super().train(resume_from_checkpoint, *args, **kwargs)
+                output = super().train(self._resume_point.folder, *args, **kwargs)
             finally:
                 if self._step_record is not None:
                     self._step_record.end()
@@ -154,23 +149,11 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             self._termination.exit()
         return output
 
-    def _choose_resume(self, asked: str | bool | None) -> str | bool | None:
-        """The folder to resume from, as upstream wants it."""
-        self._resumes = None
-        if asked is not True and asked != LAST_STEP:
-            return asked
+    def _settled_store(self) -> list[str]:
+        """Its ssd paths, when nothing is on its way to them."""
         engine = self.offload_engine
         if engine is not None:
-            engine.settle()  # its last commit may be on its way
-        paths = self._store_paths()
-        if asked is True and not is_last_step_newest(paths, self.args.output_dir):
-            return True
-        self._resumes = resumable_commit(paths, self.args.output_dir)
-        return unpack(self._resumes, committed_log(paths), self.args.output_dir)
-
-    def _store_paths(self) -> list[str]:
-        engine = self.offload_engine
-        if engine is not None:
+            engine.settle()  # its last commit too
             return [path.path for path in engine.tiers.store.paths]
         assert self._offload_config is not None
         ssd = self._offload_config.ssd
@@ -193,10 +176,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         if engine.commits.before_first is not None:
             engine.commits.before_first = functools.partial(describe_model, self.model, engine, self.processing_class)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
-        if self._resumes is not None:
-            self._journal.resume(self._resumes)
-        elif resume_from_checkpoint is not None:
-            self._journal.resume_from_checkpoint(resume_from_checkpoint)
+        self._resume_point.tell(self._journal, resume_from_checkpoint)
         self.add_callback(self._journal)
 
     def _write_journal_files(self, folder: str) -> None:
@@ -206,7 +186,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         save_buffers(self.model, folder)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._resumes is not None and self.state.global_step >= self.state.max_steps:
+        if self._resume_point.commit is not None and self.state.global_step >= self.state.max_steps:
             # The run had ended when it was killed; upstream would take one step more.
             self.control.should_training_stop = True
             return None
@@ -265,18 +245,8 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine
-        if engine is not None and self._resumes is not None:
-            found = engine.go_back_to_commit()
-            if found.number != self._resumes.number:
-                raise RuntimeError(
-                    f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
-                    "was tried that failed later); resume once more, with a batch size that fits"
-                )
-            assert checkpoint is not None
-            load_buffers(self.model, checkpoint)
-        elif engine is not None and checkpoint is not None:
-            reload_weights(engine, self.model, checkpoint)
-            load_optimizer_states(engine, checkpoint)
+        if engine is not None:
+            self._resume_point.load(engine, self.model, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

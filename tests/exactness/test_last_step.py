@@ -167,12 +167,13 @@ def test_true_takes_what_is_newer(tmp_path: Path, uninterrupted: Any) -> None:
     trainer.offload_engine.close()
     resumed = a_trainer(tmp_path / "run", **settings)
     resumed.train(resume_from_checkpoint=True)
-    assert resumed._resumes is not None and resumed._resumes.facts["global_step"] == 5
+    assert resumed._resume_point.commit is not None
+    assert resumed._resume_point.commit.facts["global_step"] == 5
     assert_same(outcome(resumed), uninterrupted)
     elsewhere = a_trainer(tmp_path / "run", **settings, offload={"ssd": str(tmp_path / "other_drive")})
     elsewhere.args.max_steps = 9
     elsewhere.train(resume_from_checkpoint=True)  # its store knows nothing: the last checkpoint is what there is
-    assert elsewhere._resumes is None
+    assert elsewhere._resume_point.commit is None
     assert elsewhere.state.global_step == 9
     elsewhere.offload_engine.close()
 
@@ -196,7 +197,7 @@ def test_what_a_checkpoint_brought_is_the_last_step(tmp_path: Path, uninterrupte
     with pytest.raises(KeyboardInterrupt):
         again.train(resume_from_checkpoint=True)
     again.offload_engine.close()
-    assert again._resumes is None
+    assert again._resume_point.commit is None
     assert hf_lohan.last_step(tmp_path / "run") == 3
     last = a_trainer(tmp_path / "run", **settings)
     last.train(resume_from_checkpoint="last_step")
