@@ -4,9 +4,9 @@ Follow one gradient: `gradient_norms` measures it, `gradient_arrival` takes it t
 `gradient_pipeline` takes over its chunk. What it does with it stands in `step_gradients`: it applies it in backward, or
 keeps it until the norm is known (`held_gradients`; those that spill, on the SSD: `gradient_home`).
 `update_pipeline` orders reads, AdamW and writes, chunk after chunk; `state_update` does a chunk's, in the parts of
-`split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it over, if it must out of the buffers
-that are held `until_written`; `weight_loan` lends the weights that backward uses, and a `renewal` turns those of a slot
-into new ones.
+`split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it over, if it must out of the
+buffers that are held `until_written`; `weight_loan` lends the weights that backward uses, and a `renewal` turns those
+of a slot into new ones.
 `clipping` chooses whether to guess the norm, `speculation` knows what a step guesses, `guessed_blocks` of which
 blocks, and `step_transaction` makes the step count or undoes it. Knows no model and no slots.
 """
