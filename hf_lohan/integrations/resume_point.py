@@ -1,4 +1,7 @@
-"""Where a run goes on from: nothing, a checkpoint, or the last committed step of its store."""
+"""What one `train()` goes on from, as it was chosen: nothing, a checkpoint, or the last committed step of the store.
+
+`resumption` knows what there is to choose from.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,8 @@ class ResumePoint:
     folder: str | bool | None = None
     """What upstream is to resume from; True: the last checkpoint, which it finds."""
     commit: Commit | None = None
-    """The step in the store whose journal is laid out in that folder; None: the folder is a checkpoint."""
+    """The step in the store whose journal is laid out in that folder; None: the folder, if there is one,
+    is a checkpoint."""
 
     @classmethod
     def choose(
@@ -49,12 +53,12 @@ class ResumePoint:
             journal.resume_from_checkpoint(checkpoint)
 
     def load(self, engine: OffloadEngine, model: nn.Module, checkpoint: str | None) -> None:
-        """Weights, buffers and the optimizer's states as they were. Raises RuntimeError if the store has gone on."""
-        if checkpoint is None:
-            return
+        """Weights, buffers and the optimizer's states as they were; nothing for a run that begins anew. Raises
+        RuntimeError if the store has gone on."""
         if self.commit is None:
-            reload_weights(engine, model, checkpoint)
-            load_optimizer_states(engine, checkpoint)
+            if checkpoint is not None:
+                reload_weights(engine, model, checkpoint)
+                load_optimizer_states(engine, checkpoint)
             return
         found = engine.go_back_to_commit()
         if found.number != self.commit.number:
@@ -62,4 +66,5 @@ class ResumePoint:
                 f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
                 "was tried that failed later); resume once more, with a batch size that fits"
             )
+        assert checkpoint is not None, "a journal was laid out there"
         load_buffers(model, checkpoint)

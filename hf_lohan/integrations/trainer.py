@@ -134,6 +134,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
         remove_unfinished(self.args.output_dir)
+        self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
         self._resume_point = ResumePoint.choose(resume_from_checkpoint, self._settled_store, self.args.output_dir)
         self._termination = Termination()
         with self._termination:

@@ -184,9 +184,11 @@ class GradientPipeline:
             return set(), False  # and do not wait for the last step's updates
         self._thread.call(self._gradients.drop)
         self._guesses.forget()
-        # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
-        self._announced = set()
-        return self._gradients.take_dropped()
+        dropped = self._gradients.dropped
+        # Only now, and all in one statement: if an interrupt ends this method before, it is called again, and finds
+        # nothing held any more.
+        self._announced, self._gradients.dropped = set(), (set(), False)
+        return dropped
 
     def close(self) -> None:
         self._thread.close()

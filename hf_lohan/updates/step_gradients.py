@@ -24,7 +24,8 @@ does not clip and that the hyperparameters stay, which was right; or wrong."""
 
 
 class StepGradients:
-    """What becomes of them, chunk by chunk. Used by one thread, the pipeline's."""
+    """What becomes of a step's gradients, chunk by chunk. Its methods run on one thread, the pipeline's; others read
+    what is public."""
 
     def __init__(
         self,
@@ -48,6 +49,9 @@ class StepGradients:
         """How long the last step's updates took."""
         self.undone_s = 0.0
         """How long all updates took that were undone."""
+        self.dropped: tuple[set[Block], bool] = (set(), False)
+        """The blocks that dropped steps had updated, and whether updates remain in them; for who waited for `drop`, and
+        forgets it then."""
         self._group_of = group_of
         self._are_held = are_held
         self._is_lazy = schedule == "optimized"
@@ -55,8 +59,6 @@ class StepGradients:
         self._held = HeldGradients(home, norms, block_order)
         self._applying = applying
         self._renewals = Renewals(device, applying, renew)
-        self._touched_by_dropped: set[Block] = set()
-        self._dropped_remains = False
         self._updates = UpdatePipeline(
             updater,
             home,
@@ -178,22 +180,15 @@ class StepGradients:
         self._speculation.end_step()
 
     def drop(self) -> None:
-        """Forget all of the step, and undo its updates if the store can; `take_dropped` tells what was done."""
+        """Forget all of the step, and undo its updates if the store can; `dropped` tells what was done."""
         updated = {chunk.block for chunk in self._updates.chunks}
         if updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
         self._renewals.end_step()
-        self._touched_by_dropped |= updated
-        self._dropped_remains |= bool(self._updates.chunks)
+        touched, remains = self.dropped
+        self.dropped = touched | updated, remains or bool(self._updates.chunks)
         self._updates.end_step()
         self.settle()
         self._applying.clear()
         self._speculation.end_step()
-
-    def take_dropped(self) -> tuple[set[Block], bool]:
-        """The blocks that dropped steps had updated, and whether updates remain in them; asked once. From any thread
-        that has waited for `drop`."""
-        told = self._touched_by_dropped, self._dropped_remains
-        self._touched_by_dropped, self._dropped_remains = set(), False
-        return told
