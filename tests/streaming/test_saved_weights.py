@@ -38,9 +38,11 @@ def saved_tensors(node: Node) -> list[Tensor]:
 
 def poison(engine: OffloadEngine) -> None:
     """Make whatever still looks at a slot see NaN; the engine itself knows that it must read again."""
-    engine._ring.forget(engine.layout.blocks)
-    for size_class in SizeClass:
-        for slot in engine._ring.slots[size_class]:
+    ring = engine._ring
+    with ring.lock:  # the prefetching thread may be about to load for the backward, and does when it has the lock
+        assert ring.changed.wait_for(lambda: not any(slot.is_loading for slot in ring._all()), timeout=60)
+        ring.forget(engine.layout.blocks)
+        for slot in ring._all():
             assert slot.num_pins == 0
             slot.weights.fill_(float("nan"))
 
