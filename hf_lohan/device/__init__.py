@@ -13,6 +13,7 @@ from hf_lohan.device.factory import default_torch_device, device_for
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 from hf_lohan.device.kernel_names import Operation, anchor_name
+from hf_lohan.device.task_threads import TaskThreads
 from hf_lohan.device.threads import KernelThreads, set_compute_threads, usable_cpus
 from hf_lohan.device.work_thread import Command, WorkThread
 
@@ -30,6 +31,7 @@ __all__ = [
     "Operation",
     "PoolAborted",
     "Stamp",
+    "TaskThreads",
     "WorkThread",
     "anchor_name",
     "available_host_memory_bytes",

@@ -8,11 +8,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from functools import partial
+from queue import SimpleQueue
 from threading import Barrier
 from typing import TypeVar
 
 import torch
+
+from hf_lohan.device.task_threads import TaskThreads
 
 logger = logging.getLogger(__name__)
 
@@ -46,21 +49,36 @@ class KernelThreads:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._threads = ThreadPoolExecutor(num_threads, "lohan-kernels", initializer=_run_kernels_alone)
         of_others = torch.get_num_threads()
-        all_started = Barrier(num_threads)
-        for started in [self._threads.submit(all_started.wait) for _ in range(num_threads)]:
-            started.result()
+        all_began = Barrier(num_threads + 1)
+
+        def begin() -> None:
+            torch.get_num_threads()  # before its first use a thread forgets what it was told
+            torch.set_num_threads(1)
+            all_began.wait()
+
+        self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
+        all_began.wait()
         # What a thread sets for itself also holds for threads that come after it: take that back.
         torch.set_num_threads(of_others)
 
     def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
         """What `work` makes of each part; where it fails, the first error, once all are done."""
-        calls = [self._threads.submit(work, part) for part in parts]
-        wait(calls)
-        return [call.result() for call in calls]
+        results: dict[int, _Result] = {}
+        errors: dict[int, BaseException] = {}
+        done: SimpleQueue[None] = SimpleQueue()
 
+        def run(index: int, part: _Part) -> None:
+            try:
+                results[index] = work(part)
+            except BaseException as error:
+                errors[index] = error
+            done.put(None)
 
-def _run_kernels_alone() -> None:
-    torch.get_num_threads()  # before its first use a thread forgets what it was told
-    torch.set_num_threads(1)
+        for index, part in enumerate(parts):
+            self._threads.put(partial(run, index, part))
+        for _ in parts:
+            done.get()
+        if errors:
+            raise errors[min(errors)]
+        return [results[index] for index in range(len(parts))]

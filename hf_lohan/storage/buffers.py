@@ -10,8 +10,11 @@ SECTOR_BYTES = 4096
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The memory of a contiguous CPU tensor, whatever its dtype and shape, as uint8 ``[num_bytes]``."""
-    assert tensor.device.type == "cpu" and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
-    return tensor.detach().reshape(-1).view(torch.uint8)
+    assert tensor.is_cpu and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
+    # Each call lets other threads have the interpreter, so none is made that is not needed.
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat if flat.dim() == 1 else flat.reshape(-1)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def sector_view(tensor: torch.Tensor) -> memoryview:

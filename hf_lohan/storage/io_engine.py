@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
+from hf_lohan.device import TaskThreads
 from hf_lohan.storage.buffers import SECTOR_BYTES
 from hf_lohan.storage.files import DataFile, FileBackend, PosixBackend
 from hf_lohan.storage.request import IoRequest
@@ -34,8 +34,7 @@ class Content(NamedTuple):
 ANY_CONTENT = Content("", "bytes")
 
 
-@dataclass(frozen=True)
-class Transfer:
+class Transfer(NamedTuple):
     """One run of bytes in a file and the places in memory, in order, that hold them."""
 
     file: DataFile
@@ -47,8 +46,7 @@ class Transfer:
         return sum(view.nbytes for view in self.views)
 
 
-@dataclass(frozen=True, slots=True)
-class _Piece:
+class _Piece(NamedTuple):
     """A part of a request: what one thread moves at a time."""
 
     request: IoRequest
@@ -94,7 +92,7 @@ class IoEngine:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._here = threading.local()
-        self._threads = ThreadPoolExecutor(num_threads, "lohan-io", initializer=self._mark_io_thread)
+        self._threads = TaskThreads(num_threads, "lohan-io", begin=partial(setattr, self._here, "is_io_thread", True))
 
     @property
     def read_bytes(self) -> int:
@@ -142,7 +140,7 @@ class IoEngine:
         with self._lock:
             self._closed = True
             self._changed.notify_all()
-        self._threads.shutdown()
+        self._threads.close()
 
     def _submit(
         self, verb: Verb, need: Need, transfers: Sequence[Transfer], complete: Complete | None, of: Content
@@ -152,7 +150,8 @@ class IoEngine:
         pieces = _pieces(transfers, self._piece_bytes)
         request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release, complete)
         with self._lock:
-            self._changed.wait_for(lambda: self._closed or self._has_room(request.num_bytes))
+            while not (self._closed or self._has_room(request.num_bytes)):
+                self._changed.wait()
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
@@ -160,16 +159,15 @@ class IoEngine:
         num_submitted = 0
         try:
             for _ in pieces:
-                self._threads.submit(self._run_next)
+                self._threads.put(self._run_next)
                 num_submitted += 1
-        except BaseException as error:
-            request.fail(error)
+        except BaseException as interrupt:
+            request.fail(interrupt)
             for _ in pieces[num_submitted:]:
                 self._run_next()  # there are as many calls of it as pieces, whoever takes which
-            if not isinstance(error, RuntimeError):  # an interrupt; else the interpreter goes away and takes no work
-                with suppress(BaseException):  # nobody else can: what is under way uses the caller's memory
-                    request.wait()
-                raise
+            with suppress(BaseException):  # nobody else can: what is under way uses the caller's memory
+                request.wait()
+            raise
         return request
 
     def _run_next(self) -> None:
@@ -202,9 +200,6 @@ class IoEngine:
             self._inflight_bytes -= num_bytes
             self._changed.notify_all()
 
-    def _mark_io_thread(self) -> None:
-        self._here.is_io_thread = True
-
 
 def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
     """All transfers cut up, in an order that keeps every file busy until all end together."""
@@ -216,6 +211,9 @@ def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
 
 
 def _cut(transfer: Transfer, piece_bytes: int) -> Iterator[Transfer]:
+    if transfer.num_bytes <= piece_bytes and len(transfer.views) <= _MAX_VIEWS:
+        yield transfer
+        return
     offset, views, room_bytes = transfer.offset, list[memoryview](), piece_bytes
     for view in transfer.views:
         while view.nbytes:

@@ -83,7 +83,8 @@ class RecordFiles:
         Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
         """
         first, stop = self._granules(block, kind, start_numel, out)
-        view, content = sector_view(out), byte_tensor(out)
+        content = byte_tensor(out)
+        view = sector_view(content)
         homes, expected = self.versions.live(block, kind, first, stop)
         granule_numel = self.versions.granule_numel_of(kind)
         granule_bytes = granule_numel * out.element_size()

@@ -26,6 +26,10 @@ class Home(IntEnum):
     """Never written: it reads as zeros and takes no I/O."""
 
 
+_FIRST, _SECOND, _NOWHERE = map(np.uint8, Home)
+"""As the arrays hold them: looking a member up in its enum is slow where each request does it."""
+
+
 class HomeRun(NamedTuple):
     """Neighbouring granules [first, stop) of a record that share a home."""
 
@@ -52,7 +56,7 @@ class Versions:
         starts = list(accumulate(map(self.num_granules, records), initial=0))
         self._names = [(record.block, record.kind) for record in records]
         self._first = dict(zip(self._names, starts, strict=False))
-        self._live_home: Homes = np.full(starts[-1], Home.NOWHERE, np.uint8)
+        self._live_home: Homes = np.full(starts[-1], _NOWHERE)
         self._live_checksum: Checksums = np.zeros(starts[-1], np.uint64)
         # These two are replaced, never changed: a `Commit` holds them too.
         self._committed_home, self._committed_checksum = self._live_home.copy(), self._live_checksum.copy()
@@ -60,6 +64,9 @@ class Versions:
         self._is_in_flux = np.zeros(starts[-1], bool)
         """Being written, or left half written by a write that failed."""
         self._is_frozen = np.ones(starts[-1], bool)
+        has_two = (record for record in records if num_homes > 1 and record.versioned_numel == record.numel)
+        self._is_always_beside = {(record.block, record.kind) for record in has_two}
+        """Records that are never written over what is committed."""
         for record, start in zip(records, starts, strict=False):
             in_granules = _versioned_granules if num_homes > 1 else _trained_granules
             trained = slice(start, start + in_granules(record, self.granule_numel_of(record.kind)))
@@ -97,10 +104,12 @@ class Versions:
         """Whether granules [first, stop) are on disk as they are read now: none is in flux or was never written."""
         part = self._part(block, kind, first, stop)
         with self._lock:
-            return not ((self._live_home[part] == Home.NOWHERE).any() or self._is_in_flux[part].any())
+            return not ((self._live_home[part] == _NOWHERE).any() or self._is_in_flux[part].any())
 
     def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
         """Whether a write to granules [first, stop) goes over committed bytes, not known to be torn yet."""
+        if (block, kind) in self._is_always_beside:
+            return False
         part = self._part(block, kind, first, stop)
         with self._lock:
             return not self._is_torn and bool(self._is_in_place(part).any())
@@ -122,15 +131,15 @@ class Versions:
         with self._lock:
             self._has_drafts = True
             self._is_in_flux[part] = True
-            to_second = (self._committed_home[part] == Home.FIRST) & self._has_second[part]
-        return _runs(np.where(to_second, np.uint8(Home.SECOND), np.uint8(Home.FIRST)), first)
+            to_second = (self._committed_home[part] == _FIRST) & self._has_second[part]
+        return _runs(np.where(to_second, _SECOND, _FIRST), first)
 
     def end_write(self, block: str, kind: str, first: int, targets: Sequence[HomeRun], checksums: Checksums) -> None:
         """The granules from ``first`` on are in ``targets`` now."""
         part = self._part(block, kind, first, first + len(checksums))
-        homes = np.concatenate([np.full(run.stop - run.first, run.home, np.uint8) for run in targets])
         with self._lock:
-            self._live_home[part] = homes
+            for run in targets:
+                self._live_home[self._part(block, kind, run.first, run.stop)] = run.home
             self._live_checksum[part] = checksums
             self._is_in_flux[part] = False
 
@@ -141,8 +150,8 @@ class Versions:
         which must not pass through contents that overwrite the only version there is.
         """
         with self._lock:
-            stays = self._is_frozen & (self._committed_home == Home.FIRST) & (not self._is_torn)
-            self._live_home[:] = np.where(stays, self._committed_home, np.uint8(Home.NOWHERE))
+            stays = self._is_frozen & (self._committed_home == _FIRST) & (not self._is_torn)
+            self._live_home[:] = np.where(stays, self._committed_home, _NOWHERE)
             self._live_checksum[:] = np.where(stays, self._committed_checksum, np.uint64(0))
             self._is_in_flux[:] = False
             self._has_drafts = True
@@ -186,7 +195,7 @@ class Versions:
             raise ValueError(f"versions of {home.size} granules, not of {self._live_home.size}")
         if home.dtype != np.dtype(np.uint8) or checksum.dtype != np.dtype(np.uint64):
             raise ValueError(f"versions of types {home.dtype} and {checksum.dtype}")
-        if (home > Home.NOWHERE).any() or ((home == Home.SECOND) & ~self._has_second).any():
+        if (home > _NOWHERE).any() or ((home == _SECOND) & ~self._has_second).any():
             raise ValueError("versions in homes that do not exist")
         self.commit(home, checksum)
         self.drop()
@@ -195,7 +204,7 @@ class Versions:
 
     def _is_in_place(self, part: slice) -> npt.NDArray[np.bool_]:
         """Where a write would go over what is committed."""
-        in_place: npt.NDArray[np.bool_] = (self._committed_home[part] == Home.FIRST) & ~self._has_second[part]
+        in_place: npt.NDArray[np.bool_] = (self._committed_home[part] == _FIRST) & ~self._has_second[part]
         return in_place
 
     def _part(self, block: str, kind: str, first: int, stop: int) -> slice:
