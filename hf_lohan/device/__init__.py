@@ -14,7 +14,7 @@ from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empt
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 from hf_lohan.device.kernel_names import Operation, anchor_name
 from hf_lohan.device.task_threads import TaskThreads
-from hf_lohan.device.threads import KernelThreads, set_compute_threads, usable_cpus
+from hf_lohan.device.threads import KernelThreads, set_compute_threads, start_thread, usable_cpus, use_all_cores
 from hf_lohan.device.work_thread import Command, WorkThread
 
 __all__ = [
@@ -40,5 +40,7 @@ __all__ = [
     "keep_freed_memory",
     "mapped_empty",
     "set_compute_threads",
+    "start_thread",
     "usable_cpus",
+    "use_all_cores",
 ]

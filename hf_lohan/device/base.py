@@ -71,6 +71,8 @@ class Device(ABC):
     torch_device: torch.device
     memory_is_host: bool = False
     """Whether what `empty` gives is page-aligned host memory that I/O may fill: then nothing has to be copied to it."""
+    shares_cores: bool = False
+    """Whether its kernels run on the cores that our threads run on."""
 
     @cached_property
     def timeline(self) -> Timeline:

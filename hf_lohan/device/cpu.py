@@ -36,6 +36,7 @@ class CpuDevice(Device):
 
     torch_device = torch.device("cpu")
     memory_is_host = True
+    shares_cores = True
 
     def empty(self, num_bytes: int) -> Tensor:
         return mapped_empty(num_bytes)

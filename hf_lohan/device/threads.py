@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
@@ -43,6 +44,40 @@ def set_compute_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+_here = threading.local()
+
+
+def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool) -> threading.Thread:
+    """Start a daemon thread. ``beside_kernels``: a model's kernels run on the same cores. Then this thread runs its own
+    ones alone, until it calls `use_all_cores`: with a second team there are more threads than cores, and OpenMP lets
+    those that compute sleep after each kernel instead of looking out for the next."""
+    num_threads = torch.get_num_threads()
+    has_begun = threading.Event()
+
+    def run() -> None:
+        if beside_kernels:
+            _run_kernels_alone()
+            _here.num_threads = num_threads
+        has_begun.set()
+        target()
+
+    thread = threading.Thread(target=run, name=name, daemon=True)
+    thread.start()
+    has_begun.wait()
+    # What a thread sets for itself also holds for threads that come after it: take that back.
+    torch.set_num_threads(num_threads)
+    return thread
+
+
+def use_all_cores() -> None:
+    """From here on the calling thread's kernels run on as many threads as any other's: for large ones, and for those
+    whose result depends on how many there are, as that of a sum does."""
+    num_threads = getattr(_here, "num_threads", None)
+    if num_threads is not None:
+        del _here.num_threads
+        torch.set_num_threads(num_threads)
+
+
 class KernelThreads:
     """Threads that each run torch's CPU kernels alone: what is more than one kernel can be done part by part, without
     having all threads meet after each. They end with this object."""
@@ -53,8 +88,7 @@ class KernelThreads:
         all_began = Barrier(num_threads + 1)
 
         def begin() -> None:
-            torch.get_num_threads()  # before its first use a thread forgets what it was told
-            torch.set_num_threads(1)
+            _run_kernels_alone()
             all_began.wait()
 
         self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
@@ -82,3 +116,8 @@ class KernelThreads:
         if errors:
             raise errors[min(errors)]
         return [results[index] for index in range(len(parts))]
+
+
+def _run_kernels_alone() -> None:
+    torch.get_num_threads()  # before its first use a thread forgets what it was told
+    torch.set_num_threads(1)

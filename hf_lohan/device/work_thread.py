@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from hf_lohan.device.threads import start_thread
+
 Command = Callable[[], object]
 Result = TypeVar("Result")
 
@@ -15,18 +17,25 @@ class WorkThread:
     """Runs commands one after the other. After a failure it runs none any more, and every `barrier` raises it."""
 
     def __init__(
-        self, name: str, *, idle: Callable[[], bool], failed: Callable[[BaseException], None]
+        self,
+        name: str,
+        *,
+        idle: Callable[[], bool],
+        failed: Callable[[BaseException], None],
+        beside_kernels: bool = False,
     ) -> None:
         """`idle` is called when no command waits, until it says that it has nothing left to do; `failed` is told the
-        first failure."""
+        first failure; `beside_kernels`: see `start_thread`."""
         self.failure: BaseException | None = None
         self._idle = idle
         self._failed = failed
         self._commands: queue.SimpleQueue[Command | threading.Event | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._name = name
+        self._beside_kernels = beside_kernels
+        self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        self._thread.start()
+        self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
     def put(self, command: Command) -> None:
         """Run `command` after those before it."""
@@ -34,7 +43,7 @@ class WorkThread:
 
     def barrier(self) -> None:
         """Wait until all commands so far have run. Raises what failed."""
-        if not self._thread.is_alive():
+        if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the engine is closed; load the model again")
         reached = threading.Event()
         self._commands.put(reached)
@@ -57,6 +66,7 @@ class WorkThread:
 
     def close(self) -> None:
         """Run what was put before, and end."""
+        assert self._thread is not None, "it was never started"
         self._commands.put(None)
         self._thread.join()
 

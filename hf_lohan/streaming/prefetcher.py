@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Sequence
 from functools import partial
 
 from hf_lohan.blocks import Block
-from hf_lohan.device import Event, Lane
+from hf_lohan.device import Event, Lane, start_thread
 from hf_lohan.planner import SizeClass
 from hf_lohan.streaming.parameter_loader import ParameterLoader
 from hf_lohan.streaming.slot_ring import Slot, SlotRing
@@ -35,8 +34,7 @@ class Prefetcher:
         self._failure: BaseException | None = None
         self._is_closed = False
         self.num_unforeseen = 0
-        self._thread = threading.Thread(target=self._run, name="lohan-prefetch", daemon=True)
-        self._thread.start()
+        self._thread = start_thread(self._run, "lohan-prefetch", beside_kernels=ring.device.shares_cores)
 
     # The compute thread's side.
 

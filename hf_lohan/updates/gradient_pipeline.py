@@ -66,7 +66,12 @@ class GradientPipeline:
         self._arrival_pool = arrival_pool
         self._announced: set[Chunk] = set()
         self._applying = BlocksInUpdate(device)
-        self._thread = WorkThread("lohan-gradients", idle=lambda: self._gradients.work_off(), failed=self._on_failure)
+        self._thread = WorkThread(
+            "lohan-gradients",
+            idle=lambda: self._gradients.work_off(),
+            failed=self._on_failure,
+            beside_kernels=device.shares_cores,
+        )
         self._guesses = GuessedBlocks(self._thread)
         self._gradients = StepGradients(
             updater,

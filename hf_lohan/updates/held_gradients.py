@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import torch
+
 from hf_lohan.blocks import Block, Chunk
+from hf_lohan.device import use_all_cores
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
@@ -30,6 +33,8 @@ class HeldGradients:
         self._unmeasured.discard(key)
         if gradient is None and may_stay and arrived.parts is not None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, parts=arrived.parts)
+        if gradient is not None or arrived.dtype != torch.float32:
+            use_all_cores()  # there is more to do than to hold it
         values = arrived.wait()
         if gradient is None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices)
@@ -51,6 +56,7 @@ class HeldGradients:
         gradient.is_measured = True
         for piece in gradient.chunk.pieces:
             if piece.param_slice in gradient.summed:
+                use_all_cores()  # as torch would measure it
                 self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
 
     def measure_rest(self) -> None:

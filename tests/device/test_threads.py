@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hf_lohan.device import KernelThreads, set_compute_threads, usable_cpus
+from hf_lohan.device import KernelThreads, set_compute_threads, start_thread, usable_cpus, use_all_cores
 
 
 @pytest.fixture(autouse=True)
@@ -70,3 +70,20 @@ def test_the_first_error_is_raised_once_all_parts_are_done() -> None:
     with pytest.raises(ValueError, match="part 1"):
         KernelThreads(2).map(work, range(6))
     assert sorted(done) == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize("beside_kernels", [True, False])
+def test_a_thread_beside_a_models_kernels_runs_its_own_alone_until_it_asks_for_all_cores(beside_kernels: bool) -> None:
+    torch.set_num_threads(3)
+    seen = list[int]()
+
+    def run() -> None:
+        for _ in range(2):
+            seen.append(torch.get_num_threads())
+            use_all_cores()
+            use_all_cores()
+
+    start_thread(run, "beside", beside_kernels=beside_kernels).join()
+    later = list[int]()
+    start_thread(lambda: later.append(torch.get_num_threads()), "later", beside_kernels=False).join()
+    assert seen == [1 if beside_kernels else 3, 3] and later == [3] and torch.get_num_threads() == 3

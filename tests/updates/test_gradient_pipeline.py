@@ -227,3 +227,26 @@ def test_an_update_reads_nothing_that_its_last_update_has_not_written(
         bench.pipeline.finish_step(1.0, lambda part: GROUP)
     bench.pipeline.settle()
     assert num_reads == 2 * 3
+
+
+def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsewhere(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A norm's last bit depends on how many there are; what is only held does not need them."""
+    num_threads = dict[str, set[int]](held=set(), summed=set())
+    bench = make_bench("optimized", hold_gradients=True)
+    held, norms = bench.pipeline._gradients._held, bench.norms
+    monkeypatch.setattr(norms, "set_summed", lambda *args: num_threads["summed"].add(torch.get_num_threads()))
+    hold = held.hold
+
+    def holding(gradient: ChunkGradient) -> None:
+        num_threads["held"].add(torch.get_num_threads())
+        hold(gradient)
+
+    monkeypatch.setattr(held, "hold", holding)
+    bench.submit_all(is_final=False)
+    bench.pipeline.measure()
+    assert num_threads == {"held": {1}, "summed": set()}
+    bench.submit_all()
+    bench.pipeline.measure()
+    assert num_threads["summed"] == {torch.get_num_threads()}
