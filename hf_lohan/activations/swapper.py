@@ -45,7 +45,12 @@ class ActivationSwapper:
         """Bytes that left the device, to RAM or SSD, since the start."""
         self.spilled_bytes = 0
         """Those of them that went on to the SSD."""
-        self._thread = WorkThread("lohan-activations", idle=lambda: False, failed=lambda error: None)
+        self._thread = WorkThread(
+            "lohan-activations",
+            idle=lambda: False,
+            failed=lambda error: None,
+            beside_kernels=device.shares_cores,
+        )
         self._thread.start()
 
     def take_ram(self, num_bytes: int) -> None:

@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from queue import SimpleQueue
-from threading import Barrier
 from typing import TypeVar
 
 import torch
@@ -51,50 +50,58 @@ def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool)
     """Start a daemon thread. ``beside_kernels``: a model's kernels run on the same cores. Then this thread runs its own
     ones alone, until it calls `use_all_cores`: with a second team there are more threads than cores, and OpenMP lets
     those that compute sleep after each kernel instead of looking out for the next."""
-    num_threads = torch.get_num_threads()
-    has_begun = threading.Event()
+    of_others = torch.get_num_threads()
+    has_begun, may_go_on = threading.Event(), threading.Event()
 
     def run() -> None:
         if beside_kernels:
             _run_kernels_alone()
-            _here.num_threads = num_threads
+            _here.runs_alone = True
         has_begun.set()
+        may_go_on.wait()
         target()
 
     thread = threading.Thread(target=run, name=name, daemon=True)
-    thread.start()
-    has_begun.wait()
-    # What a thread sets for itself also holds for threads that come after it: take that back.
-    torch.set_num_threads(num_threads)
+    try:
+        thread.start()
+        has_begun.wait()
+    finally:  # what a thread sets for itself also holds for threads that come after it: take that back
+        torch.set_num_threads(of_others)
+        may_go_on.set()
     return thread
 
 
 def use_all_cores() -> None:
-    """From here on the calling thread's kernels run on as many threads as any other's: for large ones, and for those
-    whose result depends on how many there are, as that of a sum does."""
-    num_threads = getattr(_here, "num_threads", None)
-    if num_threads is not None:
-        del _here.num_threads
-        torch.set_num_threads(num_threads)
+    """From here on the calling thread's kernels run on as many threads as those of a thread that begins now: for large
+    ones, and for those whose result depends on how many there are, as that of a sum does."""
+    if getattr(_here, "runs_alone", False):
+        _here.runs_alone = False
+        of_others = list[int]()
+        thread = threading.Thread(target=lambda: of_others.append(torch.get_num_threads()))
+        thread.start()
+        thread.join()
+        torch.set_num_threads(of_others[0])
 
 
 class KernelThreads:
     """Threads that each run torch's CPU kernels alone: what is more than one kernel can be done part by part, without
-    having all threads meet after each. They end with this object."""
+    having all threads meet after each. They end with this object, if it is not closed before."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
         of_others = torch.get_num_threads()
-        all_began = Barrier(num_threads + 1)
+        has_begun = threading.Semaphore(0)
 
         def begin() -> None:
             _run_kernels_alone()
-            all_began.wait()
+            has_begun.release()
 
-        self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
-        all_began.wait()
-        # What a thread sets for itself also holds for threads that come after it: take that back.
-        torch.set_num_threads(of_others)
+        try:
+            self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
+            for _ in range(num_threads):
+                has_begun.acquire()
+        finally:  # as in `start_thread`
+            torch.set_num_threads(of_others)
 
     def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
         """What `work` makes of each part; where it fails, the first error, once all are done."""
@@ -116,6 +123,10 @@ class KernelThreads:
         if errors:
             raise errors[min(errors)]
         return [results[index] for index in range(len(parts))]
+
+    def close(self) -> None:
+        """Return when what runs has ended, and the threads too: the interpreter must not go away under a kernel."""
+        self._threads.close()
 
 
 def _run_kernels_alone() -> None:

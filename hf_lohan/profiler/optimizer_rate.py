@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import cycle
 
 import torch
@@ -38,7 +38,7 @@ def optimizer_params_per_s(
     threads = KernelThreads(torch.get_num_threads())
     chunks = [_Chunk(working_dtype, numel, threads, moment_dtype) for _ in range(_NUM_CHUNKS)]
     turns = cycle(chunks)
-    with _kept_busy(device):
+    with closing(threads), _kept_busy(device):
         return chunks[0].numel / median_s(lambda: next(turns).update(), lambda: None, budget_s=budget_s)
 
 

@@ -141,6 +141,8 @@ class IoEngine:
             self._closed = True
             self._changed.notify_all()
         self._threads.close()
+        while any(self._queued.values()):  # queued before it was closed, and put to the threads after their end
+            self._run_next()
 
     def _submit(
         self, verb: Verb, need: Need, transfers: Sequence[Transfer], complete: Complete | None, of: Content
@@ -149,13 +151,14 @@ class IoEngine:
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
         request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release, complete)
+        to_queue = [_Piece(request, verb, piece, of) for piece in pieces]
         with self._lock:
             while not (self._closed or self._has_room(request.num_bytes)):
                 self._changed.wait()
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
             self._inflight_bytes += request.num_bytes
-            self._queued[need].extend(_Piece(request, verb, piece, of) for piece in pieces)
+            self._queued[need].extend(to_queue)
         num_submitted = 0
         try:
             for _ in pieces:
@@ -211,7 +214,7 @@ def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
 
 
 def _cut(transfer: Transfer, piece_bytes: int) -> Iterator[Transfer]:
-    if transfer.num_bytes <= piece_bytes and len(transfer.views) <= _MAX_VIEWS:
+    if 0 < transfer.num_bytes <= piece_bytes and len(transfer.views) <= _MAX_VIEWS:
         yield transfer
         return
     offset, views, room_bytes = transfer.offset, list[memoryview](), piece_bytes

@@ -34,7 +34,7 @@ class HeldGradients:
         if gradient is None and may_stay and arrived.parts is not None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices, parts=arrived.parts)
         if gradient is not None or arrived.dtype != torch.float32:
-            use_all_cores()  # there is more to do than to hold it
+            use_all_cores()  # there is more to do than to hold it, and sums are to be measured as torch would
         values = arrived.wait()
         if gradient is None:
             return ChunkGradient(arrived.chunk, arrived.buffer, slices)
@@ -56,7 +56,6 @@ class HeldGradients:
         gradient.is_measured = True
         for piece in gradient.chunk.pieces:
             if piece.param_slice in gradient.summed:
-                use_all_cores()  # as torch would measure it
                 self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
 
     def measure_rest(self) -> None:

@@ -31,7 +31,8 @@ def test_what_a_step_frees_the_next_one_takes_without_faults(monkeypatch: pytest
         command = [sys.executable, "-c", FAULTS_OF_A_STEP, how]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    assert faults("kept") < faults("stock") / 4
+    # From run to run, by where the heap happens to lie: 1,000 to 5,000 against 17,000 to 82,000.
+    assert faults("kept") < faults("stock") / 2
 
 
 def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:

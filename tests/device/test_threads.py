@@ -84,6 +84,30 @@ def test_a_thread_beside_a_models_kernels_runs_its_own_alone_until_it_asks_for_a
             use_all_cores()
 
     start_thread(run, "beside", beside_kernels=beside_kernels).join()
+    assert seen == [1 if beside_kernels else 3, 3]
+
+
+def test_a_thread_that_runs_kernels_alone_leaves_others_as_they_were() -> None:
+    torch.set_num_threads(3)
+    start_thread(lambda: None, "beside", beside_kernels=True).join()
     later = list[int]()
-    start_thread(lambda: later.append(torch.get_num_threads()), "later", beside_kernels=False).join()
-    assert seen == [1 if beside_kernels else 3, 3] and later == [3] and torch.get_num_threads() == 3
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [3] and torch.get_num_threads() == 3
+
+
+def test_all_cores_are_as_many_as_torch_has_by_then() -> None:
+    torch.set_num_threads(2)
+    has_changed, seen = threading.Event(), list[int]()
+
+    def run() -> None:
+        assert has_changed.wait(60)
+        use_all_cores()
+        seen.append(torch.get_num_threads())
+
+    thread = start_thread(run, "beside", beside_kernels=True)
+    torch.set_num_threads(3)
+    has_changed.set()
+    thread.join()
+    assert seen == [3]

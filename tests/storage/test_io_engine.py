@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -131,6 +132,30 @@ def test_close_finishes_what_is_in_flight(tmp_path: Path) -> None:
     backend.gate.set()
     engine.close()
     assert request.done() and not request.failed
+    file.close()
+
+
+def test_close_moves_what_was_queued_but_not_yet_put_to_the_threads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = IoEngine(1, 4096, 1 << 20)
+    file = new_file(engine, tmp_path)
+    put = engine._threads.put
+
+    def late(task: Callable[[], object]) -> None:
+        engine.close()
+        put(task)
+
+    monkeypatch.setattr(engine._threads, "put", late)
+    request = engine.write([transfer(file, 0, mapped_empty(16384))])
+    assert request.done() and not request.failed and engine.write_bytes == 16384
+    file.close()
+
+
+def test_an_empty_transfer_is_no_piece(engine: IoEngine, tmp_path: Path) -> None:
+    file = new_file(engine, tmp_path)
+    request = engine.write([Transfer(file, 0, (memoryview(b""),))])
+    assert request.done() and request.num_bytes == 0
     file.close()
 
 
