@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hf_lohan.config import ConfigError, OffloadConfig
-    from hf_lohan.integrations import (
+    from hf_lohan.huggingface import (
         Accelerator,
         LohanPlugin,
         OffloadTrainerMixin,
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Accelerator": "hf_lohan.integrations",
+    "Accelerator": "hf_lohan.huggingface",
     "ConfigError": "hf_lohan.config",
-    "LohanPlugin": "hf_lohan.integrations",
+    "LohanPlugin": "hf_lohan.huggingface",
     "OffloadAdamW": "hf_lohan.optim",
     "OffloadConfig": "hf_lohan.config",
-    "OffloadTrainerMixin": "hf_lohan.integrations",
-    "Trainer": "hf_lohan.integrations",
-    "engine_of": "hf_lohan.integrations",
-    "from_pretrained": "hf_lohan.integrations",
-    "last_step": "hf_lohan.integrations",
+    "OffloadTrainerMixin": "hf_lohan.huggingface",
+    "Trainer": "hf_lohan.huggingface",
+    "engine_of": "hf_lohan.huggingface",
+    "from_pretrained": "hf_lohan.huggingface",
+    "last_step": "hf_lohan.huggingface",
 }
 
 __all__ = [

@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _check_target(options.target, is_module=options.module)
     except ValueError as error:
         parser.exit(2, f"error: {error}\n")
-    from hf_lohan.integrations.launch import offload_by_default  # seconds of imports, after the quick checks
+    from hf_lohan.huggingface.launch import offload_by_default
 
     sys.argv = [options.target, *options.arguments]
     with offload_by_default(config):

@@ -40,11 +40,11 @@ from rich.console import Console
 from torch import Tensor
 
 from hf_lohan.config import OffloadConfig, format_bytes
-from hf_lohan.integrations.attachment import offload_model
-from hf_lohan.profiler import AnonymousMemoryPeak
-from hf_lohan.runtime import Journal
-from hf_lohan.storage import RecordFiles
-from hf_lohan.storage.granules import Checksums, checksums
+from hf_lohan.engine import Journal
+from hf_lohan.hardware import AnonymousMemoryPeak
+from hf_lohan.huggingface import offload_model
+from hf_lohan.store import Checksums, RecordFiles
+from hf_lohan.store.granules import checksums
 
 Side = Literal["on", "off"]
 SIDES: tuple[Side, ...] = ("on", "off")

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from hf_lohan.config import parse_bytes
 from hf_lohan.device import mapped_empty
-from hf_lohan.storage import GRANULE_NUMEL, IoEngine, RecordFiles, RecordSpec, StoreLayout, StorePath
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordSpec, StoreLayout
 
 Pattern = Literal["read", "write", "mixed"]
 PATTERNS: tuple[Pattern, ...] = ("read", "write", "mixed")

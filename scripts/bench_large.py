@@ -39,8 +39,8 @@ from safetensors.torch import save_file
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
-from hf_lohan.profiler import AnonymousMemoryPeak
-from hf_lohan.runtime import OffloadEngine
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.hardware import AnonymousMemoryPeak
 
 ALONE_BYTES = 6 * 10**9
 """What the engine moves alone in one turn."""

@@ -38,9 +38,9 @@ from benchmarking import (
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig, format_bytes
-from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import offload_model
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine
 
 SIDES = ("in_turn", "vertical")
 

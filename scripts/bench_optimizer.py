@@ -32,9 +32,9 @@ from io_alone import alone_bytes_per_s, moments_of, moved_bytes
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import offload_model
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine
 
 NEVER_CLIPS = 1e9
 """A norm is waited for, so gradients are kept until the step; nothing is scaled."""

@@ -34,9 +34,10 @@ from benchmarking import (
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig, format_bytes
-from hf_lohan.integrations.attachment import offload_model, run_plan_of
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import OffloadPlan, plan_offload, sweep_swapped_bytes
-from hf_lohan.runtime import OffloadEngine
 
 STEPS_UNTIL_CORRECTED = 5
 BATCHES = ((1, 32), (1, 256), (2, 256))

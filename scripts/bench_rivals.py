@@ -100,7 +100,7 @@ def our_step(
     from benchmarking import Shape, offloaded_step
 
     from hf_lohan.config import OffloadConfig
-    from hf_lohan.integrations.attachment import offload_model
+    from hf_lohan.huggingface import offload_model
 
     config = OffloadConfig.load({**budgets, "ssd": folder, "activations": "recompute"})
     model = Shape(**shape).model()

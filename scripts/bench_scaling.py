@@ -33,7 +33,7 @@ from benchmarking import (
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.integrations.attachment import offload_model
+from hf_lohan.huggingface import offload_model
 
 Row = dict[str, Any]
 

@@ -39,8 +39,8 @@ from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_lohan.config import OffloadConfig, format_bytes
-from hf_lohan.integrations.attachment import offload_model
-from hf_lohan.runtime import OffloadEngine
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import offload_model
 
 
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:

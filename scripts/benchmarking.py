@@ -17,8 +17,8 @@ import typer
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine
 
 LEARNING_RATE = 1e-4
 STEPS_PER_TURN = 3

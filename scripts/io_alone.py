@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from hf_lohan.runtime import OffloadEngine
+from hf_lohan.engine import OffloadEngine
 
 
 def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:

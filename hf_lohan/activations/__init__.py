@@ -9,4 +9,8 @@ from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.activations.trace import LayerTrace
 
-__all__ = ["ActivationSwapper", "ActivationTiers", "LayerTrace"]
+__all__ = [
+    "ActivationSwapper",
+    "ActivationTiers",
+    "LayerTrace",
+]

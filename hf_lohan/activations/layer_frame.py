@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_map
 from hf_lohan.activations.operations import is_mutable, is_random, written_tensors
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
-from hf_lohan.device import Device, anchor_name
+from hf_lohan.device import Device
+from hf_lohan.model import anchor_name
 from hf_lohan.planner.placement import INPUT, LayerPlacements, Placement
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hf_lohan.device import Event
-from hf_lohan.storage import IoRequest
+from hf_lohan.files import IoRequest
 
 
 @dataclass(eq=False)

@@ -12,9 +12,10 @@ from typing import Any
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
-from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane, WorkThread
+from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
 from hf_lohan.planner.placement import Placement
-from hf_lohan.storage import GRANULE_NUMEL, RecordFiles
+from hf_lohan.store import GRANULE_NUMEL, RecordFiles
+from hf_lohan.threads import WorkThread
 from hf_lohan.timeline import COMPUTE_WAITS
 
 SPILL_BLOCK = "activations"

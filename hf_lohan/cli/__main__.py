@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_lohan.cli import app
+from hf_lohan.cli.application import app
 
 if __name__ == "__main__":
     app(prog_name="lohan")

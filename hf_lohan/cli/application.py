@@ -31,7 +31,7 @@ _AS_GIVEN = {
 @contextlib.contextmanager
 def one_line_errors() -> Iterator[None]:
     """Turn what the user has to change into one line on stderr and exit status 2."""
-    from hf_lohan.storage import StoreInUseError
+    from hf_lohan.files import StoreInUseError
 
     try:
         yield
@@ -59,7 +59,7 @@ def lohan(
 def launch(context: typer.Context) -> None:
     """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
     with one_line_errors():
-        from hf_lohan.integrations.launch import launch as launch_script
+        from hf_lohan.huggingface.launch import launch as launch_script
 
         raise typer.Exit(launch_script(context.args))
 
@@ -170,7 +170,7 @@ def export(
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
     with one_line_errors():
-        from hf_lohan.integrations.export import export as export_run
+        from hf_lohan.huggingface.export import export as export_run
 
         step = export_run(run, out)
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))

@@ -18,10 +18,8 @@ from rich.text import Text
 from hf_lohan.cli.rate_verdicts import rate_checks
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for, usable_cpus
-from hf_lohan.optim import master_format
-from hf_lohan.planner import HardwareProfile
-from hf_lohan.profiler import (
+from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
+from hf_lohan.hardware import (
     MatrixShape,
     MeasuringEffort,
     cached_hardware,
@@ -29,6 +27,9 @@ from hf_lohan.profiler import (
     examine_path,
     write_hardware,
 )
+from hf_lohan.optim import master_format
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.threads import usable_cpus
 
 SHAPES = (
     MatrixShape(4096, 4096, 4096, count=2),

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from hf_lohan.blocks import lay_out
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for, usable_cpus
-from hf_lohan.integrations.training_setup import training_setup
-from hf_lohan.integrations.weightless_model import planning_dtype, read_model_config, trace_blocks, weightless_model
+from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
+from hf_lohan.hardware import cached_hardware, read_hardware
+from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
+from hf_lohan.model import TracedModel, lay_out
 from hf_lohan.planner import (
     BudgetError,
     HardwareProfile,
@@ -23,7 +23,9 @@ from hf_lohan.planner import (
     fits_without_offloading,
     plan_offload,
 )
-from hf_lohan.profiler import TracedModel, cached_hardware, read_hardware
+from hf_lohan.planning.traced_blocks import trace_blocks
+from hf_lohan.planning.training_setup import training_setup
+from hf_lohan.threads import usable_cpus
 
 _DEFAULT_SSD_PATH = "_lohan/store"
 _DEFAULT_SEQUENCE_LENGTH = 2048

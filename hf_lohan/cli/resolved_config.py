@@ -18,7 +18,8 @@ def resolved_settings(offload: str) -> dict[str, Any]:
     asked = OffloadConfig.load(offload)
     import torch  # after the quick checks
 
-    from hf_lohan.device import available_host_memory_bytes, device_for, usable_cpus
+    from hf_lohan.device import available_host_memory_bytes, device_for
+    from hf_lohan.threads import usable_cpus
 
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     has_cuda = accelerator is not None and accelerator.type == "cuda"

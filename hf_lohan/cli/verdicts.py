@@ -6,7 +6,7 @@ import enum
 from dataclasses import dataclass, replace
 
 from hf_lohan.config import format_bytes
-from hf_lohan.profiler import MachineFacts, PathFacts
+from hf_lohan.hardware import MachineFacts, PathFacts
 
 _LOCAL = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})
 _IN_RAM = frozenset({"tmpfs", "ramfs", "rootfs"})

@@ -7,14 +7,15 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from hf_lohan.storage import IoEngine, Store, StorePath, verify
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.store import Store, verify
 
 _PIECE_BYTES = 4 << 20
 
 
 def verify_store(given: Sequence[str]) -> bool:
     """Whether every checksum is right. Raises ValueError if there is nothing to check."""
-    from hf_lohan.integrations.export import store_paths
+    from hf_lohan.huggingface.export import store_paths
 
     paths = store_paths(given[0]) if len(given) == 1 else given
     console = Console()

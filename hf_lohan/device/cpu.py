@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_lohan.device.base import Device, Event, Lane, Stamp
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
-from hf_lohan.device.threads import usable_cpus
+from hf_lohan.threads import usable_cpus
 
 
 class _Reached(Event):

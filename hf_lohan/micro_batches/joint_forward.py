@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from hf_lohan.blocks import Block
 from hf_lohan.micro_batches.heads import MicroBatchHeads
 from hf_lohan.micro_batches.leaves import MicroBatchLeaves
 from hf_lohan.micro_batches.lockstep import Lockstep
+from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.streaming import BlocksInUse, Slot
+from hf_lohan.weights import BlocksInUse, Slot
 
 
 @dataclass

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.blocks import Block, ParamSlice
-from hf_lohan.streaming import SlotRing
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.weights import SlotRing
 
 
 class OnGradient(Protocol):

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from hf_lohan.storage import PosixBackend
+from hf_lohan.files import PosixBackend
 
 
 class SlowBackend(PosixBackend):

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import mapped_empty
-from hf_lohan.storage import RecordSpec, Store
+from hf_lohan.store import RecordSpec, Store
 
 Content = dict[tuple[str, str], bytes]
 """Bytes of each record, by block and kind."""

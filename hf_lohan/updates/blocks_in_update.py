@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from hf_lohan.blocks import Block, Chunk
 from hf_lohan.device import Device, Event, Lane
+from hf_lohan.model import Block, Chunk
 from hf_lohan.updates.until_written import UntilWritten
 
 

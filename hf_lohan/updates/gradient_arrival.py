@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import widen_in_place
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates.gradient_norms import GradientNorms

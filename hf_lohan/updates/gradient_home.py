@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_lohan.device import BufferPool
-from hf_lohan.storage import RecordRead
+from hf_lohan.store import RecordRead
 from hf_lohan.updates.state_update import ChunkGradient, RecordStore
 
 

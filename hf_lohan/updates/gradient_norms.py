@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import ChunkPiece, ParamSlice
+from hf_lohan.model import ChunkPiece, ParamSlice
 
 
 class GradientNorms:

@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from hf_lohan.blocks import Block, Chunk
-from hf_lohan.device import BufferPool, Device, WorkThread
+from hf_lohan.device import BufferPool, Device
+from hf_lohan.model import Block, Chunk
+from hf_lohan.threads import WorkThread
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome

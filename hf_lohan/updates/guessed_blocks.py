@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from threading import Lock
 
-from hf_lohan.blocks import Block
-from hf_lohan.device import Command, WorkThread
+from hf_lohan.model import Block
+from hf_lohan.threads import Command, WorkThread
 
 
 class GuessedBlocks:

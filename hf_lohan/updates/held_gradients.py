@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
-from hf_lohan.blocks import Block, Chunk
-from hf_lohan.device import use_all_cores
+from hf_lohan.model import Block, Chunk
+from hf_lohan.threads import use_all_cores
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms

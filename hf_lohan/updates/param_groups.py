@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from hf_lohan.blocks import ParamSlice
+from hf_lohan.model import ParamSlice
 from hf_lohan.optim import AdamWGroup, OffloadAdamW
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]

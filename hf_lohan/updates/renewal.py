@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hf_lohan.blocks import Block
 from hf_lohan.device import Device
+from hf_lohan.model import Block
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate
 from hf_lohan.updates.weight_loan import WeightLoan
 

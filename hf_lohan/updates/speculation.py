@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hf_lohan.blocks import ParamSlice
+from hf_lohan.model import ParamSlice
 from hf_lohan.optim import AdamWGroup
 from hf_lohan.updates.param_groups import GroupOf
 from hf_lohan.updates.state_update import Drafts

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import ranges, round_up
-from hf_lohan.device import KernelThreads
+from hf_lohan.model import ranges, round_up
 from hf_lohan.optim import MasterFormat, Segment, update_records_, within
-from hf_lohan.storage import GRANULE_NUMEL, Checksums, RecordRead
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
+from hf_lohan.threads import KernelThreads
 
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
 

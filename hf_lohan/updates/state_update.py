@@ -9,10 +9,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import Chunk, ChunkPiece, ParamSlice
-from hf_lohan.device import Buffer, BufferPool, Event, KernelThreads
+from hf_lohan.device import Buffer, BufferPool, Event
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import MasterFormat, Segment
-from hf_lohan.storage import Checksums, IoRequest, RecordRead
+from hf_lohan.store import Checksums, RecordRead
+from hf_lohan.threads import KernelThreads
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError
 from hf_lohan.updates.param_groups import GroupOf

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from hf_lohan.blocks import Block
 from hf_lohan.device import Device
+from hf_lohan.model import Block
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import Block
+from hf_lohan.model import Block
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.gradient_pipeline import GradientPipeline
 from hf_lohan.updates.param_groups import GroupOf

@@ -7,9 +7,9 @@ from collections import deque
 from collections.abc import Callable, Set
 from typing import Literal
 
-from hf_lohan.blocks import Chunk, ChunkPiece
 from hf_lohan.device import Buffer
-from hf_lohan.storage import IoRequest
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Chunk, ChunkPiece
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome

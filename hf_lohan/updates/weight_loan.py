@@ -7,7 +7,8 @@ from collections.abc import Callable
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.storage import IoRequest, RecordRead
+from hf_lohan.files import IoRequest
+from hf_lohan.store import RecordRead
 
 
 class WeightLoan:

@@ -8,7 +8,8 @@ from come_back import comes_true
 
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
 from hf_lohan.device import BufferPool, CpuDevice, Device
-from hf_lohan.storage import GRANULE_NUMEL, FileBackend, IoEngine, RecordFiles, RecordSpec, StoreLayout, StorePath
+from hf_lohan.files import FileBackend, IoEngine, StorePath
+from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordSpec, StoreLayout
 
 GRANULE_BYTES = GRANULE_NUMEL  # an element is a byte
 NUM_BUFFERS = 3

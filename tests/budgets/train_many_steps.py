@@ -15,7 +15,7 @@ from datasets import Dataset
 from transformers import TrainerCallback, TrainingArguments
 
 import hf_lohan
-from hf_lohan.profiler import anonymous_memory_bytes
+from hf_lohan.hardware import anonymous_memory_bytes
 from hf_lohan.testing.models import tiny_model
 
 

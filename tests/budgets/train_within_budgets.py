@@ -15,8 +15,8 @@ from datasets import Dataset
 from transformers import TrainingArguments
 
 import hf_lohan
-import hf_lohan.integrations
-from hf_lohan.profiler import AnonymousMemoryPeak, anonymous_memory_bytes
+import hf_lohan.huggingface
+from hf_lohan.hardware import AnonymousMemoryPeak, anonymous_memory_bytes
 
 NUM_STEPS = 3
 

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import usable_cpus
+from hf_lohan.threads import usable_cpus
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,7 +87,7 @@ def test_refusals_are_one_line_on_stderr(
 
 
 def test_launch_passes_everything_on_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    import hf_lohan.integrations.launch as launching
+    import hf_lohan.huggingface.launch as launching
 
     received: list[list[str]] = []
 

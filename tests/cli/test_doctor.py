@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from hf_lohan.cli import app, doctor
 from hf_lohan.cli.doctor import Examination, examine, print_tables
 from hf_lohan.cli.verdicts import Check, Verdict
-from hf_lohan.profiler import MatrixShape, MeasuringEffort, read_hardware
+from hf_lohan.hardware import MatrixShape, MeasuringEffort, read_hardware
 
 runner = CliRunner()
 

@@ -14,8 +14,8 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app
+from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile
-from hf_lohan.profiler import read_hardware
 
 PAPERS_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
 KEYS = {

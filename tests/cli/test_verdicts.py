@@ -9,8 +9,8 @@ import pytest
 
 from hf_lohan.cli.rate_verdicts import rate_checks
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
+from hf_lohan.hardware import MachineFacts, PathFacts
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
-from hf_lohan.profiler import MachineFacts, PathFacts
 
 GIB = 1 << 30
 GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict

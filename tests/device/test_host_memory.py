@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hf_lohan.device import available_host_memory_bytes, host_memory, mapped_empty
-from hf_lohan.profiler import anonymous_memory_bytes
+from hf_lohan.hardware import anonymous_memory_bytes
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 3 * 1024**2 + 5])

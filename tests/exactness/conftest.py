@@ -21,7 +21,7 @@ def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine that Trainer builds runs on the double."""
     if ASYNC_SEED is None:
         return
-    from hf_lohan.integrations import attachment, loading
+    from hf_lohan.huggingface import attachment, loading
     from hf_lohan.testing.async_device import AsyncDevice
 
     for module in (attachment, loading):

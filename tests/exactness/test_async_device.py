@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.blocks import lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.integrations.attachment import enable_recompute
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.engine.activation_memory import ActivationMemory
+from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner.placement import Placement
-from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.runtime.activation_memory import ActivationMemory
 from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 

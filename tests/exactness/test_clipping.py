@@ -12,7 +12,7 @@ from trajectories import arguments, assert_equal, dataset, logged, stored_weight
 from transformers import Trainer as StockTrainer
 
 import hf_lohan
-from hf_lohan.integrations import OffloadTrainerMixin
+from hf_lohan.huggingface import OffloadTrainerMixin
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates import NonFiniteGradientError
 

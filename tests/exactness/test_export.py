@@ -16,7 +16,7 @@ from hf_lohan.testing.models import tiny_batch
 def test_export_is_what_save_model_writes(family: str, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from hf_lohan.integrations.export import export
+    from hf_lohan.huggingface.export import export
 
     trainer = a_trainer(tmp_path / "run", family=family, max_steps=2)
     trainer.train()

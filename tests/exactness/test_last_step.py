@@ -46,7 +46,7 @@ def test_an_interrupt_within_step(
     clip: str, tmp_path: Path, uninterrupted: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever in it: the step counts whole or not at all, and what was held for it is gone."""
-    from hf_lohan.device import WorkThread
+    from hf_lohan.threads import WorkThread
 
     breaks = Breaks(-1)
     # Planning asks the thread, too, but between steps.
@@ -272,7 +272,7 @@ def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupte
 
 def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
     """Router biases, running statistics: no parameter, but part of the model's state."""
-    from hf_lohan.integrations.export import export
+    from hf_lohan.huggingface.export import export
 
     def trainer(*callbacks: TrainerCallback) -> Any:
         model = tiny_model("llama")

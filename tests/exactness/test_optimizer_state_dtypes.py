@@ -15,10 +15,11 @@ from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
-from hf_lohan.integrations.attachment import offload_model
-from hf_lohan.integrations.export import export
+from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
+from hf_lohan.huggingface import offload_model
+from hf_lohan.huggingface.export import export
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.storage import ForeignStoreError, IoEngine, Store, StorePath, verify
+from hf_lohan.store import Store, verify
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 DTYPES = ("bfloat16", "int8")

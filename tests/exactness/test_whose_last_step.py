@@ -91,7 +91,7 @@ def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) 
     again = a_trainer(tmp_path / "run", **settings)
     with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
         again.train(resume_from_checkpoint="last_step")
-    from hf_lohan.integrations.export import export
+    from hf_lohan.huggingface.export import export
 
     with pytest.raises(ValueError, match="checkpoint-2"):
         export(tmp_path / "run", tmp_path / "out")

@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 from write_calls import WriteCall, watch_write_calls
 
 import hf_lohan
-import hf_lohan.integrations  # nothing is left to import when a process starts
+import hf_lohan.huggingface  # nothing is left to import when a process starts
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()

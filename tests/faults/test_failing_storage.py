@@ -14,13 +14,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_lohan.runtime.tiers
-from hf_lohan.blocks import lay_out
+import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.files import CorruptionError, FileBackend, IoEngine, PosixBackend, StorePath
+from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.storage import CorruptionError, FileBackend, IoEngine, PosixBackend, Store, StorePath
+from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import CountingBackend
 
@@ -81,7 +82,7 @@ def train(
 ) -> None:
     """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
     monkeypatch.setattr(
-        hf_lohan.runtime.tiers,
+        hf_lohan.engine.tiers,
         "IoEngine",
         # One thread and whole requests, so that calls come in one order.
         lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from hf_lohan.blocks import lay_out
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, Lane, device_for
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_STEPS = 20

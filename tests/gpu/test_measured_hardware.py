@@ -8,7 +8,7 @@ import torch
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import device_for
-from hf_lohan.profiler import MatrixShape, MeasuringEffort, examine_machine, measure_hardware
+from hf_lohan.hardware import MatrixShape, MeasuringEffort, examine_machine, measure_hardware
 
 SHAPES = [
     MatrixShape(2048, 2048, 2048, count=2),

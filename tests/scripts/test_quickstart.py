@@ -38,6 +38,6 @@ def test_its_budgets_are_a_fraction_of_the_state() -> None:
 
 
 def test_the_arguments_are_ones_that_offload_takes(tmp_path: Path) -> None:
-    from hf_lohan.integrations.guards import check_arguments
+    from hf_lohan.huggingface.guards import check_arguments
 
     check_arguments(quickstart.training_arguments(tmp_path))

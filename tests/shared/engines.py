@@ -11,14 +11,14 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_lohan.runtime.tiers
-from hf_lohan.blocks import lay_out
+import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.integrations.attachment import enable_checkpointing, enable_recompute
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.files import FileBackend, IoEngine
+from hf_lohan.huggingface.attachment import enable_checkpointing, enable_recompute
+from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.runtime import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.storage import FileBackend, IoEngine
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 EngineFactory = Callable[..., OffloadEngine]
@@ -60,7 +60,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         **settings: Any,
     ) -> OffloadEngine:
         if backend is not None:
-            monkeypatch.setattr(hf_lohan.runtime.tiers, "IoEngine", partial(IoEngine, backend=backend))
+            monkeypatch.setattr(hf_lohan.engine.tiers, "IoEngine", partial(IoEngine, backend=backend))
         config = make_config(**settings)
         device = device or CpuDevice()
         layout = lay_out(

@@ -10,11 +10,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.blocks import Block, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Block, lay_out_block
 from hf_lohan.optim import AdamWGroup, master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.storage import GRANULE_NUMEL, Checksums, IoRequest, RecordRead
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
 from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.blocks import Block, Chunk, lay_out_block
 from hf_lohan.device import CpuDevice
+from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.planner import SizeClass
-from hf_lohan.storage import GRANULE_NUMEL
+from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
 from hf_lohan.updates.until_written import UntilWritten

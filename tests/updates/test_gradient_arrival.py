@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.blocks import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
-from hf_lohan.storage import GRANULE_NUMEL
+from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.updates.gradient_arrival import ArrivedChunk, GradientArrivals
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.state_update import ChunkGradient, merge_segments

@@ -13,11 +13,12 @@ import torch
 from pipeline_bench import CHUNK_NUMEL, GROUP, NUM_CHUNKS, Bench, MemoryStore, pool
 from torch import Tensor, nn
 
-from hf_lohan.blocks import lay_out_block
 from hf_lohan.device import Buffer, PoolAborted
+from hf_lohan.files import IoRequest
+from hf_lohan.model import lay_out_block
 from hf_lohan.optim import master_format
 from hf_lohan.planner import SizeClass
-from hf_lohan.storage import Checksums, IoRequest
+from hf_lohan.store import Checksums
 from hf_lohan.updates.state_update import ChunkGradient, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule
 

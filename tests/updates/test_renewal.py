@@ -11,9 +11,9 @@ import pytest
 from engines import TwinsFactory
 from torch import Tensor
 
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.planner import SizeClass
-from hf_lohan.runtime import OffloadEngine
-from hf_lohan.storage import RecordRead
+from hf_lohan.store import RecordRead
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 SETTINGS = {"hold_gradients": True, "resident_records": "none", "clip": "defer"}

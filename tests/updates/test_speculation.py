@@ -12,9 +12,9 @@ import torch
 from clip_norms import CLIPS, EITHER_WAY, MAX_NORMS, NORMS, assert_speculated, counts, train
 
 import hf_lohan.updates.clipping
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import StepTimes
-from hf_lohan.runtime import OffloadEngine
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from hf_lohan.device import KernelThreads, mapped_empty
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CorruptionError, IoEngine, StorePath
 from hf_lohan.optim import (
     AdamWGroup,
     MasterFormat,
@@ -21,16 +22,8 @@ from hf_lohan.optim import (
     encode_master_,
     master_format,
 )
-from hf_lohan.storage import (
-    GRANULE_NUMEL,
-    CorruptionError,
-    IoEngine,
-    ModelIdentity,
-    RecordRead,
-    RecordSpec,
-    Store,
-    StorePath,
-)
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
+from hf_lohan.threads import KernelThreads
 from hf_lohan.updates.split_update import MIN_PART_NUMEL, GradientRun, SplitUpdate
 
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_lohan.device import CpuDevice
 from hf_lohan.planner import SizeClass
-from hf_lohan.storage import RecordRead
+from hf_lohan.store import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates.weight_loan import WeightLoan

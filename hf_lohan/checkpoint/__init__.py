@@ -1,0 +1,5 @@
+"""Training state in Hugging Face's checkpoint folders, piece by piece."""
+
+
+__all__ = [
+]

@@ -1,0 +1,284 @@
+"""Optimizer states in a checkpoint: found by parameter name, in safetensors, independent of budgets, paths and pools.
+
+`<checkpoint>/lohan/` has one file a block with a flat tensor for each record kind, and an index that says for each
+parameter in which file, and from which element of every tensor there, its own elements begin.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shutil
+from collections.abc import Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hf_lohan.checkpoint.safetensors_stream import DTYPE_NAMES, Clone, TensorSpec, write_safetensors
+from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.files import StorageError
+from hf_lohan.files.reflink import RecordCloner
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.optim import SCALE_BLOCK_NUMEL
+from hf_lohan.store import Store
+
+FOLDER_NAME = "lohan"
+INDEX_NAME = "optimizer_index.json"
+_FORMAT_VERSION = 2
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a parameter's states are: elements [start, start + numel) of each tensor of `file`, or those that go with
+    these (`MasterFormat.elements`)."""
+
+    file: str
+    start: int
+    shape: tuple[int, ...]
+    num_updates: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + math.prod(self.shape)
+
+
+class _Index(NamedTuple):
+    folder: Path
+    working_dtype: str
+    optimizer_state_dtype: str
+    parameters: dict[str, _Place]
+
+    def names_by_file(self) -> dict[str, list[str]]:
+        files: dict[str, list[str]] = {}
+        for name, place in self.parameters.items():
+            files.setdefault(place.file, []).append(name)
+        return files
+
+
+# Saving.
+
+
+def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
+    """Write moments, master residuals and step counts to `<checkpoint>/lohan/`, streamed; where the file system can
+    share blocks between files, records are cloned from the store.
+
+    Raises `StorageError` if the disk is too full, mostly before anything is written.
+    """
+    folder = Path(checkpoint) / FOLDER_NAME
+    folder.mkdir(parents=True, exist_ok=True)
+    blocks = [block for block in engine.layout.blocks if block.trainable_slices]
+    access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
+    kinds = engine.layout.master.state_kinds
+    _check_room(folder, blocks, engine.layout.master.state_bytes_per_param)
+    parameters: dict[str, _Place] = {}
+    with closing(RecordCloner()) as cloner:
+        for number, block in enumerate(blocks):
+            file_name = f"optimizer-{number:05d}.safetensors"
+            with ExitStack() as held:
+                specs = []
+                for kind in kinds:
+                    numel = engine.layout.master.numel(kind, block.state_numel)
+                    pieces = _record_pieces(access, block, kind, numel)
+                    held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
+                    clone = _cloning(cloner, engine.tiers.store, block, kind)
+                    specs.append(TensorSpec(kind, access.state_dtype(kind), numel, pieces, clone))
+                write_safetensors(folder / file_name, specs)
+            for part in block.trainable_slices:
+                parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), part.num_updates)
+    index = {
+        "format_version": _FORMAT_VERSION,
+        "working_dtype": _working_dtype(engine),
+        "optimizer_state_dtype": engine.layout.master.moment_dtype,
+        "parameters": {name: asdict(place) for name, place in parameters.items()},
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
+
+
+def _check_room(folder: Path, blocks: list[Block], bytes_per_param: float) -> None:
+    """Clones take no room now, but the store does when it writes its next version: it must not find the disk full."""
+    needed_bytes = int(sum(block.state_numel for block in blocks) * bytes_per_param)
+    disk = shutil.disk_usage(folder)
+    if disk.total and disk.free < needed_bytes:  # some network file systems tell no sizes
+        raise StorageError(
+            "cannot save the optimizer states to",
+            path=str(folder),
+            errno=errno.ENOSPC,
+            advice=f"they need {needed_bytes:,} bytes and {disk.free:,} are free; free space, or keep fewer "
+            "checkpoints with save_total_limit",
+        )
+
+
+def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int) -> Generator[Tensor, None, None]:
+    """A record [numel] in order, in pieces that are valid until the next; zeros where it only pads."""
+    dtype = access.state_dtype(kind)
+    end = 0
+    for part in sorted(block.trainable_slices, key=lambda part: part.start):
+        start, stop = access.elements(part.name, kind)
+        yield torch.zeros(start - end, dtype=dtype)
+        yield from (piece for _, piece in access.read_pieces(part.name, kind))
+        end = stop
+    yield torch.zeros(numel - end, dtype=dtype)
+
+
+def _cloning(cloner: RecordCloner, store: Store, block: Block, kind: str) -> Clone | None:
+    sources = store.extents(block.name, kind)
+    if sources is None:
+        return None
+    return lambda target_fd, offset: cloner.clone(sources, target_fd, offset)
+
+
+# Loading.
+
+
+def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
+    """Read back what `save_optimizer_states` wrote, after the weights. Raises ValueError, before anything is
+    overwritten, if it is not there, is damaged or of another model, or has other dtypes."""
+    index = _read_index(checkpoint)
+    trainable = _check_fits(engine, index)
+    _load_kinds(engine, index, engine.layout.master.state_kinds)
+    for name, place in index.parameters.items():
+        trainable[name].num_updates = place.num_updates
+    engine.forget_weights()
+
+
+def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
+    """Read back the exact masters behind bfloat16 weights, and nothing else. float32 weights need nothing."""
+    if engine.layout.master.has_residual and has_optimizer_states(checkpoint):
+        index = _read_index(checkpoint)
+        _check_fits(engine, index)
+        _load_kinds(engine, index, ("master_residual",))
+
+
+def has_optimizer_states(checkpoint: str | Path) -> bool:
+    """Whether a checkpoint was written under offload, with optimizer states."""
+    return (Path(checkpoint) / FOLDER_NAME / INDEX_NAME).is_file()
+
+
+def _read_index(checkpoint: str | Path) -> _Index:
+    folder = Path(checkpoint) / FOLDER_NAME
+    path = folder / INDEX_NAME
+    if not path.is_file():
+        raise ValueError(
+            f"{str(checkpoint)!r} has no optimizer states of an offloaded run ({path.name} is missing in it); "
+            "resume from a checkpoint saved under offload, or start anew from its weights"
+        )
+    try:
+        fields = json.loads(path.read_text())
+        version = int(fields["format_version"])
+        if version == _FORMAT_VERSION:
+            places = {name: _place_from(place) for name, place in fields["parameters"].items()}
+            state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
+            return _Index(folder, str(fields["working_dtype"]), state_dtype, places)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} is damaged ({error!r}); resume from another checkpoint") from error
+    advice = "update hf_lohan" if version > _FORMAT_VERSION else "start anew from the checkpoint's weights"
+    raise ValueError(f"{str(path)!r} has format {version}, this version reads {_FORMAT_VERSION}; {advice}")
+
+
+def _place_from(fields: dict[str, Any]) -> _Place:
+    file, start, shape, num_updates = (fields[name] for name in ("file", "start", "shape", "num_updates"))
+    if Path(file).name != file:
+        raise ValueError(f"names a file outside its folder: {file!r}")
+    numbers = (start, num_updates, *shape)
+    if not all(isinstance(number, int) and number >= 0 for number in numbers):
+        raise ValueError(f"start, num_updates and shape must be whole numbers, not {numbers}")
+    return _Place(file, start, tuple(shape), num_updates)
+
+
+def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
+    """The trainable parameters by name, once it is certain that every state of theirs is there and fits."""
+    trainable = {part.name: part for part in engine.parameter_slices if part.trainable}
+    if trainable.keys() != index.parameters.keys():
+        difference = sorted(trainable.keys() ^ index.parameters.keys())
+        raise ValueError(
+            f"the optimizer states in {str(index.folder)!r} are for other trainable parameters ({len(difference)} "
+            f"differ, such as {difference[0]}); resume with the same model and the same frozen weights"
+        )
+    for name, place in index.parameters.items():
+        if place.shape != tuple(trainable[name].shape):
+            raise ValueError(
+                f"the optimizer states in {str(index.folder)!r} are for {name} of shape {list(place.shape)}, this "
+                f"model's has {list(trainable[name].shape)}; resume with the same model"
+            )
+    if index.working_dtype != _working_dtype(engine):
+        raise ValueError(
+            f"the checkpoint was trained with {index.working_dtype} working weights, this run uses "
+            f"{_working_dtype(engine)}; set bf16 as it was"
+        )
+    moment_dtype = engine.layout.master.moment_dtype
+    if index.optimizer_state_dtype != moment_dtype:
+        raise ValueError(
+            f"the optimizer states in {str(index.folder)!r} were saved with optimizer_state_dtype="
+            f"{index.optimizer_state_dtype}, this run has {moment_dtype}; set it to {index.optimizer_state_dtype}, or "
+            "start anew from the checkpoint's weights"
+        )
+    if moment_dtype != "float32" and any(place.start % SCALE_BLOCK_NUMEL for place in index.parameters.values()):
+        raise ValueError(
+            f"the optimizer states in {str(index.folder)!r} begin in the middle of a scale block, which none can; "
+            "resume from another checkpoint"
+        )
+    _check_files(engine, index)
+    return trainable
+
+
+def _check_files(engine: OffloadEngine, index: _Index) -> None:
+    master = engine.layout.master
+    for file_name, names in index.names_by_file().items():
+        last = max(index.parameters[name].stop for name in names)
+        with _open_states(index, file_name) as file:
+            stored_kinds = set(file.keys())
+            for kind in master.state_kinds:
+                needed_numel = master.numel(kind, last)
+                dtype = DTYPE_NAMES[master.state_dtype(kind)]
+                record = file.get_slice(kind) if kind in stored_kinds else None
+                shape = record.get_shape() if record is not None and record.get_dtype() == dtype else []
+                if len(shape) != 1 or shape[0] < needed_numel:
+                    raise ValueError(
+                        f"{str(index.folder / file_name)!r} has no flat tensor {kind} of at least {needed_numel} "
+                        f"{dtype}, which its index promises; resume from another checkpoint"
+                    )
+
+
+def _load_kinds(engine: OffloadEngine, index: _Index, kinds: tuple[str, ...]) -> None:
+    access, master = engine.parameters, engine.layout.master
+    for file_name, names in index.names_by_file().items():
+        with _open_states(index, file_name) as file:
+            for kind in kinds:
+                record = file.get_slice(kind)
+                for name in names:
+                    place = index.parameters[name]
+                    start, _ = master.elements(kind, place.start, place.stop)
+                    access.write_state(name, kind, _From(record, start))
+
+
+class _From:
+    """What lies behind element `start` of a file's tensor."""
+
+    def __init__(self, record: Any, start: int) -> None:
+        self._record = record
+        self._start = start
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        piece: Tensor = self._record[self._start + part.start : self._start + part.stop]
+        return piece
+
+
+@contextmanager
+def _open_states(index: _Index, file_name: str) -> Iterator[Any]:
+    path = index.folder / file_name
+    try:
+        file = safe_open(path, framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{str(path)!r} is missing or damaged ({error}); resume from another checkpoint") from error
+    with file:
+        yield file
+
+
+def _working_dtype(engine: OffloadEngine) -> str:
+    return str(engine.layout.master.working_dtype).removeprefix("torch.")

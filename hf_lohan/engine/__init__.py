@@ -1,0 +1,23 @@
+"""Executes a plan: streams blocks through the device, gradients to the host, states through the optimizer.
+
+Follow one parameter, which has its place in a block (`blocks`): `drain` (or the streamed load) writes it to the
+store that `tiers` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming,
+have `streaming` bring it, and give its gradient to `updates` (`gradient_path`), which turns that into its next version
+with the hyperparameters of the `bound_optimizer`, on a guess where `clip_guesses` says so; `step_commits` makes that
+last, `step_in_progress` drops what does not come so far. `engine` wires it all up.
+"""
+
+from hf_lohan.engine.drain import drain_model
+from hf_lohan.engine.engine import OffloadEngine
+from hf_lohan.engine.parameter_access import ParameterAccess
+from hf_lohan.engine.step_log import Journal
+from hf_lohan.engine.tiers import Tiers, open_tiers
+
+__all__ = [
+    "Journal",
+    "OffloadEngine",
+    "ParameterAccess",
+    "Tiers",
+    "drain_model",
+    "open_tiers",
+]

@@ -1,0 +1,290 @@
+"""Wires the runtime to a model's hooks: the one object that `integrations/` talks to."""
+
+from __future__ import annotations
+
+import atexit
+import os
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.activations import ActivationTiers
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device
+from hf_lohan.engine.activation_memory import ActivationMemory
+from hf_lohan.engine.bound_optimizer import BoundOptimizer
+from hf_lohan.engine.clip_guesses import ClipGuesses
+from hf_lohan.engine.gradient_path import lay_gradient_path
+from hf_lohan.engine.model_hooks import ModelHooks
+from hf_lohan.engine.parameter_access import ParameterAccess
+from hf_lohan.engine.step_clock import StepClock
+from hf_lohan.engine.step_commits import StepCommits
+from hf_lohan.engine.step_in_progress import StepInProgress
+from hf_lohan.engine.step_log import StepLog
+from hf_lohan.engine.tiers import Tiers
+from hf_lohan.micro_batches import MicroBatchRun
+from hf_lohan.model import OffloadLayout, ParamSlice
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.store import Commit
+from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.updates import ArrivedChunk, ClipHistory, SkippedSteps, StepResult
+from hf_lohan.weights import ParameterLoader, Prefetcher, SlotRing
+
+
+class OffloadEngine:
+    """Trains a model whose parameters and optimizer states live in a store.
+
+    Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
+    `is_final_backward` is asked in backward whether the step's last one is running.
+    """
+
+    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
+        self.model = model
+        self.layout = layout
+        self.tiers = tiers
+        self.config = config
+        self.device: Device = tiers.device
+        self.timeline = self.device.timeline
+        self.is_final_backward: Callable[[], bool] = lambda: True
+        self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        self._block_of = {part: block for block in layout.blocks for part in block.slices}
+        self._optimizer = BoundOptimizer(
+            list(self._block_of), layout.master.moment_kinds, settled=lambda: self.parameters
+        )
+        dtype = layout.master.working_dtype
+        self._ring = SlotRing(self.device, layout.plan, dtype)
+        path = lay_gradient_path(
+            model,
+            layout,
+            tiers,
+            config,
+            group_of=self._optimizer.group_of,
+            submit=self._submit,
+            renew=lambda block: self._prefetcher.renew(block),
+        )
+        self._pipeline, self.transaction = path.pipeline, path.transaction
+        loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
+        self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
+        self.step_log = StepLog(tiers.store, self._block_of)
+        self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)
+        self.clip_history = ClipHistory(config.clip)
+        self.skipped_steps = SkippedSteps(config.max_skipped_steps)
+        self.step_was_skipped = False
+        self.last_step: StepResult | None = None
+        """What became of the last step."""
+        self._clock = StepClock()
+        self._clip_guesses = ClipGuesses(self.clip_history, self._clock, self._pipeline, self._ring)
+        names = {module: name for name, module in model.named_modules()}
+        self.activations = ActivationTiers(
+            self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
+        )
+        self.activation_memory = ActivationMemory(
+            self.activations, config.activations, tiers, layout.activation_bytes
+        )
+        self._step = StepInProgress(self.transaction, self._pipeline, self._ring, layout.blocks)
+        self.after_step: Callable[[], None] = lambda: None
+        """Called when the first forward after a step begins: what then goes wrong, or is interrupted, harms no step."""
+        self._has_new_step = False
+        self.is_closed = False
+        self._hooks = ModelHooks(
+            model,
+            layout.model_blocks,
+            self.device,
+            self._ring,
+            self._prefetcher,
+            path.arrivals,
+            self._clock,
+            self.activations,
+            before_forward=self._before_forward,
+            before_backward=self._clip_guesses.take_back,
+            backward_broke=self._step.drop_broken,
+        )
+        self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
+        # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
+        atexit.register(self.close)
+
+    # Between the hooks and the pipeline.
+
+    def _before_forward(self) -> None:
+        self._recover()
+        self.device.note_reached()
+        if self._pipeline.has_begun_updates:
+            raise RuntimeError(
+                "the model was called between backward and step() of a step whose updates run in backward, so its "
+                "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+            )
+        self._clip_guesses.take_back()
+        if self._has_new_step and torch.is_grad_enabled():
+            self._has_new_step = False
+            self.activation_memory.end_step()
+            self.after_step()
+
+    def _submit(self, arrived: ArrivedChunk) -> None:
+        is_final = self.is_final_backward()
+        if not (is_final or self._pipeline.holds_gradients):
+            raise RuntimeError(
+                "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
+                "room to keep them; say gradient_accumulation_steps when you make the Accelerator or the training "
+                "arguments, or set max_grad_norm > 0"
+            )
+        if not self._pipeline.holds_gradients or self._pipeline.speculates:
+            self.commits.commit_what_was_loaded()
+            if is_final:
+                arrived.loan = self._ring.lend(arrived.chunk.block)
+        self._pipeline.submit(arrived, is_final=is_final)
+
+    # Several micro-batches at once.
+
+    def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that
+        weights move once. Each function runs its forward and gives its loss to `defer_backward`; returns what they
+        return. Gradients are those of one after the other, to the bit.
+
+        The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
+        RuntimeError if none gave a loss.
+        """
+        self.activation_memory.run_together(len(micro_batches))
+        return self._micro_batches(micro_batches)
+
+    def defer_backward(self, loss: Tensor) -> bool:
+        """Within `run_micro_batches`: let ``loss`` have its backward when all forwards are over. Otherwise returns
+        False, and the caller runs it."""
+        return self._micro_batches.defer_backward(loss)
+
+    # Steps.
+
+    @property
+    def optimizer(self) -> OffloadAdamW | None:
+        """Whose hyperparameters the updates have."""
+        return self._optimizer.optimizer
+
+    def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
+        """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
+        fit the store."""
+        self._optimizer.bind(optimizer)
+
+    def step(self) -> None:
+        """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
+        before the block is read; `settle` waits for them all. A step whose gradients are not finite is skipped.
+
+        Raises NonFiniteGradientError after too many skipped steps in a row.
+        """
+        self._micro_batches.refuse_within("step()")
+        self._recover()
+        group_of = self._optimizer.groups_as_they_are_now()
+        self.commits.commit_what_was_loaded()
+        self._step.begin_finish()
+        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+            result = self.transaction.commit(group_of)
+        self._ring.forget(result.changed - result.renewed)
+        self._prefetcher.foresee(is_training=True)
+        self._clip_guesses.end_step(result)
+        self.last_step, self.step_was_skipped = result, result.not_finite is not None
+        self._step.finished()
+        self.commits.end_step()
+        self._has_new_step = True
+        if result.not_finite is not None:
+            self.skipped_steps.note(result.not_finite)
+        else:
+            self.skipped_steps.note_good_step()
+
+    def _recover(self) -> None:
+        """If an exception ended the last forward, backward or step, start clean."""
+        self._hooks.recover_if_broken()
+        self._step.recover()
+
+    def go_back_to_commit(self) -> Commit:
+        """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
+        self.drop_gradients()
+        self.settle()
+        commit = self.step_log.go_back()
+        self.forget_weights()
+        return commit
+
+    @property
+    def undone_update_s(self) -> float:
+        """What updates took that ran on a wrong guess, or of steps that were dropped."""
+        return self._pipeline.undone_s
+
+    def settle(self) -> None:
+        """Wait until the store holds every update of the steps so far."""
+        self._pipeline.settle()
+
+    @property
+    def parameters(self) -> ParameterAccess:
+        """Parameters and their states in the store, as the last step left them."""
+        self.settle()
+        return self._parameters
+
+    def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """See `StepTransaction.clip`."""
+        self._micro_batches.refuse_within("clip_grad_norm")
+        self._recover()
+        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+            return self.transaction.clip(max_norm, norm_type)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that have not been applied."""
+        self._micro_batches.refuse_within("zero_grad()")
+        self._recover()
+        self._step.drop()
+
+    @property
+    def last_forward_s(self) -> float:
+        """How long the forwards of the last step took, as the computing thread saw it."""
+        return self._clock.last_forward_s
+
+    @property
+    def last_backward_s(self) -> float:
+        """How long the backwards of the last step took, as the computing thread saw it."""
+        return self._clock.last_backward_s
+
+    @property
+    def parameter_slices(self) -> list[ParamSlice]:
+        return list(self._block_of)
+
+    @property
+    def peak_gpu_pool_bytes(self) -> int:
+        """High-water mark of the device slots."""
+        return self._ring.high_water_bytes
+
+    def forget_weights(self) -> None:
+        """The store's parameters were replaced (a checkpoint was loaded)."""
+        self._ring.forget(self.layout.blocks)
+
+    @property
+    def store_folders(self) -> set[str]:
+        """Real paths of the folders that the store lies in."""
+        return {os.path.realpath(path.path) for path in self.tiers.store.paths}
+
+    def close(self) -> None:
+        """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        atexit.unregister(self.close)
+        self._hooks.remove()
+        self.model.register_forward_pre_hook(_refuse_closed)
+        self._prefetcher.close()
+        self.activations.close()
+        if self._is_whole_in_place:
+            self.commits.commit(even_in_place=True)
+        self._pipeline.close()
+        self.tiers.close()
+
+    @property
+    def _is_whole_in_place(self) -> bool:
+        """Whether a store with one version holds the last step, and only that."""
+        return (
+            not self.commits.are_kept
+            and self.commits.each_step
+            and self._pipeline.failure is None
+            and self._hooks.is_idle
+            and not self._step.is_half_applied
+        )
+
+
+def _refuse_closed(_module: nn.Module, _args: Any) -> None:
+    raise RuntimeError("the engine of this model is closed and its weights are in the store; load the model again")

@@ -1,0 +1,285 @@
+"""Hooks on a model: each block comes before its forward and its backward, each gradient goes when it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from hf_lohan.activations import ActivationTiers
+from hf_lohan.device import Device, PoolAborted
+from hf_lohan.engine.compute_spans import ComputeSpans
+from hf_lohan.engine.step_clock import StepClock
+from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
+from hf_lohan.model import Block, ModelBlocks, ParamSlice
+from hf_lohan.planner import SizeClass
+from hf_lohan.updates import GradientArrivals
+from hf_lohan.weights import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
+
+
+class ModelHooks:
+    """Knows whether the model is in a forward or a backward, and what has to happen where.
+
+    `before_forward` is called before each forward of the whole model, `before_backward` when a backward
+    needs its first block, `backward_broke` when one is found not to have finished.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        model_blocks: ModelBlocks,
+        device: Device,
+        ring: SlotRing,
+        prefetcher: Prefetcher,
+        arrivals: GradientArrivals,
+        clock: StepClock,
+        activations: ActivationTiers,
+        *,
+        before_forward: Callable[[], None],
+        before_backward: Callable[[], None],
+        backward_broke: Callable[[], None],
+    ) -> None:
+        self._ring = ring
+        self._prefetcher = prefetcher
+        self._arrivals = arrivals
+        self._clock = clock
+        self._activations = activations
+        self._before_forward = before_forward
+        self._begin_backward = before_backward
+        self._backward_broke = backward_broke
+        self._model = model
+        self._joint: JointForward | None = None
+        """While several micro-batches' forwards are under way."""
+        self._sums: GradientSums | None = None
+        """In the backward of a joint forward."""
+        self._in_use = BlocksInUse(ring, prefetcher, self._done_in_backward)
+        self._spans = ComputeSpans(device)
+        self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
+        self._is_in_forward = False
+        self._is_in_backward = False
+        self._has_begun_backward = False
+        """Whether heads of a joint forward have had theirs, and the rest is to come."""
+        self._num_layers = len(model_blocks.layers)
+        self._handles: list[Any] = []
+        self._attach(model, model_blocks, device)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether neither a forward nor a backward is under way, or was broken off."""
+        return not (self._is_in_forward or self._is_in_backward or self._has_begun_backward)
+
+    def recover_if_broken(self) -> None:
+        """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
+        gone: half of a sum would be a wrong number."""
+        if self.is_idle:
+            return
+        was_in_backward = self._is_in_backward or self._has_begun_backward
+        if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
+            self._saved_weights.__exit__(None, None, None)
+            self._saved_weights = None
+        self._spans.end()
+        self._in_use.release_all()
+        if self._sums is not None:
+            self._sums.clear()
+        self._arrivals.abandon()
+        self._prefetcher.cancel_pass()
+        if was_in_backward:
+            self._backward_broke()
+        # Only now: an interrupt may end this, and then it is done again.
+        self._is_in_forward = self._is_in_backward = self._has_begun_backward = False
+
+    def remove(self) -> None:
+        """Take them off the model."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _attach(self, model: nn.Module, model_blocks: ModelBlocks, device: Device) -> None:
+        for block in model_blocks.blocks:
+            self._ring.hide(block)
+            for part in block.trainable_slices:
+                handle = part.parameter.register_post_accumulate_grad_hook(
+                    lambda parameter, part=part: self._on_gradient(part, parameter)
+                )
+                self._handles.append(handle)
+        for buffer_owner in model.modules():
+            for name, buffer in buffer_owner._buffers.items():
+                if buffer is not None:
+                    buffer_owner._buffers[name] = buffer.to(device.torch_device)
+        self._handles.append(model.register_forward_pre_hook(self._on_model_forward))
+        self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
+        layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
+        for module, blocks in model_blocks.needs.items():
+            self._handles.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
+            after = partial(self._after_layer, layers[module]) if module in layers else self._after_outer
+            self._handles.append(
+                module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out))
+            )
+
+    # Forward.
+
+    @contextlib.contextmanager
+    def joint_forward(self, lockstep: Lockstep, *, heads_apart: bool) -> Iterator[MicroBatchHeads]:
+        """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward.
+        ``heads_apart``: whether to try and take heads back one by one."""
+        self.recover_if_broken()
+        self._before_forward()
+        self._is_in_forward = True
+        self._clock.begin()
+        self._prefetcher.begin_pass(is_training=True)
+        self._activations.begin_forward()
+        sums = GradientSums(lockstep.num_functions, self._arrivals.send)
+        leaves = MicroBatchLeaves(self._model, self._ring, partial(self._on_leaf_gradient, sums))
+        heads = MicroBatchHeads(leaves.__contains__)
+        self._joint = joint = JointForward(
+            lockstep, self._in_use, leaves, num_layers=self._num_layers, heads=heads if heads_apart else None
+        )
+        try:
+            yield heads
+        finally:
+            joint.restore()
+            self._joint = None
+        sums.keeps_order = heads_apart and not heads.are_apart
+        self._spans.end()
+        joint.leave_all()
+        self._is_in_forward = False
+        self._activations.expect_backward()
+        self._clock.end_forward()
+
+    def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
+        if self._joint is not None:
+            self._joint.begin_model(saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations))
+            return
+        self.recover_if_broken()
+        self._before_forward()
+        is_training = torch.is_grad_enabled()
+        self._is_in_forward = True
+        self._clock.begin()
+        self._prefetcher.begin_pass(is_training=is_training)
+        if is_training:
+            self._activations.begin_forward()
+            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations)
+            self._saved_weights.__enter__()
+
+    def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        if self._joint is not None:
+            self._joint.end_model()
+            return
+        is_training = self._saved_weights is not None
+        if self._saved_weights is not None:
+            self._saved_weights.__exit__(None, None, None)
+            self._saved_weights = None
+        if output is None:
+            return  # called because the forward raised: the next one recovers
+        self._is_in_forward = False
+        if is_training:
+            self._activations.expect_backward()
+            self._clock.end_forward()
+        else:
+            self._prefetcher.end_pass()
+
+    def _before(self, blocks: tuple[Block, ...]) -> None:
+        if self._is_in_backward:
+            # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
+            self._before_backward(blocks)
+            return
+        if torch.is_grad_enabled() and not self._is_in_forward:
+            raise RuntimeError(
+                "a layer was called outside its model's forward with gradients on; call the model itself, so that "
+                "what autograd saves of streamed weights can be tracked"
+            )
+        self._spans.end()
+        if self._joint is not None:
+            self._joint.stop_before(blocks)
+        use = self._in_use if self._joint is None else self._joint
+        for block in blocks:
+            use.enter(block)
+        if blocks:
+            self._spans.begin("forward", blocks[0])
+
+    def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
+        if not self._is_in_backward:
+            self._spans.end()
+            use = self._in_use if self._joint is None else self._joint
+            for block in blocks:
+                use.leave(block)
+
+    def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
+        if self._is_in_backward:
+            return output
+        self._after_outer(blocks, output)
+        hidden = output[0] if isinstance(output, tuple | list) else output
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(lambda _gradient: self._before_backward(blocks))
+        return output if self._joint is None else self._joint.stop_behind_layer(index, output)
+
+    # Backward.
+
+    def _before_backward(self, blocks: tuple[Block, ...]) -> None:
+        for block in blocks:
+            self._fetch_in_backward(block)
+
+    def _fetch_in_backward(self, block: Block) -> Slot:
+        self._enter_backward()
+        use = self._in_use if self._joint is None else self._joint
+        if self._spans.is_open("backward", block):
+            return use.fetch_in_backward(block)
+        self._spans.end()
+        slot = use.fetch_in_backward(block)
+        self._spans.begin("backward", block)
+        return slot
+
+    def _enter_backward(self) -> None:
+        if self._joint is not None:
+            self._has_begun_backward = True
+        elif not self._is_in_backward:
+            self._is_in_backward = True
+            if not self._has_begun_backward:
+                self._begin_backward()
+            self._has_begun_backward = False
+            self._clock.begin()
+            # Private, but what FSDP and DDP use: runs when the whole backward is done.
+            Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        self._enter_backward()
+        with _cause_of_abort():
+            self._arrivals.take(part, parameter)
+
+    def _on_leaf_gradient(
+        self, sums: GradientSums, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool
+    ) -> None:
+        self._enter_backward()
+        self._sums = sums
+        with _cause_of_abort():
+            (sums.keep if has_more else sums.add)(micro_batch, part, leaf)
+
+    def _done_in_backward(self, block: Block) -> None:
+        # A block outside the layers may have been used before and behind them: the last word on it is not said.
+        if self._sums is not None and block.size_class is SizeClass.LAYER:
+            with _cause_of_abort():
+                self._sums.complete(block)
+
+    def _end_backward(self) -> None:
+        self._spans.end()
+        if self._sums is not None:
+            with _cause_of_abort():
+                self._sums.flush()
+        self._arrivals.flush()
+        self._in_use.release_all()
+        self._is_in_backward = False
+        self._clock.end_backward()
+        self._prefetcher.end_pass()
+
+
+@contextlib.contextmanager
+def _cause_of_abort() -> Iterator[None]:
+    """If the pipeline broke: say why, not how it was noticed."""
+    try:
+        yield
+    except PoolAborted as aborted:
+        raise (aborted.__cause__ or aborted) from None

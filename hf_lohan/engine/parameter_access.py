@@ -1,0 +1,167 @@
+"""Read and write single parameters and their states in the store, by name, through pool buffers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer, BufferPool
+from hf_lohan.model import Block, ParamSlice, ranges, round_up
+from hf_lohan.optim import MasterFormat, encode_master_
+from hf_lohan.store import RecordRead, RecordSpec, Store
+
+
+class Sliceable(Protocol):
+    """A flat tensor, or a file's: gives out parts of itself."""
+
+    def __getitem__(self, part: slice, /) -> Tensor: ...
+
+
+class Zeros:
+    """As many zeros as are asked for."""
+
+    def __getitem__(self, part: slice, /) -> Tensor:
+        return torch.zeros(part.stop - part.start)
+
+
+class ParameterAccess:
+    """The door for loading and saving; training itself moves whole chunks.
+
+    Works piece by piece in buffers of the run's own pool, so a parameter larger than the budget passes through as well.
+    """
+
+    def __init__(self, store: Store, blocks: list[Block], master: MasterFormat, pool: BufferPool) -> None:
+        self._store = store
+        self._master = master
+        self._pool = pool
+        self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
+        self.slices: dict[str, tuple[Block, ParamSlice]] = {
+            part.name: (block, part) for block in blocks for part in block.slices
+        }
+
+    @property
+    def working_dtype(self) -> torch.dtype:
+        return self._master.working_dtype
+
+    def state_kinds(self, name: str) -> tuple[str, ...]:
+        """Record kinds, beside `param`, that hold something of this parameter."""
+        _, part = self.slices[name]
+        return self._master.state_kinds if part.trainable else ()
+
+    def state_dtype(self, kind: str) -> torch.dtype:
+        return self._master.state_dtype(kind)
+
+    def elements(self, name: str, kind: str) -> tuple[int, int]:
+        """Which elements [start, stop) of its block's record of a kind are a parameter's."""
+        _, part = self.slices[name]
+        return self._master.elements(kind, part.start, part.stop)
+
+    @torch.no_grad()
+    def write_parameter(self, name: str, source: Tensor) -> None:
+        """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
+        block, part = self.slices[name]
+        if source.shape != part.shape:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(part.shape)}")
+        flat = source.detach().reshape(-1)
+        with self._buffers(3 if self._master.has_residual else 2) as buffers:
+            for start, stop in ranges(part.numel, self._piece_numel):
+                self._write_piece(block, part, start, flat[start:stop], buffers)
+
+    def _write_piece(
+        self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]
+    ) -> None:
+        numel, place = piece.numel(), part.start + start
+        bounce = buffers[0].bytes
+        master = buffers[1].view(torch.float32, numel)
+        master.copy_(piece)
+        if not self._master.has_residual:
+            self._store.write_unaligned(block.name, "param", place, master, bounce)
+            return
+        working = buffers[2].view(torch.bfloat16, numel)
+        residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
+        encode_master_(master, working, residual, scratch=bounce[: 4 * numel].view(torch.int32))
+        self._store.write_unaligned(block.name, "param", place, working, bounce)
+        if part.trainable:
+            self._store.write_unaligned(block.name, "master_residual", place, residual, bounce)
+
+    def read_parameter(self, name: str) -> Tensor:
+        """The working weight as a new tensor of the parameter's shape, on the host."""
+        _, part = self.slices[name]
+        return self.read_flat(name, "param").view(part.shape)
+
+    def read_flat(self, name: str, kind: str) -> Tensor:
+        """One record kind of a parameter, as it is stored, as a new flat host tensor."""
+        first, last = self.elements(name, kind)
+        out = torch.empty(last - first, dtype=self.state_dtype(kind))
+        for start, piece in self.read_pieces(name, kind):
+            out[start : start + piece.numel()].copy_(piece)
+        return out
+
+    def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
+        record = self._store.files.layout.record(block.name, kind)
+        if first % record.granule_numel == 0:
+            yield from self._read_ahead(record, first, last)
+            return
+        with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
+            for start, stop in ranges(last - first, self._piece_numel):
+                piece = landing.view(self.state_dtype(kind), stop - start)
+                self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
+                yield start, piece
+
+    def _read_ahead(self, record: RecordSpec, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """`read_pieces` of elements [first, last), from a granule's start on: one piece is read while the one before is
+        in use."""
+        dtype = self.state_dtype(record.kind)
+        reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
+        with self._buffers(2) as buffers:
+            try:
+                for number, (start, stop) in enumerate(ranges(last - first, self._piece_numel)):
+                    read_stop = min(round_up(first + stop, record.granule_numel), record.numel)
+                    landing = buffers[number % 2].view(dtype, read_stop - first - start)
+                    read = self._store.read(record.block, record.kind, first + start, landing)
+                    reading.append((start, stop, read, landing))
+                    if len(reading) == len(buffers):
+                        yield self._landed(reading)
+                while reading:
+                    yield self._landed(reading)
+            finally:
+                for _, _, read, _ in reading:  # nobody wants it any more, but it still writes into its buffer
+                    with suppress(Exception):
+                        read.arrive()
+
+    @staticmethod
+    def _landed(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
+        start, stop, read, landing = reading[0]
+        read.wait()
+        reading.popleft()  # not before: an interrupted wait leaves it to who cleans up
+        return start, landing[: stop - start]
+
+    @torch.no_grad()
+    def write_state(self, name: str, kind: str, source: Sliceable) -> None:
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter from a flat source."""
+        block, _ = self.slices[name]
+        first, last = self.elements(name, kind)
+        dtype = self.state_dtype(kind)
+        with self._buffers(2) as (bounce, landing):
+            for start, stop in ranges(last - first, self._piece_numel):
+                piece = landing.view(dtype, stop - start)
+                piece.copy_(source[start:stop])
+                self._store.write_unaligned(block.name, kind, first + start, piece, bounce.bytes)
+
+    @contextmanager
+    def _buffers(self, count: int) -> Iterator[list[Buffer]]:
+        with ExitStack() as stack:
+            buffers = []
+            for _ in range(count):
+                buffer = self._pool.acquire()
+                stack.callback(buffer.release)
+                buffers.append(buffer)
+            yield buffers

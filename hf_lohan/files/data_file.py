@@ -1,0 +1,221 @@
+"""Data files: the seam to the operating system, and one open file that moves all bytes or says why not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from hf_lohan.files.buffers import SECTOR_BYTES
+from hf_lohan.files.directories import free_bytes_beside
+from hf_lohan.files.errors import NO_ROOM, StorageError, format_bytes
+
+logger = logging.getLogger(__name__)
+
+_NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
+_ZEROS_BYTES = 4 << 20
+
+
+class FileBackend(ABC):
+    """The calls the storage room makes on data files. They may be short, and raise ``OSError``."""
+
+    @abstractmethod
+    def open(self, path: str, flags: int) -> int: ...
+
+    @abstractmethod
+    def close(self, fd: int) -> None: ...
+
+    @abstractmethod
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int: ...
+
+    @abstractmethod
+    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int: ...
+
+    @abstractmethod
+    def allocate(self, fd: int, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    def sync(self, fd: int) -> None: ...
+
+    @abstractmethod
+    def set_buffered(self, fd: int) -> None: ...
+
+
+class PosixBackend(FileBackend):
+    """The real one."""
+
+    def open(self, path: str, flags: int) -> int:
+        return os.open(path, flags, 0o600)
+
+    def close(self, fd: int) -> None:
+        os.close(fd)
+
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        return os.preadv(fd, views, offset)
+
+    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        return os.pwritev(fd, views, offset)
+
+    def allocate(self, fd: int, num_bytes: int) -> None:
+        os.posix_fallocate(fd, 0, num_bytes)
+
+    def sync(self, fd: int) -> None:
+        os.fdatasync(fd)
+
+    def set_buffered(self, fd: int) -> None:
+        fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) & ~os.O_DIRECT)
+
+
+class DataFile:
+    """One open file, O_DIRECT where its file system takes that and buffered, logged once, where not.
+
+    Safe to use from many threads. Every failure is a `StorageError` that names path and offset.
+    """
+
+    def __init__(self, path: str, backend: FileBackend, *, create: bool) -> None:
+        self.path = path
+        self.is_direct = True
+        self._backend = backend
+        self._fallback_lock = threading.Lock()
+        self._unsynced_bytes = 0
+        self._unsynced_lock = threading.Lock()
+        # A fresh file must be new (zeros, our mode), and no link may lead an old one elsewhere.
+        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
+        try:
+            try:
+                self._fd = backend.open(path, flags | os.O_DIRECT)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                if create and os.path.lexists(path):  # some kernels create the file and only then refuse
+                    os.unlink(path)
+                self._fd = backend.open(path, flags)
+                self._log_buffered("its file system does not open files with O_DIRECT")
+                self.is_direct = False
+        except OSError as error:
+            raise self._failure("cannot open", error) from error
+
+    @property
+    def unsynced_bytes(self) -> int:
+        """Bytes written since the last `sync`."""
+        return self._unsynced_bytes
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill ``views``, one after the other, with the bytes from ``offset`` on."""
+        self._move("read", self._backend.read, offset, views)
+
+    def write(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Put the bytes of ``views``, one after the other, at ``offset``."""
+        self._move("write", self._backend.write, offset, views)
+        self._count_unsynced(sum(view.nbytes for view in views))
+
+    def allocate(self, num_bytes: int) -> None:
+        """Give a new file its full size, in zeros; raises with ``errno`` ENOSPC if the disk is too full."""
+        if num_bytes == 0:
+            return
+        try:
+            self._backend.allocate(self._fd, num_bytes)
+        except OSError as error:
+            if error.errno not in _NO_FALLOCATE:
+                raise self._failure("cannot reserve space for", error, needed_bytes=num_bytes) from error
+            logger.warning(
+                "writing %d zero bytes to %s: its file system cannot preallocate", num_bytes, self.path
+            )
+            self._write_zeros(num_bytes)
+
+    def sync(self) -> None:
+        """Return when all finished writes are on the medium."""
+        covered_bytes = self._unsynced_bytes
+        try:
+            self._backend.sync(self._fd)
+        except OSError as error:
+            raise self._failure("cannot sync", error, needed_bytes=covered_bytes) from error
+        self._count_unsynced(-covered_bytes)
+
+    def close(self) -> None:
+        self._backend.close(self._fd)
+
+    def _move(
+        self,
+        verb: str,
+        call: Callable[[int, int, Sequence[memoryview]], int],
+        offset: int,
+        views: Sequence[memoryview],
+    ) -> None:
+        wanted_bytes = sum(view.nbytes for view in views)
+        done_bytes = 0
+        while done_bytes < wanted_bytes:
+            was_direct = self.is_direct
+            try:
+                moved_bytes = call(self._fd, offset + done_bytes, views)
+            except OSError as error:
+                if error.errno == errno.EINVAL and was_direct:
+                    self._fall_back(f"its file system refuses an O_DIRECT {verb}")
+                    continue
+                rest_bytes = wanted_bytes - done_bytes
+                raise self._failure(f"cannot {verb}", error, offset + done_bytes, needed_bytes=rest_bytes) from error
+            if moved_bytes == 0:
+                counts = f"{wanted_bytes} bytes wanted, {done_bytes} {verb}"
+                raise StorageError(
+                    f"{verb} ended early ({counts}) in",
+                    path=self.path,
+                    offset=offset + done_bytes,
+                    errno=errno.EIO,
+                    advice="the file was cut or the disk is failing; the store must be made anew",
+                )
+            moved_bytes = self._resumable_bytes(moved_bytes)
+            done_bytes += moved_bytes
+            views = _after(views, moved_bytes)
+
+    def _resumable_bytes(self, moved_bytes: int) -> int:
+        """How far a short call really got: direct I/O can only go on from the start of a sector."""
+        if not self.is_direct or moved_bytes % SECTOR_BYTES == 0:
+            return moved_bytes
+        if moved_bytes < SECTOR_BYTES:
+            self._fall_back("it moved less than one sector with O_DIRECT")
+            return moved_bytes
+        return moved_bytes - moved_bytes % SECTOR_BYTES
+
+    def _fall_back(self, reason: str) -> None:
+        with self._fallback_lock:
+            if self.is_direct:
+                self._log_buffered(reason)
+                self._backend.set_buffered(self._fd)
+                self.is_direct = False
+
+    def _log_buffered(self, reason: str) -> None:
+        logger.warning("buffered I/O for %s, through the page cache: %s", self.path, reason)
+
+    def _write_zeros(self, num_bytes: int) -> None:
+        zeros = memoryview(mmap.mmap(-1, min(num_bytes, _ZEROS_BYTES)))  # mapped, so aligned
+        for offset in range(0, num_bytes, _ZEROS_BYTES):
+            self.write(offset, [zeros[: num_bytes - offset]])
+
+    def _count_unsynced(self, num_bytes: int) -> None:
+        with self._unsynced_lock:
+            self._unsynced_bytes += num_bytes
+
+    def _failure(
+        self, problem: str, error: OSError, offset: int | None = None, *, needed_bytes: int = 0
+    ) -> StorageError:
+        advice = "check the disk, its free space and the permissions of this path"
+        if error.errno in NO_ROOM:
+            free = format_bytes(free_bytes_beside(self.path))
+            advice = f"it needs {format_bytes(needed_bytes)} and {free} are free; free some space"
+        return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
+
+
+def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
+    """What is left of ``views`` behind their first ``num_bytes``."""
+    rest = []
+    for view in views:
+        skipped_bytes = min(num_bytes, view.nbytes)
+        num_bytes -= skipped_bytes
+        if skipped_bytes < view.nbytes:
+            rest.append(view[skipped_bytes:])
+    return rest

@@ -1,0 +1,52 @@
+"""One process, one store: a lock that the kernel takes back however its holder ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+
+from hf_lohan.files.directories import make_directory
+from hf_lohan.files.errors import StorageError, StoreInUseError
+
+LOCK_NAME = "lock"
+
+
+class DirectoryLock:
+    """Holds a store directory, made if need be, from construction to `close`.
+
+    Raises `StoreInUseError` naming the directory and its holder's pid, `StorageError` if it cannot be locked.
+    The file stays: to unlink a locked file would let two processes each hold "the" lock.
+    """
+
+    def __init__(self, directory: str) -> None:
+        make_directory(directory)
+        file = os.path.join(directory, LOCK_NAME)
+        try:
+            self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            advice = "make the directory writable or choose another"
+            raise StorageError("cannot open the lock", path=file, errno=error.errno, advice=advice) from error
+        try:
+            self._take(directory)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def close(self) -> None:
+        """Let the directory go."""
+        os.close(self._fd)
+
+    def _take(self, directory: str) -> None:
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
+            raise StoreInUseError(
+                f"the store in {directory} is in use by process {holder}: "
+                f"end that run or choose another directory"
+            ) from None
+        except OSError as error:
+            advice = "its file system cannot lock files; choose a local one"
+            raise StorageError("cannot lock", path=directory, errno=error.errno, advice=advice) from error
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

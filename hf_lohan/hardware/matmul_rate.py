@@ -1,0 +1,141 @@
+"""What the device computes a second, at the shapes and in the type of the model that is to be trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Device, Lane
+from hf_lohan.hardware.timing import median_s
+
+_MIN_SIDE = 128
+"""Products are not cut below this: short sides are slower than what they stand for."""
+_FIRST_TRIAL_FLOPS = 1e8
+_MAX_GROWTH = 16.0
+"""From one trial to the next: small products are slow a FLOP, so they say little about how long large ones take."""
+_RUNS_IN_BUDGET = 4
+_MAX_SHAPES = 6
+"""Each has operands to be made, which takes time too."""
+_PATTERN_NUMEL = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class MatrixShape:
+    """A linear layer's product [num_rows, inner] x [inner, num_columns], `count` times a forward; `num_matrices` of
+    them at once in a batched or grouped one."""
+
+    num_rows: int
+    inner: int
+    num_columns: int
+    count: int = 1
+    num_matrices: int = 1
+
+    def __post_init__(self) -> None:
+        if min(self.num_rows, self.inner, self.num_columns, self.count, self.num_matrices) < 1:
+            raise ValueError(f"{self} is no matrix product: every number must be at least 1")
+
+    @property
+    def flops(self) -> float:
+        """Of one such product."""
+        return 2.0 * self.num_matrices * self.num_rows * self.inner * self.num_columns
+
+    def operand_bytes(self, itemsize: int) -> int:
+        """Both factors and the product."""
+        rows, inner, columns = self.num_rows, self.inner, self.num_columns
+        return self.num_matrices * itemsize * (rows * inner + inner * columns + rows * columns)
+
+
+def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: int) -> MatrixShape:
+    """The shape, or a smaller one that is as fast a FLOP: batches are halved first, then rows, then what is longest,
+    until the product is within both bounds or all sides are short."""
+    while shape.flops > max_flops or shape.operand_bytes(itemsize) > max_bytes:
+        sides = {"num_rows": shape.num_rows, "inner": shape.inner, "num_columns": shape.num_columns}
+        longest = max(sides, key=lambda side: sides[side])
+        if shape.num_matrices > 1:
+            side, half = "num_matrices", shape.num_matrices // 2
+        elif shape.flops > max_flops and shape.num_rows >= 2 * _MIN_SIDE:
+            side, half = "num_rows", shape.num_rows // 2
+        elif sides[longest] >= 2 * _MIN_SIDE:
+            side, half = longest, sides[longest] // 2
+        else:
+            return shape
+        shape = replace(shape, **{side: half})
+    return shape
+
+
+def matmul_flops_per_s(
+    device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, *, budget_s: float, max_bytes: int
+) -> float:
+    """FLOP/s over the `shapes` that weigh most, each as often as it counts: of the product and of its two gradients.
+
+    Takes about `budget_s` and `max_bytes` of the device's memory. Raises ValueError for no shapes.
+    """
+    if not shapes:
+        raise ValueError("no matrix shapes were given; give at least one to measure the device with")
+    shapes = sorted(shapes, key=lambda shape: -shape.count * shape.flops)[:_MAX_SHAPES]
+    share_s = budget_s / len(shapes)
+    total_flops = sum(shape.count * shape.flops for shape in shapes)
+    total_s = sum(
+        shape.count * shape.flops / _shape_flops_per_s(device, shape, dtype, budget_s=share_s, max_bytes=max_bytes)
+        for shape in shapes
+    )
+    return total_flops / total_s
+
+
+def elementwise_bytes_per_s(device: Device, numel: int, dtype: torch.dtype, *, budget_s: float) -> float:
+    """Bytes read and written a second by an addition of two tensors [numel] into a new one, as a model's layers do."""
+    left, right = _filled(device, (numel,), dtype), _filled(device, (numel,), dtype)
+    one_s = median_s(lambda: left + right, _waiting(device), budget_s=budget_s)
+    return 3 * numel * dtype.itemsize / one_s
+
+
+def _shape_flops_per_s(
+    device: Device, shape: MatrixShape, dtype: torch.dtype, *, budget_s: float, max_bytes: int
+) -> float:
+    def within(max_flops: float) -> MatrixShape:
+        return cropped(shape, max_flops=max_flops, max_bytes=max_bytes, itemsize=dtype.itemsize)
+
+    run_s = budget_s / _RUNS_IN_BUDGET
+    chosen, largest = within(_FIRST_TRIAL_FLOPS), within(math.inf)
+    while chosen != largest:
+        trial_s = _product_times_s(device, chosen, dtype, budget_s=0.0, num_products=1)[0]
+        larger = within(chosen.flops * min(_MAX_GROWTH, run_s / (3 * trial_s)))
+        if larger.flops <= chosen.flops:
+            break
+        chosen = larger
+    times_s = _product_times_s(device, chosen, dtype, budget_s=budget_s)
+    return 3 * chosen.flops / sum(times_s)
+
+
+def _product_times_s(
+    device: Device, shape: MatrixShape, dtype: torch.dtype, *, budget_s: float, num_products: int = 3
+) -> list[float]:
+    """Seconds of the product, of its input's gradient and of its weight's, or of the first of these, with operands
+    laid out as autograd has them: a linear layer's weight lies transposed."""
+    batch = (shape.num_matrices,) if shape.num_matrices > 1 else ()
+    inputs = _filled(device, (*batch, shape.num_rows, shape.inner), dtype)
+    weight = _filled(device, (*batch, shape.num_columns, shape.inner), dtype)
+    gradient = _filled(device, (*batch, shape.num_rows, shape.num_columns), dtype)
+    products: tuple[Callable[[], Tensor], ...] = (
+        lambda: inputs @ weight.mT,
+        lambda: gradient @ weight,
+        lambda: gradient.mT @ inputs,
+    )
+    share_s = budget_s / num_products
+    return [median_s(product, _waiting(device), budget_s=share_s) for product in products[:num_products]]
+
+
+def _waiting(device: Device) -> Callable[[], None]:
+    return lambda: device.record(Lane.COMPUTE).synchronize()
+
+
+def _filled(device: Device, size: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Numbers as a model has them: products of zeros take less power, hence higher clocks."""
+    numel = math.prod(size)
+    generator = torch.Generator().manual_seed(0)  # a run's own random numbers must not depend on measuring
+    pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).to(device.torch_device, dtype)
+    return pattern.repeat(-(-numel // pattern.numel()))[:numel].view(*size)

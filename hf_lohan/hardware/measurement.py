@@ -1,0 +1,190 @@
+"""This machine as the planner wants to know it: measured in seconds, with what a run does, on what a run uses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.files import SECTOR_BYTES, StorePath
+from hf_lohan.files.directories import resolve_capacities
+from hf_lohan.hardware.checksum_rate import checksum_bytes_per_s
+from hf_lohan.hardware.cpu_facts import device_name
+from hf_lohan.hardware.link_rates import measure_links
+from hf_lohan.hardware.matmul_rate import MatrixShape, elementwise_bytes_per_s, matmul_flops_per_s
+from hf_lohan.hardware.optimizer_rate import optimizer_params_per_s
+from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.optim import MomentDtype
+from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
+from hf_lohan.store.store_files import DATA_NAMES
+from hf_lohan.threads import set_compute_threads
+
+_MIB = 1 << 20
+_UPDATE_BYTES_PER_PARAM = 3 * 16
+"""Three chunks of weights, masters, gradients and moments."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MeasuringEffort:
+    """How long measuring takes, and how much of everything it uses at most."""
+
+    budget_s: float = 5.0
+    scratch_bytes: int = 128 * _MIB
+    """On each SSD path."""
+    io_buffer_bytes: int = 64 * _MIB
+    copy_bytes: int = 32 * _MIB
+    product_bytes: int = 128 * _MIB
+    """Of device memory, for the operands of a product."""
+    activation_bytes: int = 32 * _MIB
+    update_numel: int = 2 * _MIB
+
+    def within(self, config: OffloadConfig) -> MeasuringEffort:
+        """The same or less: no part of it takes more memory than a run may."""
+        assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
+        host_bytes, device_bytes = config.cpu_memory // SECTOR_BYTES, config.gpu_memory // SECTOR_BYTES
+        return replace(
+            self,
+            io_buffer_bytes=min(self.io_buffer_bytes, host_bytes * SECTOR_BYTES),
+            copy_bytes=max(SECTOR_BYTES, min(self.copy_bytes, host_bytes // 2 * SECTOR_BYTES)),
+            product_bytes=min(self.product_bytes, device_bytes * SECTOR_BYTES),
+            activation_bytes=min(self.activation_bytes, device_bytes // 3 * SECTOR_BYTES),
+            update_numel=max(1024, min(self.update_numel, config.cpu_memory // _UPDATE_BYTES_PER_PARAM)),
+        )
+
+
+def measure_hardware(
+    config: OffloadConfig,
+    device: Device,
+    *,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    effort: MeasuringEffort | None = None,
+) -> HardwareProfile:
+    """Measure device, links, drives and CPU for a model of `matrix_shapes` with working weights of `dtype`.
+
+    `config` is resolved: its SSD paths, I/O and CPU threads are those of the run, and its budgets bound the memory this
+    takes. Random numbers of the run are not touched. Takes about `effort.budget_s`, 5 seconds. Raises CapacityError or
+    StorageError where a path cannot be measured, ValueError for no shapes or a dtype that cannot be trained.
+    """
+    assert config.is_resolved, "resolve the config first"
+    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
+    assert isinstance(config.cpu_threads, int)
+    effort = (effort or MeasuringEffort()).within(config)
+    budget_s, paths = effort.budget_s, store_paths(config)
+    device_memory_bytes = device.total_memory_bytes()  # before this takes some of it
+    host_memory_bytes = available_host_memory_bytes()
+    with _run_threads(config):
+        alone, together = measure_ssds(
+            paths,
+            device,
+            SsdIo(num_threads=config.io_threads, piece_bytes=config.io_piece_bytes),
+            scratch_bytes=effort.scratch_bytes,
+            buffer_bytes=effort.io_buffer_bytes,
+            budget_s=0.35 * budget_s,
+        )
+        links = measure_links(device, copy_bytes=effort.copy_bytes, budget_s=0.1 * budget_s)
+        device_profile = _measure_device(device, matrix_shapes, dtype, effort)
+        cpu_profile = _measure_cpu(
+            device,
+            dtype,
+            effort,
+            num_threads=config.cpu_threads,
+            moment_dtype=config.optimizer_state_dtype,
+        )
+    return HardwareProfile(
+        device=replace(device_profile, memory_bytes=device_memory_bytes),
+        cpu=replace(cpu_profile, memory_bytes=host_memory_bytes),
+        h2d_bytes_per_s=_rounded(links.h2d_bytes_per_s),
+        d2h_bytes_per_s=_rounded(links.d2h_bytes_per_s),
+        duplex_bytes_per_s=_rounded(links.duplex_bytes_per_s),
+        ssd=tuple(
+            SsdProfile(
+                path=path.path,
+                read_bytes_per_s=_rounded(rates.read_bytes_per_s),
+                write_bytes_per_s=_rounded(rates.write_bytes_per_s),
+                capacity_bytes=path.capacity_bytes or 0,
+            )
+            for path, rates in zip(paths, alone, strict=True)
+        ),
+        ssd_together_read_bytes_per_s=_rounded(together.read_bytes_per_s),
+        ssd_together_write_bytes_per_s=_rounded(together.write_bytes_per_s),
+        ssd_mixed_bytes_per_s=_rounded(together.mixed_bytes_per_s),
+    )
+
+
+def _measure_device(
+    device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, effort: MeasuringEffort
+) -> DeviceProfile:
+    flops_per_s = matmul_flops_per_s(
+        device, shapes, dtype, budget_s=0.3 * effort.budget_s, max_bytes=effort.product_bytes
+    )
+    activation_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in shapes)
+    memory_bytes_per_s = elementwise_bytes_per_s(
+        device,
+        min(activation_numel, effort.activation_bytes // dtype.itemsize),
+        dtype,
+        budget_s=0.05 * effort.budget_s,
+    )
+    return DeviceProfile(
+        flops_per_s=_rounded(flops_per_s),
+        memory_bytes=device.total_memory_bytes(),
+        memory_bytes_per_s=_rounded(memory_bytes_per_s),
+        shares_cpu=device.torch_device.type == "cpu",
+        name=device_name(device),
+    )
+
+
+def _measure_cpu(
+    device: Device, dtype: torch.dtype, effort: MeasuringEffort, *, num_threads: int, moment_dtype: MomentDtype
+) -> CpuProfile:
+    hashed_bytes_per_s = checksum_bytes_per_s(num_threads=num_threads, budget_s=0.03 * effort.budget_s)
+    params_per_s = optimizer_params_per_s(
+        device, dtype, numel=effort.update_numel, budget_s=0.12 * effort.budget_s, moment_dtype=moment_dtype
+    )
+    return CpuProfile(
+        memory_bytes=available_host_memory_bytes(),
+        optimizer_params_per_s=_rounded(params_per_s),
+        checksum_bytes_per_s=_rounded(hashed_bytes_per_s),
+    )
+
+
+def _rounded(rate: float) -> float:
+    """As many digits as a measurement has, for who reads the file."""
+    return float(f"{rate:.4g}")
+
+
+def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: Device) -> HardwareProfile:
+    """The profile with the memory and the room on the drives that are free now: they change faster than rates do."""
+    return replace(
+        profile,
+        device=replace(profile.device, memory_bytes=device.total_memory_bytes()),
+        cpu=replace(profile.cpu, memory_bytes=available_host_memory_bytes()),
+        ssd=tuple(
+            replace(ssd, path=path.path, capacity_bytes=path.capacity_bytes or 0)
+            for ssd, path in zip(profile.ssd, store_paths(config), strict=True)
+        ),
+    )
+
+
+def store_paths(config: OffloadConfig) -> tuple[StorePath, ...]:
+    """The paths of a resolved config; a capacity that is "auto" is the free space and what a store there takes."""
+    assert config.ssd != "auto"
+    paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+    return resolve_capacities(paths, DATA_NAMES)
+
+
+@contextmanager
+def _run_threads(config: OffloadConfig) -> Iterator[None]:
+    """As many threads for arithmetic as a run has."""
+    assert isinstance(config.cpu_threads, int)
+    before = torch.get_num_threads()
+    set_compute_threads(config.cpu_threads)
+    try:
+        yield
+    finally:
+        if torch.get_num_threads() != before:
+            torch.set_num_threads(before)

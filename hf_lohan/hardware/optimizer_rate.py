@@ -1,0 +1,102 @@
+"""How many parameters a second the CPU's AdamW updates, in the beat and the formats of a run."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from itertools import cycle
+
+import torch
+
+from hf_lohan.device import Device, Lane
+from hf_lohan.hardware.timing import median_s
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
+from hf_lohan.threads import KernelThreads
+
+_GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
+_NUM_CHUNKS = 3
+"""As many as a run's pipeline has: one after the other they come from memory, not from the cache."""
+_MIN_PART_NUMEL = 1024
+_LOAD_SIDE = 2048
+
+
+def optimizer_params_per_s(
+    device: Device,
+    working_dtype: torch.dtype,
+    *,
+    numel: int,
+    budget_s: float,
+    moment_dtype: MomentDtype = "float32",
+) -> float:
+    """Parameters a second, over chunks of about `numel` that are in RAM, with float32 or bfloat16 working weights and
+    moments that are stored as `moment_dtype`.
+
+    A device with cores of its own computes meanwhile: launching its work and its traffic cost the host something. On
+    a CPU nothing else runs: there compute and optimizer take turns, and the planner adds up their times. Raises
+    ValueError for a type that has no exact master.
+    """
+    threads = KernelThreads(torch.get_num_threads())
+    chunks = [_Chunk(working_dtype, numel, threads, moment_dtype) for _ in range(_NUM_CHUNKS)]
+    turns = cycle(chunks)
+    with closing(threads), _kept_busy(device):
+        return chunks[0].numel / median_s(lambda: next(turns).update(), lambda: None, budget_s=budget_s)
+
+
+class _Chunk:
+    """A chunk's records in RAM, updated as a run does it: in as many parts as there are threads."""
+
+    def __init__(
+        self, working_dtype: torch.dtype, numel: int, threads: KernelThreads, moment_dtype: MomentDtype = "float32"
+    ) -> None:
+        self._threads = threads
+        self._form = form = master_format(working_dtype, moment_dtype)
+        # Parts begin at scale blocks, as a run's do.
+        self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), SCALE_BLOCK_NUMEL)
+        self.numel = _rounded_up(numel, SCALE_BLOCK_NUMEL)
+        self.records = {
+            kind: torch.zeros(form.numel(kind, self.numel), dtype=form.state_dtype(kind)) for kind in form.state_kinds
+        }
+        self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
+        self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
+        private_bytes = 4 * (self.numel + self._part_numel)  # the last part's are as large as the others'
+        self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
+
+    def update(self) -> None:
+        starts = range(0, self.numel, self._part_numel)
+        self._threads.map(lambda start: self._update_part(start, min(start + self._part_numel, self.numel)), starts)
+
+    @torch.no_grad()
+    def _update_part(self, start: int, stop: int) -> None:
+        form, gradient = self._form, self._gradient[start:stop]
+        records = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in self.records.items()}
+        segments = [Segment(0, gradient.numel(), _GROUP, step=10)]
+        private = [buffer[4 * start : 4 * (start + self._part_numel)] for buffer in self._private]
+        update_records_(records, gradient, segments, form, position=start, private=private)
+
+
+def _rounded_up(numel: int, multiple: int) -> int:
+    return -(-numel // multiple) * multiple
+
+
+@contextmanager
+def _kept_busy(device: Device) -> Iterator[None]:
+    """Products on the device, one after the other, until the block ends."""
+    if device.torch_device.type == "cpu":
+        yield
+        return
+    ended = threading.Event()
+
+    def compute() -> None:
+        left = torch.ones(_LOAD_SIDE, _LOAD_SIDE, dtype=torch.bfloat16, device=device.torch_device)
+        while not ended.is_set():
+            torch.mm(left, left)
+            device.record(Lane.COMPUTE).synchronize()
+
+    thread = threading.Thread(target=compute, name="lohan-device-load", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()

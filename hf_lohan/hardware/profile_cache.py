@@ -1,0 +1,172 @@
+"""Measured once: profiles in the user's cache directory, by everything that they depend on."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device
+from hf_lohan.files import CapacityError, replace_durably
+from hf_lohan.files.directories import make_directory
+from hf_lohan.files.durable_file import read_whole
+from hf_lohan.hardware.cpu_facts import cpu_name, device_name
+from hf_lohan.hardware.directories import existing_directory
+from hf_lohan.hardware.matmul_rate import MatrixShape
+from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware, store_paths, with_present_room
+from hf_lohan.hardware.mounts import mount_of
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.threads import usable_cpus
+
+logger = logging.getLogger(__name__)
+
+_FORMAT = 1
+"""Counted up when the same numbers would mean, or be measured as, something else."""
+
+
+def cached_hardware(
+    config: OffloadConfig,
+    device: Device,
+    *,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    effort: MeasuringEffort | None = None,
+    measure_again: bool = False,
+    directory: str | None = None,
+    measure: Callable[..., HardwareProfile] = measure_hardware,
+) -> HardwareProfile:
+    """`measure_hardware`, or what it once found with the same device, CPU, torch, threads, drives, shapes and dtype.
+
+    Free memory and room on the drives are as they are now. Processes measure one after the other, and what one of them
+    has measured the others read. A cache that is damaged or cannot be used costs the time to measure anew, no more.
+    """
+    effort = (effort or MeasuringEffort()).within(config)
+    key = _key(config, device, matrix_shapes, dtype, effort)
+    file = _file(directory, key)
+    found = None if measure_again else _read(file, key)
+    if found is None:
+        with _taking_turns(os.path.dirname(file)):
+            # Another process may have measured it meanwhile.
+            found = None if measure_again else _read(file, key)
+            if found is None:
+                profile = measure(config, device, matrix_shapes=matrix_shapes, dtype=dtype, effort=effort)
+                _keep(file, {"key": key, "profile": profile.to_mapping()})
+                return profile
+    return with_present_room(found, config, device)
+
+
+def has_cached_hardware(
+    config: OffloadConfig,
+    device: Device,
+    *,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    effort: MeasuringEffort | None = None,
+    directory: str | None = None,
+) -> bool:
+    """Whether `cached_hardware` would measure nothing."""
+    effort = (effort or MeasuringEffort()).within(config)
+    key = _key(config, device, matrix_shapes, dtype, effort)
+    return _read(_file(directory, key), key) is not None
+
+
+def cache_directory() -> str:
+    """Where profiles are kept: under $XDG_CACHE_HOME if that is an absolute path, else under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    if not os.path.isabs(base):  # the specification says to ignore such values
+        base = os.path.expanduser("~/.cache")
+    return os.path.join(base, "lohan", "hardware")
+
+
+def _key(
+    config: OffloadConfig,
+    device: Device,
+    matrix_shapes: Sequence[MatrixShape],
+    dtype: torch.dtype,
+    effort: MeasuringEffort,
+) -> dict[str, Any]:
+    """Everything that the rates depend on, in JSON's types."""
+    state_dtype = config.optimizer_state_dtype
+    # Profiles from before there was a choice stay good.
+    moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
+    return moments | {
+        "format": _FORMAT,
+        "machine": platform.node(),
+        "device": device_name(device),
+        "device_type": device.torch_device.type,
+        "cpu": cpu_name(),
+        "num_cpus": usable_cpus(),
+        "cpu_threads": config.cpu_threads,
+        "torch": torch.__version__,
+        "dtype": str(dtype),
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "matrix_shapes": sorted(
+            [shape.num_rows, shape.inner, shape.num_columns, shape.count, shape.num_matrices] for shape in matrix_shapes
+        ),
+        "effort": asdict(effort),
+        "io": [config.io_threads, config.io_piece_bytes],
+        # Drives, not directories: each run has a folder of its own.
+        "ssd": [_drive(path.path) for path in store_paths(config)],
+    }
+
+
+def _drive(path: str) -> list[int | str]:
+    directory = existing_directory(path)
+    return [os.stat(directory).st_dev, mount_of(directory).file_system]
+
+
+def _file(directory: str | None, key: dict[str, Any]) -> str:
+    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
+    return os.path.join(directory or cache_directory(), f"{digest[:24]}.json")
+
+
+def _read(file: str, key: dict[str, Any]) -> HardwareProfile | None:
+    """The profile in the file; None if there is none, or not this key's."""
+    try:
+        content = json.loads(read_whole(file))
+        if content["key"] == key:
+            profile = HardwareProfile.from_mapping(content["profile"])
+            if len(profile.ssd) == len(key["ssd"]):
+                return profile
+        logger.warning("%s holds the profile of other hardware than its name says: measuring anew", file)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("the hardware profile %s cannot be used (%s): measuring anew", file, error)
+    return None
+
+
+def _keep(file: str, content: dict[str, Any]) -> None:
+    try:
+        replace_durably(file, json.dumps(content, indent=1).encode())
+    except (OSError, ValueError) as error:
+        logger.warning("the measured hardware is not kept, the next run will measure again: %s", error)
+
+
+@contextmanager
+def _taking_turns(directory: str) -> Iterator[None]:
+    """Hold the directory's lock, which the kernel takes back however its holder ends; none where that is not
+    possible."""
+    fd = -1
+    try:
+        make_directory(directory)
+        file = os.path.join(directory, "lock")
+        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    except (OSError, CapacityError) as error:
+        logger.info("no lock in %s (%s): other processes may measure at the same time", directory, error)
+    try:
+        yield
+    finally:
+        if fd >= 0:
+            os.close(fd)

@@ -1,0 +1,209 @@
+"""What the drives move a second: written and read alone and in turn, as a run moves records."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import count
+from typing import Literal, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Device
+from hf_lohan.files import SECTOR_BYTES, CapacityError, FileBackend, IoEngine, Shortfall, StorePath, write_failure
+from hf_lohan.files.directories import free_bytes
+from hf_lohan.hardware.directories import existing_directory
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout
+from hf_lohan.store.granules import granules_of
+
+Verb = Literal["read", "write"]
+
+NUM_BUFFERS = 4
+"""Requests under way at once."""
+_MIN_CHUNKS = NUM_BUFFERS + 2
+"""More than there are requests: no two under way touch the same bytes."""
+_CHUNK_BYTES = 16 << 20
+"""As large as a run's chunks can be."""
+_GRANULE_BYTES = 4 * GRANULE_NUMEL
+_MAX_ROUNDS = 2
+"""Over the whole file in each measurement: drives wear."""
+_FREE_SPACE_SHARE = 4
+_FILE_NAME = "scratch.bin"
+_BLOCK = ("measured", "param")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SsdRates:
+    """Bytes a second."""
+
+    read_bytes_per_s: float
+    write_bytes_per_s: float
+    mixed_bytes_per_s: float
+    """Of reads and writes in turn, added."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SsdIo:
+    """How a run moves bytes: `IoEngine`'s threads and pieces."""
+
+    num_threads: int
+    piece_bytes: int
+    backend: FileBackend | None = None
+
+
+def measure_ssds(
+    paths: Sequence[StorePath],
+    device: Device,
+    io: SsdIo,
+    *,
+    scratch_bytes: int,
+    buffer_bytes: int,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[list[SsdRates], SsdRates]:
+    """The rates of each of `paths`, whose capacities are known, and of all striped together.
+
+    Scratch files of at most `scratch_bytes` a path, no more than a quarter of its free space, nor than its capacity,
+    pass through buffers of `buffer_bytes` in all; they have no name, so that they vanish however this ends. A path
+    that is not there yet is measured in the nearest directory that is. Takes about `budget_s`.
+    Raises CapacityError for too little room and StorageError.
+    """
+    sizes = [_file_bytes(path, scratch_bytes, num_paths=len(paths)) for path in paths]
+    num_measured = len(paths) + (len(paths) > 1)
+    each_s = budget_s / num_measured
+
+    def rates(measured: Sequence[StorePath], num_bytes: int) -> SsdRates:
+        with _scratch(measured, num_bytes, io) as files:
+            return _Traffic(files, device, buffer_bytes, clock).rates(each_s)
+
+    alone = [rates([path], num_bytes) for path, num_bytes in zip(paths, sizes, strict=True)]
+    together = rates(paths, _striped_bytes(paths, sizes)) if len(paths) > 1 else alone[0]
+    return alone, together
+
+
+class Receipt(Protocol):
+    """Of one read or write under way."""
+
+    def wait(self) -> None: ...
+
+
+class _Traffic:
+    """Requests on scratch files, as many under way at once as there are buffers."""
+
+    def __init__(self, files: RecordFiles, device: Device, buffer_bytes: int, clock: Callable[[], float]) -> None:
+        self._files = files
+        self._clock = clock
+        file_numel = files.layout.record(*_BLOCK).numel
+        granules = min(_CHUNK_BYTES, buffer_bytes // NUM_BUFFERS, 4 * file_numel // _MIN_CHUNKS) // _GRANULE_BYTES
+        self._chunk_numel = max(1, granules) * GRANULE_NUMEL
+        self._num_chunks = file_numel // self._chunk_numel
+        memory = device.host_empty(NUM_BUFFERS * 4 * self._chunk_numel)
+        # What a drive cannot compress; and a run's own random numbers must not depend on measuring.
+        memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
+        self._buffers: Sequence[Tensor] = memory.view(torch.float32).split(self._chunk_numel)
+
+    def rates(self, budget_s: float) -> SsdRates:
+        phase_s = budget_s / 4
+        # A file system does more for the first write to a place than for all later ones.
+        self._num_chunks = self._run(("write",), phase_s, min_chunks=_MIN_CHUNKS, max_chunks=self._num_chunks)[0]
+        chunk_bytes = 4 * self._chunk_numel
+
+        def bytes_per_s(*verbs: Verb) -> float:
+            most = _MAX_ROUNDS * self._num_chunks
+            num_chunks, duration_s = self._run(verbs, phase_s, min_chunks=len(verbs), max_chunks=most)
+            return num_chunks * chunk_bytes / duration_s
+
+        return SsdRates(
+            write_bytes_per_s=bytes_per_s("write"),
+            read_bytes_per_s=bytes_per_s("read"),
+            mixed_bytes_per_s=bytes_per_s("read", "write"),
+        )
+
+    def _run(self, verbs: Sequence[Verb], budget_s: float, *, min_chunks: int, max_chunks: int) -> tuple[int, float]:
+        """Move chunk after chunk, round and round, until the time is over; how many, and in how many seconds."""
+        under_way: list[Receipt | None] = [None] * NUM_BUFFERS
+        start_s = self._clock()
+        num_moved = 0
+        try:
+            for number in count():
+                is_late = self._clock() - start_s >= budget_s and number >= min_chunks
+                if is_late or number == max_chunks:
+                    break
+                slot = number % NUM_BUFFERS
+                if (earlier := under_way[slot]) is not None:
+                    earlier.wait()
+                under_way[slot] = self._start(verbs[number % len(verbs)], number % self._num_chunks, slot)
+                num_moved += 1
+            for request in under_way:
+                if request is not None:
+                    request.wait()
+        finally:
+            self._files.settle()  # no thread may use the buffers any more
+        if "write" in verbs:
+            self._files.sync()
+        return num_moved, self._clock() - start_s
+
+    def _start(self, verb: Verb, chunk: int, slot: int) -> Receipt:
+        place = (*_BLOCK, chunk * self._chunk_numel, self._buffers[slot])
+        return self._files.read(*place) if verb == "read" else self._files.write(*place)
+
+
+@contextmanager
+def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[RecordFiles]:
+    """Files without a name, striped over `paths`, `num_bytes` together."""
+    layout = StoreLayout((RecordSpec(*_BLOCK, "float32", num_bytes // 4),), tuple(paths))
+    engine = IoEngine(io.num_threads, io.piece_bytes, max(num_bytes, io.piece_bytes), io.backend)
+    directories: list[str] = []
+    try:
+        for path in paths:
+            directories.append(_new_directory(existing_directory(path.path)))
+        with RecordFiles.create(layout, directories, _FILE_NAME, engine, is_scratch=True) as files:
+            for directory in directories:
+                os.unlink(os.path.join(directory, _FILE_NAME))
+                os.rmdir(directory)
+            files.hash_granules = _no_checksums  # the CPU's time, which is measured apart
+            yield files
+    finally:
+        engine.close()
+        for directory in filter(os.path.isdir, directories):
+            os.rmdir(directory)
+
+
+def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
+    return np.zeros(granules_of(source.nbytes, granule_bytes), dtype=np.uint64)
+
+
+def _new_directory(parent: str) -> str:
+    """In a directory of its own no file meets another's, of this path or of a second one beside it."""
+    try:
+        return tempfile.mkdtemp(prefix=".lohan-measured-", dir=parent)
+    except OSError as error:
+        raise write_failure(parent, SECTOR_BYTES, error) from error
+
+
+def _file_bytes(path: StorePath, wanted_bytes: int, *, num_paths: int) -> int:
+    """Size of a path's scratch file: whole granules. All paths may lie on one file system."""
+    free = free_bytes(path.path)
+    room = min(wanted_bytes, free // (_FREE_SPACE_SHARE * num_paths))
+    limit, available = "free space", free
+    if path.capacity_bytes is not None and path.capacity_bytes < room:
+        room, limit, available = path.capacity_bytes, "capacity", path.capacity_bytes
+    least_bytes = _MIN_CHUNKS * _GRANULE_BYTES
+    if room < least_bytes:
+        needed = least_bytes * (1 if limit == "capacity" else _FREE_SPACE_SHARE * num_paths)
+        raise CapacityError([Shortfall(path.path, needed, available, limit)])
+    return room // _GRANULE_BYTES * _GRANULE_BYTES
+
+
+def _striped_bytes(paths: Sequence[StorePath], sizes: Sequence[int]) -> int:
+    """Bytes that can be striped by capacity over the paths with no path taking more than its size."""
+    capacities = [path.capacity_bytes or 0 for path in paths]  # known and not 0: there is room for its file
+    total = sum(capacities)
+    striped = min(size * total // capacity for size, capacity in zip(sizes, capacities, strict=True))
+    return max(_MIN_CHUNKS, striped // _GRANULE_BYTES) * _GRANULE_BYTES

@@ -1,0 +1,22 @@
+"""Hugging Face's side of the house: Trainer, Accelerator, loading, saving, checkpoints, launching.
+
+The only room that imports transformers, accelerate and peft. Everything here is a public hook of theirs answered with
+a call to the engine.
+"""
+
+from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
+from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.loading import from_pretrained
+from hf_lohan.huggingface.resumption import last_step
+from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
+
+__all__ = [
+    "Accelerator",
+    "LohanPlugin",
+    "OffloadTrainerMixin",
+    "Trainer",
+    "engine_of",
+    "from_pretrained",
+    "last_step",
+    "offload_model",
+]

@@ -1,0 +1,260 @@
+"""`Accelerator` for raw training loops, and what Trainer's own accelerator needs to leave an offloaded model alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+
+from hf_lohan.checkpoint.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.guards import check_model
+from hf_lohan.huggingface.loading import reload_weights
+from hf_lohan.huggingface.loop_record import LoopRecord
+from hf_lohan.huggingface.saving import StoredModel, StoredWeights
+from hf_lohan.optim import OffloadAdamW
+
+_MODEL_FOLDER = "lohan_model"
+
+
+@dataclass(kw_only=True)
+class LohanPlugin:
+    """How `Accelerator` offloads the model it prepares."""
+
+    offload: Any = "lohan"
+    """Anything that `OffloadConfig.load` takes: "lohan", a YAML path, a dict, an `OffloadConfig`."""
+
+    bf16: bool = False
+    """bfloat16 working weights with exact float32 masters in the store; no autocast."""
+
+    max_grad_norm: float | None = None
+    """0 promises that the loop never clips: updates then run in backward. None keeps gradients until `step()`."""
+
+    ssd_path: str | Path = "lohan_store"
+    """The store's folder if the configuration names none."""
+
+
+class _PreparedOffloadAdamW(AcceleratedOptimizer):
+    """Skips as mixed precision does on overflow: schedulers then do not advance."""
+
+    @property
+    def step_was_skipped(self) -> bool:
+        return bool(self.optimizer.step_was_skipped)
+
+
+class OffloadAwareAccelerator(accelerate.Accelerator):
+    """An `Accelerator` that knows an offloaded model when it sees one. Other models are treated as always."""
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of the prepared model."""
+        for model in self._models:
+            engine = engine_of(model)
+            if engine is not None:
+                return engine
+        return None
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
+        engine = self.offload_engine
+        if engine is None or not engine.defer_backward(loss / self.gradient_accumulation_steps):
+            super().backward(loss, **kwargs)
+        elif kwargs:
+            raise ValueError(
+                f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass the loss alone"
+            )
+
+    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = engine_of(model)
+        if engine is not None:
+            # Skips `.to(device)`, the autocast wrapper and DDP, none of which a streamed model survives.
+            model._is_accelerate_prepared = True
+            engine.is_final_backward = lambda: bool(self.sync_gradients)
+        return super().prepare_model(model, *args, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        if isinstance(optimizer, OffloadAdamW):
+            device_placement = False  # accelerate would move its state dict to the device and load it back
+        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
+        if isinstance(optimizer, OffloadAdamW):
+            prepared.__class__ = _PreparedOffloadAdamW
+        return prepared
+
+    def clip_grad_norm_(
+        self, parameters: Tensor | Iterable[Tensor], max_norm: float, norm_type: float = 2.0
+    ) -> Tensor | None:
+        """Clip the step's gradients; returns their norm before. Exact, though `.grad` is None everywhere."""
+        engine = self.offload_engine
+        if engine is None:
+            norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
+            return norm
+        given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in given]
+        if missing:
+            raise ValueError(
+                f"clip_grad_norm_ of some parameters only ({missing[0]} and {len(missing) - 1} others are missing) is "
+                "not supported under offload; pass model.parameters()"
+            )
+        return engine.clip_grad_norm(float(max_norm), float(norm_type))
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        if self.offload_engine is not None:
+            raise ValueError("clip_grad_value_ is not supported under offload; use clip_grad_norm_")
+        super().clip_grad_value_(parameters, clip_value)
+
+    def get_state_dict(self, model: Any, unwrap: bool = True) -> Any:
+        """All weights, in RAM, as the caller asks for them. `save_state` asks too (with `unwrap=False`), but what it
+        would write is streamed by a hook instead, so it gets nothing."""
+        engine = engine_of(model)
+        if engine is None:
+            return super().get_state_dict(model, unwrap=unwrap)
+        if not unwrap:
+            return {}
+        weights = StoredWeights(StoredModel.of(engine), model)
+        return {name: weights.get(name, tensor) for name, tensor in model.state_dict().items()}
+
+
+class Accelerator(OffloadAwareAccelerator):
+    """`accelerate.Accelerator` whose `prepare` offloads the model and takes over its AdamW.
+
+    ```python
+    accelerator = Accelerator(lohan_plugin=LohanPlugin(offload="configs/lohan.yaml"))
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    ```
+    """
+
+    def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.lohan_plugin = lohan_plugin or LohanPlugin()
+        if self.mixed_precision != "no":
+            raise ValueError(
+                f"mixed_precision={self.mixed_precision!r} wraps the forward in autocast, which offload replaces; set "
+                "mixed_precision='no' and LohanPlugin(bf16=True)"
+            )
+        if self.num_processes > 1:
+            raise ValueError(f"offload runs in one process for now, this launch has {self.num_processes}")
+        self._loop_record: LoopRecord | None = None
+        self.register_save_state_pre_hook(self._save_offloaded)
+        self.register_load_state_pre_hook(self._load_offloaded)
+
+    def prepare(self, *objects: Any, **kwargs: Any) -> Any:
+        """As in accelerate. Offloads the model and turns its `torch.optim.AdamW` into one over the store."""
+        for item in objects:
+            if isinstance(item, torch.optim.Optimizer):
+                _check_optimizer(item)
+        engine = None
+        for item in objects:
+            if isinstance(item, nn.Module):
+                engine = engine_of(item) or self._offload(item)
+        converted = [
+            self._take_over(item, engine) if isinstance(item, torch.optim.Optimizer) else item for item in objects
+        ]
+        return super().prepare(*converted, **kwargs)
+
+    def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run a step's micro-batches, each of which calls its forward and `backward`, together: all of them through a
+        block of an offloaded model before the next one. Returns what they return.
+
+        ```python
+        losses = accelerator.run_micro_batches([partial(forward_and_backward, batch) for batch in batches])
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        ```
+
+        See `OffloadEngine.run_micro_batches`; without an offloaded model they run one after the other.
+        """
+        engine = self.offload_engine
+        if engine is None:
+            return [micro_batch() for micro_batch in micro_batches]
+        return engine.run_micro_batches(micro_batches)
+
+    def _offload(self, model: nn.Module) -> OffloadEngine:
+        check_model(model)
+        plugin = self.lohan_plugin
+        return offload_model(
+            model,
+            OffloadConfig.load(plugin.offload),
+            torch_device=self.device,
+            default_ssd_path=plugin.ssd_path,
+            working_dtype=torch.bfloat16 if plugin.bf16 else None,
+            hold_gradients=plugin.max_grad_norm != 0 or self.gradient_accumulation_steps > 1,
+        )
+
+    def _take_over(self, optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> torch.optim.Optimizer:
+        if isinstance(optimizer, OffloadAdamW):
+            return optimizer
+        engine = engine or self.offload_engine
+        if engine is None:
+            raise ValueError("prepare the model together with its optimizer, or before it")
+        # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
+        taken = OffloadAdamW(optimizer.param_groups, engine=engine)
+        optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
+        if self.project_dir is not None or engine.timeline.is_tracing:
+            if self._loop_record is None or self._loop_record.engine is not engine:
+                self._loop_record = LoopRecord(engine, Path(self.project_dir or "."))
+            self._loop_record.follow(taken)
+        return taken
+
+    def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """As in accelerate; `loss`, `grad_norm`, `learning_rate` and `eval_loss` go to `lohan/steps.jsonl` as well."""
+        super().log(values, *args, **kwargs)
+        if self._loop_record is not None:
+            self._loop_record.log(values)
+
+    def save_model(
+        self,
+        model: Any,
+        save_directory: str | Path,
+        max_shard_size: int | str | None = None,
+        safe_serialization: bool = True,
+    ) -> None:
+        """Sharded safetensors, streamed from the store."""
+        kwargs = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        if engine_of(model) is None:
+            super().save_model(model, save_directory, safe_serialization=safe_serialization, **kwargs)
+        else:
+            model.save_pretrained(save_directory, **kwargs)
+
+    def end_training(self) -> None:
+        """As in accelerate; ends what `lohan report` reads, `lohan/` in the project folder. Without a project folder
+        only runs with `trace: true` have it, in the working directory."""
+        try:
+            if self._loop_record is not None:
+                self._loop_record.end()
+        finally:
+            super().end_training()
+
+    def _save_offloaded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        for model in list(models):
+            engine = engine_of(model)
+            if engine is not None:
+                weights.pop(models.index(model))
+                model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
+                save_optimizer_states(engine, output_dir)
+
+    def _load_offloaded(self, models: list[Any], input_dir: str) -> None:
+        for model in list(models):
+            engine = engine_of(model)
+            if engine is not None:
+                models.remove(model)
+                reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
+                load_optimizer_states(engine, input_dir)
+                if self._loop_record is not None:
+                    self._loop_record.resume()
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
+    if isinstance(optimizer, OffloadAdamW):
+        return
+    if type(optimizer) is not torch.optim.AdamW:
+        raise ValueError(f"{type(optimizer).__name__} cannot be offloaded; use torch.optim.AdamW")
+    if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) or optimizer.state:
+        raise ValueError("only a fresh torch.optim.AdamW without amsgrad and maximize can be offloaded")

@@ -1,0 +1,215 @@
+"""Bring a model and an engine together: configuration, store, drain, recomputation, and the way back to disk."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, available_host_memory_bytes, device_for
+from hf_lohan.engine import OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
+from hf_lohan.files import StoreInUseError
+from hf_lohan.huggingface.model_description import describe_model
+from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.model import OffloadLayout, check_one_dtype, discover_blocks, lay_out
+from hf_lohan.planning.run_plan import RunPlan
+from hf_lohan.threads import keep_freed_memory, set_compute_threads, usable_cpus
+from hf_lohan.timeline import Timeline
+
+logger = logging.getLogger(__name__)
+
+_ENGINE_ATTRIBUTE = "_lohan_engine"
+
+
+def engine_of(model: nn.Module) -> OffloadEngine | None:
+    """The engine that a model is offloaded to, if any."""
+    engine = getattr(model, _ENGINE_ATTRIBUTE, None)
+    assert engine is None or isinstance(engine, OffloadEngine)
+    return engine
+
+
+def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: str | Path) -> OffloadConfig:
+    """Fill in every `auto` from the machine, print the outcome, give torch the cores, and begin a trace if one is
+    asked for: whoever is built over the device from here on notes its work there."""
+    resolved = config.resolve(
+        host_memory_bytes=available_host_memory_bytes(),
+        device_memory_bytes=device.total_memory_bytes(),
+        num_cpus=usable_cpus(),
+        default_ssd_path=str(default_ssd_path),
+    )
+    assert isinstance(resolved.cpu_threads, int)
+    set_compute_threads(resolved.cpu_threads)
+    keep_freed_memory()
+    if resolved.trace:
+        device.timeline = Timeline(is_tracing=True)
+    print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
+    return resolved
+
+
+def offload_model(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    torch_device: torch.device | str,
+    default_ssd_path: str | Path,
+    working_dtype: torch.dtype | None = None,
+    hold_gradients: bool = True,
+) -> OffloadEngine:
+    """Drain a model that stands in memory into the store and attach an engine to it.
+
+    `working_dtype` is what the model computes with from now on (default: its own dtype); float32 weights keep their
+    exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow it, before a
+    weight is touched.
+    """
+    device = device_for(torch_device)
+    config = resolve_config(config, device, default_ssd_path=default_ssd_path)
+    check_one_dtype(discover_blocks(model).blocks)
+    refuse_reentrant(model)
+    working_dtype = working_dtype or next(model.parameters()).dtype
+    layout = lay_out(
+        model,
+        config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        memory_is_host=device.memory_is_host,
+    )
+    tiers = open_tiers_or_take_over(layout, config, device)
+    try:
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        return attach(OffloadEngine(model, layout, tiers, config))
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
+    """`open_tiers`. If an engine of this process holds the store for the same model (a second Trainer in a notebook),
+    it is closed: the new one replaces what it had, as it would in a new process."""
+    try:
+        return open_tiers(layout, config, device)
+    except StoreInUseError:
+        assert config.ssd != "auto"
+        folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
+        holders = [engine for engine in _attached if folders & engine.store_folders]
+        if not holders or any(engine.layout.identity != layout.identity for engine in holders):
+            raise
+        for engine in holders:
+            logger.warning("closing the engine of an earlier model in this process, whose store is used anew")
+            engine.close()
+            _attached.remove(engine)
+        return open_tiers(layout, config, device)
+
+
+_attached: list[OffloadEngine] = []
+"""Engines of this process. They own threads and files, so they do not go away by themselves."""
+
+
+def attach(engine: OffloadEngine) -> OffloadEngine:
+    """Make an engine's model behave: saved from the store, recomputing as configured, computing in one dtype."""
+    model: Any = engine.model
+    setattr(model, _ENGINE_ATTRIBUTE, engine)
+    _attached[:] = [*(other for other in _attached if not other.is_closed), engine]
+    config = getattr(model, "config", None)
+    if config is not None:
+        config.dtype = engine.layout.master.working_dtype
+    if hasattr(model, "save_pretrained"):
+        stock: Any = type(model).save_pretrained
+        model.save_pretrained = functools.partial(save_pretrained_from_store, StoredModel.of(engine), stock)
+    model.zero_grad = functools.partial(_zero_grad, engine)
+    for name, advice in _REFUSED_METHODS.items():
+        if hasattr(model, name):
+            setattr(model, name, functools.partial(_refuse, name, advice))
+    if engine.config.activations != "keep":
+        enable_recompute(model, engine)
+    _warn_of_slow_bfloat16(engine)
+    _plans[engine] = RunPlan(engine)
+    engine.commits.before_first = functools.partial(describe_model, model, engine)
+    return engine
+
+
+_plans: WeakKeyDictionary[OffloadEngine, RunPlan] = WeakKeyDictionary()
+
+
+def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
+    """The plan of an engine that was attached to a model."""
+    return _plans.get(engine)
+
+
+_REFUSED_METHODS = {
+    "resize_token_embeddings": "resize the embeddings before the model is offloaded",
+    "load_state_dict": "resume from a checkpoint, or load the weights before the model is offloaded",
+}
+
+
+def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(f"{name} cannot reach weights that are in the store; {advice}")
+
+
+def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
+    """`Module.zero_grad`, for gradients that are on the host."""
+    type(engine.model).zero_grad(engine.model, set_to_none)
+    engine.drop_gradients()
+
+
+def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
+    """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once. The engine
+    runs the layers, so that what is not made again goes where the plan says, whoever else enables it later."""
+    for module in model.modules():
+        stock = getattr(module, "_set_gradient_checkpointing", None)
+        if stock is not None:
+            setattr(module, "_set_gradient_checkpointing", _with_layers_run_by(engine, stock))  # noqa: B010 - bound
+    enable_checkpointing(model)
+
+
+def _with_layers_run_by(engine: OffloadEngine, stock: Any) -> Any:
+    """All ways to enable checkpointing go through this method of transformers' models; Trainer's comes after ours."""
+
+    @functools.wraps(stock)  # its signature is looked at
+    def set_checkpointing(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        for module in stock.__self__.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = engine.activations.run_layer
+
+    return set_checkpointing
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Non-reentrant, as transformers does it; a warning where the model cannot."""
+    enable: Any = getattr(model, "activation_checkpointing_enable", None)
+    if enable is not None:
+        enable(activation_checkpointing_kwargs={"use_reentrant": False})
+        return
+    enable = getattr(model, "gradient_checkpointing_enable", None)  # its name before transformers 5.23
+    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
+        logger.warning("%s cannot recompute activations; they are kept", type(model).__name__)
+        return
+    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def refuse_reentrant(model: nn.Module) -> None:
+    """Raises ValueError if reentrant checkpointing is on: it fires gradient hooks twice."""
+    for module in model.modules():
+        function = getattr(module, "_gradient_checkpointing_func", None)
+        if getattr(function, "keywords", {}).get("use_reentrant"):
+            raise ValueError(
+                "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
+                "enable it with use_reentrant=False"
+            )
+
+
+def _warn_of_slow_bfloat16(engine: OffloadEngine) -> None:
+    if engine.device.torch_device.type != "cpu" or engine.layout.master.working_dtype != torch.bfloat16:
+        return
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        logger.warning(
+            "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
+            "float32 here, or on a GPU"
+        )

@@ -1,0 +1,199 @@
+"""A checkpoint gets its name only when it is whole and on the medium, so a crash leaves the ones before it.
+
+`transformers.Trainer` writes straight into `checkpoint-N`, where a half-written one passes for the newest.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
+
+from hf_lohan.files import CapacityError, StorageError
+from hf_lohan.files.errors import NO_ROOM
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+
+logger = logging.getLogger(__name__)
+
+UNFINISHED_NAME = "_unfinished_checkpoint"
+"""Nothing that looks for checkpoints matches this, and pushes to the Hub leave out what begins with an underscore."""
+_REPLACED_NAME = "replaced"
+_TRAINER_STATE_NAME = "trainer_state.json"
+_DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
+"""What the safetensors library says of it: its writer raises no OSError."""
+_TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
+"""What `torch.save` says when it cannot write, whatever the reason."""
+_FULL_BELOW_BYTES = 1 << 20
+
+
+@contextmanager
+def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME) -> Iterator[Path]:
+    """Give a folder to use in place of `run_dir`: what the body writes to `<it>/<name>` becomes `<run_dir>/<name>`,
+    in place of one that is there, when all of it is on the medium.
+
+    If anything fails, what was written is removed and `run_dir` is as before. A full disk raises `StorageError`.
+    """
+    target = Path(run_dir, name)
+    unfinished = Path(run_dir, unfinished_name)
+    remove_unfinished(run_dir, unfinished_name)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        if (unfinished / name).is_dir():
+            _publish(unfinished / name, target)
+        else:
+            logger.warning("%s was not written where it was asked for, so a crash could leave half of it", target)
+    except BaseException as error:
+        left_bytes, written_bytes = _free_bytes(run_dir), _occupied_bytes(unfinished)
+        with suppress(OSError):
+            remove_unfinished(run_dir, unfinished_name)
+        is_told = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
+        if is_told or not _is_disk_full(error, left_bytes):
+            raise
+        raise StorageError(
+            "cannot save the checkpoint",
+            path=str(target),
+            errno=errno.ENOSPC,
+            advice=f"after {written_bytes:,} bytes of it {left_bytes:,} were left; free space, or keep fewer "
+            "checkpoints with save_total_limit. Earlier checkpoints are untouched",
+        ) from error
+    shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> None:
+    """Remove what a killed save left in `run_dir`; a checkpoint it had moved aside to replace it comes back."""
+    unfinished = Path(run_dir, unfinished_name)
+    if not os.path.lexists(unfinished):
+        return
+    replaced = unfinished / _REPLACED_NAME
+    for checkpoint in replaced.iterdir() if replaced.is_dir() else ():
+        if not os.path.lexists(Path(run_dir, checkpoint.name)):
+            checkpoint.rename(Path(run_dir, checkpoint.name))
+            _sync(run_dir)
+    shutil.rmtree(unfinished)
+
+
+def _publish(checkpoint: Path, target: Path) -> None:
+    for folder, _, file_names in os.walk(checkpoint, topdown=False):
+        for file_name in file_names:
+            if not os.path.islink(os.path.join(folder, file_name)):
+                _sync(os.path.join(folder, file_name))
+        _sync(folder)
+    if os.path.lexists(target):
+        replaced = checkpoint.parent / _REPLACED_NAME
+        replaced.mkdir()
+        target.rename(replaced / target.name)
+    checkpoint.rename(target)
+    _sync(target.parent)
+    _sync(target.parent.absolute().parent)  # the run's folder may be new as well
+
+
+def _sync(path: str | Path) -> None:
+    """Put a file or a folder on the medium. Some network file systems know no such thing for folders."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    finally:
+        os.close(fd)
+
+
+def _is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
+    texts = _DISK_FULL_TEXTS + (_TORCH_WRITE_TEXTS if left_bytes < _FULL_BELOW_BYTES else ())
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in NO_ROOM:
+            return True
+        if any(text in str(error) for text in texts):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _free_bytes(folder: str | Path) -> int:
+    with suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0
+
+
+def _occupied_bytes(folder: Path) -> int:
+    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+class WholeCheckpoints(_TrainerBase):
+    """Mixed into a Trainer: its checkpoints are there whole or not at all, and old ones go only after the new is there.
+
+    Upstream's `_save_checkpoint` does all the writing; only the folder that it asks for is another. The three things
+    in it that want the final name (the best checkpoint's path, a push to the Hub, the removal of old checkpoints) are
+    done once more or afterwards.
+    """
+
+    _unfinished_run_dir: str | None = None
+    _push_is_due = False
+    last_whole_checkpoint: str | None = None
+    """The last one that was written."""
+
+    def _writes_whole_checkpoints(self) -> bool:
+        """Whether to do so; if not, everything is as upstream has it."""
+        return True
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._unfinished_run_dir or super()._get_output_dir(trial)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if not self._writes_whole_checkpoints():
+            super()._save_checkpoint(model, trial)
+            return
+        run_dir = self._get_output_dir(trial)
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        previous_best = self.state.best_model_checkpoint
+        self._push_is_due = False
+        try:
+            with unfinished_checkpoint(run_dir, name) as unfinished:
+                self._unfinished_run_dir = str(unfinished)
+                try:
+                    super()._save_checkpoint(model, trial)
+                finally:
+                    self._unfinished_run_dir = None
+                self._name_best_checkpoint(run_dir, unfinished / name)
+        except BaseException:
+            self.state.best_model_checkpoint = previous_best
+            raise
+        self.last_whole_checkpoint = os.path.join(run_dir, name)
+        if self._push_is_due:
+            self._push_from_checkpoint(os.path.join(run_dir, name))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=run_dir,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if self._unfinished_run_dir is None:
+            super()._push_from_checkpoint(checkpoint_folder)
+        else:
+            self._push_is_due = True  # uploads run on in the background: not from a folder that is about to move
+
+    def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
+        """Upstream looked for the best checkpoint beside the unfinished one; say where it is, or is about to be."""
+        state, seen = self.state, self.state.best_model_checkpoint
+        if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
+            best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            if best_name == checkpoint.name or os.path.exists(os.path.join(run_dir, best_name)):
+                state.best_model_checkpoint = os.path.join(run_dir, best_name)
+        if state.best_model_checkpoint != seen and (checkpoint / _TRAINER_STATE_NAME).exists():
+            state.save_to_json(str(checkpoint / _TRAINER_STATE_NAME))

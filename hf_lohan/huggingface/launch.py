@@ -1,0 +1,143 @@
+"""Offload scripts that have never heard of us: a Trainer that offloads unasked, and accelerate's launcher before it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import subprocess
+from argparse import ArgumentParser, Namespace
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from accelerate.commands.launch import launch_command, launch_command_parser
+from transformers import trainer as stock_module
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
+from hf_lohan.threads import usable_cpus
+
+_OUR_MODULES = ("hf_lohan.huggingface",)
+_STOCK_MODULES = ("transformers", "transformers.trainer")
+_UNSAID: Any = object()
+
+
+@contextlib.contextmanager
+def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
+    """While this is open, `transformers.Trainer` and every class derived from it offload as `offload` says.
+
+    Classes that are defined or imported inside keep their offloading base afterwards; those that were there before
+    get their old base back. `offload=` given to a Trainer wins, None (the stock Trainer) included.
+
+    Args:
+        offload: anything that `OffloadConfig.load` takes. Raises ConfigError, before anything is changed.
+    """
+    config = OffloadConfig.load(offload)
+    stock = stock_module.Trainer
+    offloading = _offloading_class(stock, config)
+    with contextlib.ExitStack() as undo:
+        for name in (*_STOCK_MODULES, *_OUR_MODULES):
+            _replace(undo, importlib.import_module(name), "Trainer", offloading)
+        for name in _OUR_MODULES:
+            _replace(undo, importlib.import_module(name), "OffloadTrainerMixin", _AlreadyMixedIn)
+        for derived in stock.__subclasses__():
+            if not issubclass(derived, OffloadTrainerMixin):
+                bases = tuple(offloading if base is stock else base for base in derived.__bases__)
+                # Some class derived from it has the mixin already, in an order that this would contradict.
+                with contextlib.suppress(TypeError):
+                    _replace(undo, derived, "__bases__", bases)
+        yield
+
+
+class _AlreadyMixedIn:
+    """Stands for `OffloadTrainerMixin` in front of a base that has it: the real one twice has no method order."""
+
+
+def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
+    class OffloadingTrainer(Trainer):
+        default_offload: ClassVar[OffloadConfig] = config
+
+        def __init__(self, *args: Any, offload: Any = _UNSAID, **kwargs: Any) -> None:
+            super().__init__(*args, offload=self.default_offload if offload is _UNSAID else offload, **kwargs)
+
+    # Scripts look up the arguments of `Trainer.__init__` to tell versions of transformers apart.
+    functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)
+    OffloadingTrainer.__name__ = OffloadingTrainer.__qualname__ = stock.__name__
+    OffloadingTrainer.__doc__ = stock.__doc__
+    return OffloadingTrainer
+
+
+def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
+    undo.callback(setattr, owner, name, getattr(owner, name))
+    setattr(owner, name, value)
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """`accelerate launch` of an unmodified script, offloaded: `[--offload X] [--trace] [its options] script.py [args]`.
+
+    Returns the script's exit status. Raises ValueError for options that cannot be honoured, before anything is
+    started; argparse exits with 2 for those it does not know.
+    """
+    options = _parser().parse_args(arguments)
+    _run_offloaded(options)
+    _fill_in(options)
+    try:
+        launch_command(options)
+    except subprocess.CalledProcessError as failed:  # the script has told its own story
+        return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
+    return 0
+
+
+def _parser() -> ArgumentParser:
+    parser: ArgumentParser = launch_command_parser()
+    parser.prog = "lohan launch"
+    parser.usage = "lohan launch [--offload X] [--trace] [options of accelerate launch] script.py [its arguments]"
+    parser.description = "Run an unmodified script that uses transformers.Trainer through accelerate, offloaded."
+    parser.add_argument(
+        "--offload",
+        default="lohan",
+        metavar="X",
+        help="lohan (everything automatic, the default) or the path of a YAML file.",
+    )
+    parser.add_argument("--trace", action="store_true", help="Write lohan/trace.json into the run's output folder.")
+    return parser
+
+
+def _run_offloaded(options: Namespace) -> None:
+    """Put `hf_lohan.run` in front of the script. Raises ValueError if it cannot be."""
+    if options.no_python:
+        raise ValueError("--no_python starts a program that is not Python, which cannot be offloaded; leave it out")
+    if not options.module and not Path(options.training_script).is_file():
+        raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
+    OffloadConfig.load(options.offload)
+    offload = options.offload
+    if offload != "lohan":
+        offload = os.path.abspath(os.path.expanduser(offload))
+    target = ["-m", options.training_script] if options.module else [options.training_script]
+    trace = ["--trace"] if options.trace else []
+    options.training_script_args = ["--offload", offload, *trace, *target, *options.training_script_args]
+    options.training_script, options.module = "hf_lohan.run", True
+
+
+def _fill_in(options: Namespace) -> None:
+    """What accelerate would choose badly: one thread per process, and a process for every GPU."""
+    if options.config_file is not None and not Path(options.config_file).is_file():
+        raise ValueError(f"there is no accelerate config {options.config_file!r}; give an existing file, or none")
+    defaults = None
+    if options.config_file is not None or (Path(default_config_file).is_file() and not options.cpu):
+        defaults = load_config_from_file(options.config_file)
+    else:
+        for name, value in _WITHOUT_CONFIG.items():
+            if getattr(options, name) is None:
+                setattr(options, name, value)
+    if options.num_cpu_threads_per_process is None and "OMP_NUM_THREADS" not in os.environ:
+        num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
+        num_machines = options.num_machines or getattr(defaults, "num_machines", 1)
+        num_local = max(1, num_processes // max(1, num_machines))
+        options.num_cpu_threads_per_process = max(1, usable_cpus() // num_local)
+
+
+_WITHOUT_CONFIG = {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

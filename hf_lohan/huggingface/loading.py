@@ -1,0 +1,231 @@
+"""Stream a checkpoint into the store, tensor by tensor: the model never stands in RAM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import default_torch_device, device_for
+from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.huggingface.attachment import attach, open_tiers_or_take_over, resolve_config
+from hf_lohan.huggingface.model_description import copy_buffers
+from hf_lohan.model import OffloadLayout, lay_out
+
+logger = logging.getLogger(__name__)
+
+Sink = Callable[[str, Tensor], bool]
+"""Takes a parameter by name; says whether it wanted it."""
+
+
+def from_pretrained(
+    path: str | Path,
+    offload: Any = "lohan",
+    *,
+    torch_device: torch.device | str | None = None,
+    dtype: torch.dtype | str = "auto",
+    bf16: bool = False,
+    default_ssd_path: str | Path = "lohan_store",
+    hold_gradients: bool = True,
+    model_class: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a causal LM with its weights streamed into the store, ready to train.
+
+    Args:
+        path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
+        offload: anything that `OffloadConfig.load` takes.
+        torch_device: where to compute; None is the GPU if there is one.
+        dtype: dtype of the working weights; "auto" is the checkpoint's own. `bf16=True` means bfloat16 working
+            weights whose float32 masters equal the checkpoint's values exactly.
+        default_ssd_path: the store's folder if the configuration names none.
+        hold_gradients: keep gradients until `step()`, as clipping and accumulation need; False applies them in
+            backward.
+        model_class: default `AutoModelForCausalLM`.
+        kwargs: for the model class's own `from_pretrained`.
+
+    Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model_class = model_class or AutoModelForCausalLM
+    if not os.path.isdir(path):
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
+    device = device_for(torch_device or default_torch_device())
+    config = resolve_config(OffloadConfig.load(offload), device, default_ssd_path=default_ssd_path)
+    model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
+    load_dtype = _load_dtype(model_config, dtype)
+    working_dtype = torch.bfloat16 if bf16 else load_dtype
+
+    with torch.device("meta"):
+        build = getattr(model_class, "from_config", None) or model_class._from_config
+        skeleton = build(model_config, dtype=load_dtype)
+    lay_out_for_this = partial(
+        lay_out,
+        config=config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        memory_is_host=device.memory_is_host,
+    )
+    layout = lay_out_for_this(skeleton)
+    tiers = open_tiers_or_take_over(layout, config, device)
+    try:
+        access = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        with streamed_to(_writer(access, only_dtype=load_dtype)):
+            model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
+        _store_the_rest(model, access, working_dtype)
+        final = lay_out_for_this(model)
+        _check_same(layout, final)
+        return attach(OffloadEngine(model, final, tiers, config)).model
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
+    """Stream a checkpoint's weights over those in the store (resume, best model).
+
+    Goes through `from_pretrained`, not `load_state_dict`: MoE experts are saved un-fused and must be fused again.
+    """
+    written: set[str] = set()
+    write = _writer(engine.parameters)
+
+    def sink(name: str, tensor: Tensor) -> bool:
+        written.add(name)
+        return write(name, tensor)
+
+    if hasattr(model, "peft_config"):
+        _stream_adapters(model, path, sink)
+        expected = {part.name for part in engine.parameter_slices if part.trainable}
+    else:
+        with streamed_to(sink):
+            loaded = type(model).from_pretrained(path, dtype="auto")
+        for name, parameter in loaded.named_parameters():
+            if parameter.device.type != "meta":
+                sink(name, parameter)
+        copy_buffers(model, loaded.state_dict())
+        expected = set(engine.parameters.slices)
+    engine.forget_weights()
+    missing = sorted(expected - written)
+    if missing:
+        raise ValueError(
+            f"the checkpoint {str(path)!r} has no weights for {len(missing)} parameters of this model, such as "
+            f"{missing[0]}; resume from a checkpoint of the same model"
+        )
+
+
+def _stream_adapters(model: Any, path: str | Path, sink: Sink) -> None:
+    """PEFT saves the adapters alone, under shorter names: let PEFT itself translate ours, and match them."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    name_of = {id(tensor): name for name, tensor in own.items()}
+    saved = load_peft_weights(str(path))
+    for saved_name, tensor in get_peft_model_state_dict(model, state_dict=own).items():
+        if saved_name in saved and id(tensor) in name_of:
+            sink(name_of[id(tensor)], saved[saved_name])
+
+
+@contextlib.contextmanager
+def streamed_to(sink: Sink) -> Iterator[None]:
+    """While this is on, every weight that transformers has loaded, renamed, fused and cast goes to `sink` and leaves a
+    meta parameter behind. Uses torch's public registration hooks; transformers runs unchanged."""
+    parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+
+    def name_of(module: nn.Module, name: str) -> str:
+        while module in parents:
+            module, own_name = parents[module]
+            name = f"{own_name}.{name}"
+        return name
+
+    def on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is not None:
+            parents[submodule] = (module, name)
+
+    def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or not getattr(parameter, "_is_hf_initialized", False):
+            return None
+        if not sink(name_of(module, name), parameter):
+            return None
+        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        meta._is_hf_initialized = True  # type: ignore[attr-defined]
+        return meta
+
+    hooks = [
+        register_module_module_registration_hook(on_module),
+        # Torch documents that the hook may return a replacement; its annotation forgot.
+        register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
+    ]
+    # The loader's threads would read ahead without bound: one tensor at a time is the point here.
+    previous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
+    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        if previous is None:
+            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
+        else:
+            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = previous
+
+
+def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> Sink:
+    def write(name: str, tensor: Tensor) -> bool:
+        if only_dtype is not None and tensor.dtype != only_dtype:
+            raise ValueError(
+                f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a store has one dtype, so "
+                f"load it with dtype={tensor.dtype}"
+            )
+        if name not in access.slices:
+            return False  # an alias of a tied weight: stored under its first name
+        access.write_parameter(name, tensor)
+        return True
+
+    return write
+
+
+def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
+    found = checkpoint_dtype if dtype == "auto" else dtype
+    resolved = getattr(torch, found, None) if isinstance(found, str) else found
+    if not isinstance(resolved, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'auto', 'float32' or 'bfloat16'")
+    return resolved
+
+
+def _store_the_rest(model: nn.Module, access: ParameterAccess, working_dtype: torch.dtype) -> None:
+    """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.device.type != "meta":
+            access.write_parameter(name, parameter)
+        placeholder = nn.Parameter(
+            torch.full((1,), float("nan"), dtype=working_dtype).expand(parameter.shape),
+            requires_grad=parameter.requires_grad,
+        )
+        # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.
+        torch.utils.swap_tensors(parameter, placeholder)
+
+
+def _check_same(planned: OffloadLayout, loaded: OffloadLayout) -> None:
+    if planned.identity != loaded.identity:
+        raise ValueError(
+            "the loaded model differs from the one its config describes, so its weights are not where they were "
+            "planned; load it in memory and pass the model instead of its path"
+        )

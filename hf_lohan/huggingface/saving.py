@@ -1,0 +1,124 @@
+"""`save_pretrained` of a model whose weights are in the store: shard by shard, never whole in RAM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.engine import OffloadEngine, ParameterAccess
+
+logger = logging.getLogger(__name__)
+
+_MAX_SHARD_BYTES = 5 * 1000**3
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model whose weights are in a store: under an engine, or only to be saved."""
+
+    model: Any
+    access: Callable[[], ParameterAccess]
+    """Asked for each weight: an engine then waits for its updates."""
+    max_shard_bytes: int
+
+    @classmethod
+    def of(cls, engine: OffloadEngine) -> StoredModel:
+        """The model of an engine."""
+        itemsize = engine.layout.master.working_dtype.itemsize
+        largest_block_bytes = max(block.numel for block in engine.layout.blocks) * itemsize
+        assert isinstance(engine.config.cpu_memory, int)
+        # A shard stands in RAM beside the pools, which have taken their budget already.
+        shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 8, _MAX_SHARD_BYTES))
+        return cls(engine.model, lambda: engine.parameters, shard_bytes)
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """A model's weights by their names in its state dict (aliases of tied weights included), read when asked for."""
+
+    def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
+        """`root`: whose names to use, if not the model's own."""
+        self._access = stored_model.access
+        root = root or stored_model.model
+        stored = {part.parameter: name for name, (_, part) in self._access().slices.items()}
+        self._stored_name: dict[str, str] = {
+            name: stored[parameter]
+            for name, parameter in root.named_parameters(remove_duplicate=False)
+            if parameter in stored
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._access().read_parameter(self._stored_name[name])
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored_name  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored_name)
+
+    def __len__(self) -> int:
+        return len(self._stored_name)
+
+
+def save_pretrained_from_store(
+    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
+
+    `max_shard_size` bounds the RAM this takes; by default a shard is as large as an eighth of `cpu_memory`, but at
+    least as the largest block, and at most 5 GB. A `state_dict` passed in is not used (scripts
+    pass what `accelerator.get_state_dict` gave them, which are the same weights); that is logged.
+    """
+    model = stored_model.model
+    if kwargs.pop("state_dict", None) is not None:
+        logger.warning("saving the weights that are in the store; the state_dict passed to save_pretrained is not used")
+    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+        return stock(model, save_directory, state_dict=_adapter_state_dict(stored_model), **kwargs)
+    weights = StoredWeights(stored_model)
+    state_dict = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
+        for name, tensor in model.state_dict().items()
+    }
+    kwargs.setdefault("max_shard_size", stored_model.max_shard_bytes)
+    with _offloaded_to(model, weights):
+        return stock(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+def _adapter_state_dict(stored_model: StoredModel) -> dict[str, Tensor]:
+    """What PEFT saves: the trainable tensors, which are small; the rest only by name."""
+    weights, model = StoredWeights(stored_model), stored_model.model
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    return {
+        name: weights[name]
+        if name in trainable and name in weights
+        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@contextlib.contextmanager
+def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
+    turn, and un-fuses experts shard by shard."""
+    previous = getattr(model, "hf_device_map", None)
+    model.hf_device_map = {"": "disk"}
+    model._hf_hook = types.SimpleNamespace(weights_map=weights)
+    try:
+        with warnings.catch_warnings():
+            # True of models that do not fit; here a shard is at most `max_shard_size`.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
+    finally:
+        del model._hf_hook
+        if previous is None:
+            del model.hf_device_map
+        else:
+            model.hf_device_map = previous

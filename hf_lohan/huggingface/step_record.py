@@ -1,0 +1,221 @@
+"""What each step took, moved and held, one JSON line a step: `<output_dir>/lohan/steps.jsonl`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.huggingface.run_summary import RunSummary
+from hf_lohan.record.trace_file import StepMark, write_trace
+from hf_lohan.report.files import FOLDER, STEPS_NAME, TRACE_NAME
+from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals
+
+logger = logging.getLogger(__name__)
+
+_WAITS = (COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
+_LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
+"""What Trainer logs about a step, once the step is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Counts:
+    """Everything that only grows."""
+
+    lanes: Mapping[str, LaneTotals]
+    ssd_read_bytes: int
+    ssd_write_bytes: int
+
+
+class StepRecord(TrainerCallback):
+    """Appends a line when a step is over and was logged; a line that is appended later for the same step replaces it.
+
+    A step lasts from the end of the one before to its own end, so its time has logging, saving and evaluating in it
+    (`between_s`). Updates that run under the next forward count for that step; what is left of them when training
+    ends is in `after` of the last line, and what moved before the first step in `before` of the first.
+    """
+
+    def __init__(self, engine: OffloadEngine, summary: RunSummary) -> None:
+        self._engine = engine
+        self._summary = summary
+        self._file: Path | None = None
+        """None before training and after a line could not be written."""
+        self._line: dict[str, Any] = {}
+        """Of the last step."""
+        self._is_written = True
+        self._before: dict[str, Any] | None = None
+        self._counts = self._count()
+        self._ended_s = self._began_s = 0.0
+        self._marks: list[StepMark] = []
+        self._trace: Path | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        folder = Path(args.output_dir) / FOLDER
+        self._file, self._line, self._is_written = folder / STEPS_NAME, {}, True
+        self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
+        self._keep_lines_until(state.global_step)
+        self._counts = self._count()
+        self._before = _moved(self._counts, None)
+        self._ended_s = time.perf_counter()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.flush()
+        self._began_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        before, began_s = self._counts, self._ended_s
+        self._engine.device.note_reached()
+        self._counts, self._ended_s = self._count(), time.perf_counter()
+        if self._engine.timeline.is_tracing:
+            self._marks.append(StepMark(state.global_step, began_s, self._ended_s))
+        self._line = {
+            "step": state.global_step,
+            "ended_unix_s": round(time.time(), 3),
+            "step_s": _rounded(self._ended_s - began_s),
+            "between_s": _rounded(self._began_s - began_s),
+            "num_tokens": self._summary.num_tokens,
+            **self._outcome(),
+            **_moved(self._counts, before),
+            **_lanes(self._counts, before),
+            **self._memory(),
+        }
+        if self._before is not None:
+            self._line["before"], self._before = self._before, None
+        self._is_written = False
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        logged = {name: _number(logs[name]) for name in _LOGGED if logs and name in logs}
+        if not logged or self._line.get("step") != state.global_step:
+            return
+        self._line.update(logged)
+        if self._is_written:
+            self._append()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._engine.settle()
+        self._engine.device.note_reached()
+        if self._line:
+            after = self._count()
+            left_s = _rounded(time.perf_counter() - self._ended_s)
+            self._line["after"] = {"seconds": left_s, **_moved(after, self._counts), **_lanes(after, self._counts)}
+            self._is_written = False
+        self.flush()
+
+    def flush(self) -> None:
+        """The last step has been logged."""
+        if not self._is_written:
+            self._append()
+
+    def end(self) -> None:
+        """Training is over, or was broken off: write the trace, if there is one."""
+        if self._trace is not None:
+            with contextlib.suppress(RuntimeError):  # of a device that has failed: what ended the run is what counts
+                self._engine.device.note_reached()
+            write_trace(self._trace, self._engine.timeline, self._marks)
+            self._trace = None
+
+    def _count(self) -> _Counts:
+        io = self._engine.tiers.io
+        return _Counts(self._engine.timeline.totals(), io.read_bytes, io.write_bytes)
+
+    def _outcome(self) -> dict[str, Any]:
+        engine, plan = self._engine, run_plan_of(self._engine)
+        step = engine.last_step
+        return {
+            "forward_s": _rounded(engine.last_forward_s),
+            "backward_s": _rounded(engine.last_backward_s),
+            "predicted_step_s": _rounded(plan.plan.prediction.step_s) if plan is not None and plan.plan else None,
+            "is_skipped": engine.step_was_skipped,
+            "is_clipped": step is not None and step.clipped,
+            "updates": step.outcome if step is not None else None,
+        }
+
+    def _memory(self) -> dict[str, Any]:
+        engine = self._engine
+        pools = {pool.name: pool.high_water_bytes for pool in engine.tiers.pools}
+        pools["activations"] = engine.activations.swapper.high_water_bytes
+        pools["copies of records"] = engine.layout.resident_bytes
+        return {
+            "anon_rss_bytes": self._summary.take_recent_memory_peak(),
+            "device_slots_bytes": engine.peak_gpu_pool_bytes,
+            "cpu_pool_bytes": pools,
+        }
+
+    def _append(self) -> None:
+        self._is_written = True
+        if self._file is None:
+            return
+        try:
+            with self._file.open("a", encoding="utf-8") as stream:
+                stream.write(json.dumps(self._line, allow_nan=False) + "\n")
+        except OSError as error:
+            logger.warning("steps are not recorded any more: %s", error)
+            self._file = None
+
+    def _keep_lines_until(self, step: int) -> None:
+        """Drop what the run that is resumed, or one before it, wrote of steps that are taken now."""
+        assert self._file is not None
+        try:
+            lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+            kept = [line for line in lines if _step_of(line) <= step]
+            fresh = self._file.with_name(f"{self._file.name}.new")
+            self._file.parent.mkdir(parents=True, exist_ok=True)
+            fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            os.replace(fresh, self._file)
+        except OSError as error:
+            logger.warning("steps are not recorded: %s", error)
+            self._file = None
+
+
+def _step_of(line: str) -> float:
+    """Infinite for what is no line: the end of a run that was killed while it wrote."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, TypeError, KeyError):
+        return math.inf
+
+
+def _moved(now: _Counts, before: _Counts | None) -> dict[str, Any]:
+    read_bytes, write_bytes = (before.ssd_read_bytes, before.ssd_write_bytes) if before is not None else (0, 0)
+    return {
+        "ssd_read_bytes": now.ssd_read_bytes - read_bytes,
+        "ssd_write_bytes": now.ssd_write_bytes - write_bytes,
+    }
+
+
+def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:
+    """Lanes that did nothing are left out."""
+    lanes = {lane: (totals, before.lanes[lane]) for lane, totals in now.lanes.items()}
+    return {
+        "busy_s": {lane: _rounded(n.busy_s - b.busy_s) for lane, (n, b) in lanes.items() if n.busy_s > b.busy_s},
+        "bytes": {lane: n.num_bytes - b.num_bytes for lane, (n, b) in lanes.items() if n.num_bytes > b.num_bytes},
+        "waits_s": {
+            lane: {
+                cause: _rounded(seconds - lanes[lane][1].task_s.get(cause, 0.0))
+                for cause, seconds in lanes[lane][0].task_s.items()
+            }
+            for lane in _WAITS
+            if lanes[lane][0].task_s
+        },
+    }
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 6)
+
+
+def _number(value: Any) -> float | None:
+    """JSON knows neither NaN nor infinity."""
+    number = float(value)
+    return number if math.isfinite(number) else None

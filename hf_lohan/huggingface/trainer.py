@@ -1,0 +1,270 @@
+"""`Trainer` with one more argument."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_lohan.checkpoint.optimizer_checkpoint import load_master_residuals, save_optimizer_states
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
+from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.checkpoint_folder import WholeCheckpoints, remove_unfinished
+from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
+from hf_lohan.huggingface.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.micro_batches import MicroBatchesTogether, holds_gradients
+from hf_lohan.huggingface.model_description import describe_model, save_buffers
+from hf_lohan.huggingface.resume_point import ResumePoint
+from hf_lohan.huggingface.run_summary import RunSummary
+from hf_lohan.huggingface.step_journal import STORE_FOLDER, StepJournal
+from hf_lohan.huggingface.step_record import StepRecord
+from hf_lohan.huggingface.termination import Termination
+from hf_lohan.optim import OffloadAdamW
+
+logger = logging.getLogger(__name__)
+
+
+class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
+    """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
+
+    Args:
+        offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
+            `OffloadConfig`.
+
+    `model` may then also be the path of a checkpoint, which is streamed into the store. Raises ValueError for
+    arguments that offloading cannot honour exactly.
+    """
+
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, offload: Any = None, **kwargs: Any
+    ) -> None:
+        self._offload_config: OffloadConfig | None = None
+        self._run_summary: RunSummary | None = None
+        self._step_record: StepRecord | None = None
+        self._journal: StepJournal | None = None
+        self._termination = Termination()
+        self._resume_point = ResumePoint()
+        already = isinstance(model, nn.Module) and engine_of(model) is not None
+        if offload is not None or already:
+            self._offload_config = OffloadConfig.load(offload)
+            args = args or TrainingArguments(output_dir="tmp_trainer")
+            self._check(model, args, kwargs)
+            args._n_gpu = min(args.n_gpu, 1)  # nn.DataParallel would copy placeholders to every GPU
+            if isinstance(model, str | Path):
+                model = self._load(model, args)
+        super().__init__(model, args, *rest, **kwargs)
+
+    def _check(self, model: Any, args: TrainingArguments, kwargs: dict[str, Any]) -> None:
+        check_arguments(args)
+        check_model(model)
+        check_optimizers(kwargs.get("optimizers", (None, None)), kwargs.get("optimizer_cls_and_kwargs"))
+
+    def _load(self, path: str | Path, args: TrainingArguments) -> Any:
+        assert self._offload_config is not None
+        return from_pretrained(
+            path,
+            offload=self._offload_config,
+            torch_device=args.device,
+            bf16=args.bf16,
+            default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+            hold_gradients=holds_gradients(args, self._offload_config),
+        )
+
+    # The engine: attached late, after everything that patches or wraps the model has had its turn.
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of `self.model`, once training, evaluation or loading has begun."""
+        return engine_of(self.model)
+
+    def _ensure_engine(self) -> OffloadEngine | None:
+        if self._offload_config is None:
+            return None
+        engine = self.offload_engine
+        if engine is None:
+            args, model = self.args, self.model
+            check_model(model)
+            self._close_previous()
+            engine = offload_model(
+                model,
+                self._offload_config,
+                torch_device=args.device,
+                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+                working_dtype=torch.bfloat16 if args.bf16 else None,
+                hold_gradients=holds_gradients(args, self._offload_config),
+            )
+        if self._run_summary is None or self._run_summary.engine is not engine:
+            for earlier in (self._run_summary, self._step_record):
+                if earlier is not None:
+                    self.remove_callback(earlier)
+            self._run_summary = RunSummary(engine)
+            self._step_record = StepRecord(engine, self._run_summary)
+            self.add_callback(self._run_summary)
+            self.add_callback(self._step_record)
+        return engine
+
+    def _close_previous(self) -> None:
+        """`model_init` made a new model: the old one's engine holds the store."""
+        if self._run_summary is not None:
+            self._run_summary.engine.close()
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._offload_config is not None:
+            self.accelerator.__class__ = OffloadAwareAccelerator
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if self._offload_config is None:
+            super()._move_model_to_device(model, device)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream. `resume_from_checkpoint="last_step"` goes on from the last committed step of the store, `True`
+        from that or from the last checkpoint, whichever is newer. SIGTERM ends the run when its step is committed.
+
+        Raises ValueError if there is nothing to go on from.
+        """
+        if self._offload_config is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        remove_unfinished(self.args.output_dir)
+        self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
+        self._resume_point = ResumePoint.choose(resume_from_checkpoint, self._settled_store, self.args.output_dir)
+        self._termination = Termination()
+        with self._termination:
+            try:
+                output = super().train(self._resume_point.folder, *args, **kwargs)
+            finally:
+                if self._step_record is not None:
+                    self._step_record.end()
+        if self._termination.is_requested:  # after the last step, whose commit may be on its way
+            engine = self.offload_engine
+            if engine is not None:
+                engine.close()
+            self._termination.exit()
+        return output
+
+    def _settled_store(self) -> list[str]:
+        """Its ssd paths, when nothing is on its way to them."""
+        engine = self.offload_engine
+        if engine is not None:
+            engine.settle()  # its last commit too
+            return [path.path for path in engine.tiers.store.paths]
+        assert self._offload_config is not None
+        ssd = self._offload_config.ssd
+        return [str(Path(self.args.output_dir) / STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
+    ) -> Any:
+        engine = self._ensure_engine()
+        if engine is not None:
+            self._keep_journal(engine, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
+        if engine is not None:
+            check_optimizer(self.optimizer)  # a subclass may have made it without asking us
+        return prepared
+
+    def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
+        if self._journal is not None:
+            self.remove_callback(self._journal)
+        if engine.commits.before_first is not None:
+            engine.commits.before_first = functools.partial(describe_model, self.model, engine, self.processing_class)
+        self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
+        self._resume_point.tell(self._journal, resume_from_checkpoint)
+        self.add_callback(self._journal)
+
+    def _write_journal_files(self, folder: str) -> None:
+        super()._save_optimizer_and_scheduler(folder)
+        self._save_scaler(folder)
+        self._save_rng_state(folder)
+        save_buffers(self.model, folder)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._resume_point.commit is not None and self.state.global_step >= self.state.max_steps:
+            # The run had ended when it was killed; upstream would take one step more.
+            self.control.should_training_stop = True
+            return None
+        return super()._run_epoch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+        if self._step_record is not None:
+            self._step_record.flush()
+        if self._journal is not None:
+            self._journal.after_step()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self._ensure_engine()
+        return super().evaluation_loop(*args, **kwargs)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._ensure_engine()
+        if engine is not None and self.optimizer is None:
+            training_args = self.args
+            # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
+            self.optimizer_cls_and_kwargs = (
+                OffloadAdamW,
+                {
+                    "lr": training_args.learning_rate,
+                    "betas": (training_args.adam_beta1, training_args.adam_beta2),
+                    "eps": training_args.adam_epsilon,
+                    "engine": engine,
+                },
+            )
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if engine is not None:
+            check_optimizer(self.optimizer)
+        return optimizer
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._run_summary is not None:
+            self._run_summary.count_tokens(inputs)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        if self._run_summary is not None and "loss" in logs:
+            logs.update({f"lohan/{name}": value for name, value in self._run_summary.figures().items()})
+        super().log(logs, *args, **kwargs)
+
+    def _writes_whole_checkpoints(self) -> bool:
+        return self._offload_config is not None
+
+    # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        engine = self.offload_engine
+        if engine is not None:
+            save_optimizer_states(engine, output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = self.offload_engine
+        if engine is not None:
+            self._resume_point.load(engine, self.model, checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights come with the optimizer's states: when training begins, also anew with another batch size."""
+        if self._ensure_engine() is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        engine = self.offload_engine
+        if engine is None:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
+        reload_weights(engine, self.model, best)
+        load_master_residuals(engine, best)
+
+
+class Trainer(OffloadTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with `offload=`."""

@@ -1,0 +1,57 @@
+"""A model as its config describes it, without weights: for planning."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+CONFIG_NAME = "config.json"
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def weightless_model(config: Any, dtype: torch.dtype | str = "auto") -> Any:
+    """The causal LM that a config of `read_model_config` describes, all on meta.
+
+    Experts run grouped, as in training. Raises ValueError for what cannot be built or trained.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=planning_dtype(config, dtype))
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
+    return model
+
+
+def read_model_config(path_or_config: str | Path) -> Any:
+    """The transformers config of a checkpoint folder, of a folder with only a `config.json`, of such a file, or of a
+    model of the Hub. Raises ValueError."""
+    from transformers import AutoConfig
+
+    path = Path(path_or_config)
+    if path.is_dir() and not (path / CONFIG_NAME).is_file():
+        raise ValueError(f"the folder {str(path)!r} has no {CONFIG_NAME}; give a checkpoint folder or a {CONFIG_NAME}")
+    if not path.exists() and not _HUB_NAME.fullmatch(str(path_or_config)):
+        raise ValueError(f"there is no {str(path)!r}; give a checkpoint folder, a {CONFIG_NAME} or a model of the Hub")
+    try:
+        return AutoConfig.from_pretrained(os.fspath(path_or_config))
+    except (OSError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise ValueError(f"{str(path)!r} has no config of a model: {reason}") from None
+
+
+def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:
+    """The working dtype to plan for: "auto" is float32 where the config says so, and bfloat16, in which large models
+    are trained, where it does not. Raises ValueError for one that cannot be trained."""
+    if dtype == "auto":
+        said = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return torch.float32 if said == "float32" else torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype={str(dtype)!r} cannot be trained; use auto, bfloat16 or float32")
+    assert isinstance(found, torch.dtype)
+    return found

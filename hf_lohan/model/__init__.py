@@ -1,0 +1,35 @@
+"""What streams together, and where it lies: a model cut into blocks, a block into parameters, chunks and records.
+
+`discovery` finds a model's layers and gives every parameter to one `block`, where it has an offset that is the same in
+all of the block's records; `layout` says which records and pools that takes under one configuration. Nothing here moves
+a byte: blocks are named and measured, and everything above speaks of them.
+"""
+
+from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
+from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, check_one_dtype, discover_blocks
+from hf_lohan.model.kernel_names import Operation, anchor_name
+from hf_lohan.model.layout import OffloadLayout, lay_out, stored_form
+from hf_lohan.model.profile import BlockToProfile, TracedModel, profile_model, trace_model
+
+__all__ = [
+    "Block",
+    "BlockToProfile",
+    "Chunk",
+    "ChunkPiece",
+    "DiscoveryError",
+    "ModelBlocks",
+    "OffloadLayout",
+    "Operation",
+    "ParamSlice",
+    "TracedModel",
+    "anchor_name",
+    "check_one_dtype",
+    "discover_blocks",
+    "lay_out",
+    "lay_out_block",
+    "profile_model",
+    "ranges",
+    "round_up",
+    "stored_form",
+    "trace_model",
+]

@@ -1,0 +1,183 @@
+"""Which parameters stream together, and where each sits in the flat records."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_units
+from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
+
+assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
+
+PARAM_ALIGN_NUMEL = 32
+"""Parameters start at 64-byte boundaries or better: vector loads and grouped matmuls want aligned pointers. Larger
+ones start at a granule, so that a chunk can begin there, and smaller ones lie within one."""
+
+
+def round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(eq=False)
+class ParamSlice:
+    """One parameter's place in its block: elements [start, start + numel) of every record that has it."""
+
+    name: str
+    parameter: nn.Parameter
+    shape: torch.Size
+    start: int
+    trainable: bool
+    num_updates: int = 0
+    """Optimizer steps this parameter has taken (AdamW's `step`; parameters without a gradient skip a step)."""
+
+    @property
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ChunkPiece:
+    """The part of a parameter that lies in one chunk: elements counted from the chunk's and the parameter's start."""
+
+    chunk: Chunk
+    param_slice: ParamSlice
+    start_in_chunk: int
+    start_in_param: int
+    numel: int
+
+    @property
+    def stop_in_chunk(self) -> int:
+        return self.start_in_chunk + self.numel
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Elements [start, stop) of a block's records: what one host buffer holds."""
+
+    block: Block
+    index: int
+    start: int
+    stop: int
+    pieces: list[ChunkPiece] = field(default_factory=list, repr=False)
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @cached_property
+    def gaps(self) -> list[tuple[int, int]]:
+        """[start, stop) ranges of padding, counted from the chunk's start."""
+        inner = (edge for piece in self.pieces for edge in (piece.start_in_chunk, piece.stop_in_chunk))
+        edges = [0, *inner, self.numel]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"chunk {self.index} of {self.block.name}"
+
+
+@dataclass(eq=False)
+class Block:
+    """The unit that streams: the parameters of one decoder layer, or of one module outside the layers.
+
+    Trainable parameters come first (weights before vectors, so that weight-decay groups form long runs), then frozen
+    ones, which have no optimizer state: `state_numel` elements have states, `numel` have a `param` record.
+    """
+
+    name: str
+    size_class: SizeClass
+    slices: list[ParamSlice]
+    align_numel: int = 1
+    """`state_numel` is a multiple of this."""
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def __repr__(self) -> str:
+        return f"Block({self.name!r})"
+
+    @cached_property
+    def numel(self) -> int:
+        return round_up(max(self.state_numel, *(part.stop for part in self.slices)), RECORD_ALIGN_NUMEL)
+
+    @cached_property
+    def state_numel(self) -> int:
+        trained = max((part.stop for part in self.trainable_slices), default=0)
+        # Frozen weights share no granule with trainable ones: no step writes them.
+        whole = GRANULE_NUMEL if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
+        return round_up(trained, max(whole, self.align_numel))
+
+    @property
+    def trainable_slices(self) -> list[ParamSlice]:
+        return [part for part in self.slices if part.trainable]
+
+    @property
+    def unit_numels(self) -> tuple[int, ...]:
+        """Sizes of the units, of whole granules each, that the records with states are made of (see `cut_units`)."""
+        starts = [part.start for part in self.trainable_slices if part.start % GRANULE_NUMEL == 0]
+        return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
+
+    def shape(self, param_itemsize: int) -> BlockShape:
+        """The sizes that planning needs."""
+        return BlockShape(
+            name=self.name,
+            size_class=self.size_class,
+            param_bytes=self.numel * param_itemsize,
+            unit_numels=self.unit_numels,
+            num_trainable_params=len(self.trainable_slices),
+        )
+
+    def cut(self, chunk_numel: int) -> list[Chunk]:
+        """Cut the records with states into chunks and place every trainable parameter's pieces in them."""
+        chunks = [
+            Chunk(self, index, start, stop)
+            for index, (start, stop) in enumerate(cut_units(self.unit_numels, chunk_numel))
+        ]
+        for part in self.trainable_slices:
+            for chunk in chunks:
+                first, last = max(part.start, chunk.start), min(part.stop, chunk.stop)
+                if first < last:
+                    chunk.pieces.append(
+                        ChunkPiece(chunk, part, first - chunk.start, first - part.start, last - first)
+                    )
+        return chunks
+
+
+def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
+    """[start, stop) pairs that cover `numel` in steps."""
+    for start in range(0, numel, step):
+        yield start, min(start + step, numel)
+
+
+def lay_out_block(
+    name: str, size_class: SizeClass, named_parameters: dict[str, nn.Parameter], align_numel: int = 1
+) -> Block:
+    """Place parameters in a block. The order is stable for one model and one set of frozen weights. `align_numel` (see
+    `Block`) is 1 or the granule."""
+    assert align_numel in (1, GRANULE_NUMEL)
+    order = sorted(
+        named_parameters.items(),
+        key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within
+    )
+    slices: list[ParamSlice] = []
+    start = 0
+    was_trainable = True
+    for param_name, parameter in order:
+        room_numel = -start % GRANULE_NUMEL
+        if parameter.numel() > room_numel or (was_trainable and not parameter.requires_grad):
+            start += room_numel
+        was_trainable = parameter.requires_grad
+        slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
+        start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
+    return Block(name, size_class, slices, align_numel)

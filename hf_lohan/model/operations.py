@@ -1,0 +1,180 @@
+"""What a forward does, seen operation by operation: names as the runtime counts them, FLOPs, bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+from hf_lohan.hardware import MatrixShape
+from hf_lohan.model.kernel_names import Operation, anchor_name
+from hf_lohan.planner.model_profile import OperationProfile
+
+aten = torch.ops.aten
+
+_MAX_REAL_NUMEL = 1 << 22
+_FACTORS_AT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
+"""Which arguments are multiplied: this one and the next."""
+
+
+def _grouped_product_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Each row of `a` meets the matrix of its own group alone: the number of groups does not count."""
+    num_groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return 2 * a.numel() // num_groups * b.shape[-1]
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """As torch counts its other attentions: a causal mask saves nothing."""
+    num_pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * num_pairs * (query.shape[-1] + value.shape[-1])
+
+
+_FLOPS_TORCH_DOES_NOT_KNOW: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped_product_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+}
+
+
+def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """FLOPs of one call; 0 for all that is neither a product, an attention nor a convolution."""
+    packet = getattr(func, "overloadpacket", func)
+    if (formula := _FLOPS_TORCH_DOES_NOT_KNOW.get(packet)) is not None:
+        return formula(*args, **kwargs)
+    if (registered := flop_registry.get(packet)) is not None:
+        return int(registered(*args, **kwargs, out_val=output))
+    return 0
+
+
+def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
+    """The matrices that `func` multiplies; None for other operations. Tokens are taken to spread evenly over groups."""
+    at = _FACTORS_AT.get(func._opname) if isinstance(func, OpOverload) and func.namespace == "aten" else None
+    if at is None:
+        return None
+    a, b = args[at], args[at + 1]
+    num_matrices = b.shape[0] if b.dim() == 3 else 1
+    num_rows = a.shape[-2] if a.dim() == b.dim() else -(-a.shape[0] // num_matrices)
+    return MatrixShape(num_rows, a.shape[-1], b.shape[-1], num_matrices=num_matrices)
+
+
+@dataclass
+class BlockTrace:
+    """What has been seen of one block's forward."""
+
+    operations: list[OperationProfile] = field(default_factory=list)
+    products: Counter[MatrixShape] = field(default_factory=Counter)
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+    input_bytes: int = 0
+    num_run_again: int = 0
+    """How many operations a recomputation runs: it stops at the last tensor that autograd saved."""
+    _counts: Counter[str] = field(default_factory=Counter, repr=False)
+
+    def add(
+        self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, module: str = ""
+    ) -> None:
+        """Count one call of `func`, made in the submodule of that name."""
+        flops = flops_of(func, args, kwargs, output)
+        self.flops += flops
+        kind = anchor_name(func)
+        if kind is None:
+            self.moved_bytes += moved_bytes_of(func, args, kwargs, output)
+            return
+        if (product := product_of(func, args)) is not None:
+            self.products[product] += 1
+        name = f"{kind}#{self._counts[kind]}"
+        self._counts[kind] += 1
+        output_bytes = sum(tensor.nbytes for tensor in tensors_in(output))
+        self.operations.append(OperationProfile(name=name, flops=flops, output_bytes=output_bytes, module=module))
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    """All tensors in nested arguments or results."""
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def storage_key(tensor: Tensor) -> int:
+    """Equal for tensors that share memory, as long as one of them lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """An expanded tensor holds less than its shape says."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Bytes that a call reads and writes in the device's memory; 0 for views."""
+    read = list(tensors_in((args, kwargs)))
+    written = list(tensors_in(output))
+    known = {storage_key(tensor) for tensor in read}
+    is_mutable = isinstance(func, OpOverload) and func._schema.is_mutable
+    if read and not is_mutable and all(storage_key(tensor) in known for tensor in written):
+        return 0
+    return sum(_held_bytes(tensor) for tensor in (*read, *written))
+
+
+class OperationTrace(TorchDispatchMode):
+    """Counts every operation that runs under it for the block that is `target` then. May be entered again inside of
+    `fake_mode`, so that it sees operations before that does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target = target
+        self.module = ""
+        self._fake_mode = fake_mode
+        self._inside = False
+
+    def __torch_dispatch__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:  # what a fake operation is made of is not what runs
+            return func(*args, **kwargs)
+        self._inside = True
+        try:
+            output = self._run(func, args, kwargs)
+            self.target.add(func, args, kwargs, output, module=self.module)
+            return output
+        finally:
+            self._inside = False
+
+    def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten.rand.default and len(args[0]) == 0:
+            # One random number decides whether a layer is skipped (OPT's layerdrop): 1 is never below a probability,
+            # so all layers are counted.
+            return torch.ones([])
+        if func is aten._grouped_mm.default and _only_its_shape_is_refused(*args):
+            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+        if _would_be_large(args):
+            with self._fake_mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _only_its_shape_is_refused(a: Tensor, b: Tensor, *args: Any) -> bool:
+    """Grouped products take any floating type, but torch tells the shape of their result only for bfloat16."""
+    return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
+
+
+def _would_be_large(args: tuple[Any, ...]) -> bool:
+    """Real tensors whose values may decide something are small; a mask of all pairs of tokens is not computed."""
+    shapes = [tensor.shape for tensor in tensors_in(args)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args)):
+        return False
+    longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    return math.prod(max(sizes) for sizes in longest) > _MAX_REAL_NUMEL

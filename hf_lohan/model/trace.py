@@ -1,0 +1,166 @@
+"""Follows one forward through a model's blocks. Layers that are alike are traced once."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from hf_lohan.model.operations import BlockTrace, OperationTrace, storage_key, tensors_in
+
+_SCALARS = (bool, int, float, str, type(None))
+_PLACE_IN_MODEL = frozenset({"layer_idx", "layer_id", "layer_number"})
+"""Attributes in which layers that do the same differ."""
+
+
+class ModelTrace:
+    """The traces of all blocks of one forward.
+
+    `layers` are traced one by one, under `fake_mode`. What runs outside of them counts for the block of the module of
+    `outer` that was last called: the loss belongs to the head. There, only what comes of fake tensors is fake: token
+    ids, positions and masks have values, and models look at them.
+    """
+
+    def __init__(
+        self,
+        fake_mode: FakeTensorMode,
+        layers: Sequence[nn.Module],
+        outer: Sequence[tuple[nn.Module, str]],
+        weights: Sequence[Tensor],
+    ) -> None:
+        self._fake_mode = fake_mode
+        self._layers = layers
+        self._outer_modules = outer
+        self.of_layer: dict[nn.Module, BlockTrace] = {}
+        self.of_outer: dict[str, BlockTrace] = {name: BlockTrace() for _, name in outer}
+        first = next(iter(self.of_outer.values()), BlockTrace())
+        self._operations = OperationTrace(first, fake_mode)
+        self._alike: dict[Any, tuple[BlockTrace, Any]] = {}
+        self._not_saved = {storage_key(weight): weight for weight in weights}
+        """Weights, what layers are given and what has been counted; the tensors, so that no key is used again."""
+
+    @contextlib.contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Trace the forward that runs inside."""
+        with contextlib.ExitStack() as stack:
+            for module, name in self._outer_modules:
+                stack.callback(module.register_forward_pre_hook(self._enter_outer(self.of_outer[name])).remove)
+            for layer in self._layers:
+                stack.enter_context(_forward_replaced(layer, self._layer_forward(layer)))
+            stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
+            stack.enter_context(self._operations)
+            yield
+
+    def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:
+        def enter(module: nn.Module, args: Any) -> None:
+            self._operations.target = trace
+
+        return enter
+
+    def _layer_forward(self, layer: nn.Module) -> Callable[..., Any]:
+        forward = layer.forward
+
+        def traced(*args: Any, **kwargs: Any) -> Any:
+            kind = (_signature(layer), _signature_of_inputs(args, kwargs))
+            if kind not in self._alike:
+                self._alike[kind] = self._trace_layer(layer, forward, args, kwargs)
+            self.of_layer[layer], output = self._alike[kind]
+            return output
+
+        return traced
+
+    def _trace_layer(
+        self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
+    ) -> tuple[BlockTrace, Any]:
+        args, kwargs = tree_map_only(Tensor, self._to_fake, (args, kwargs))
+        given = list(tensors_in((args, kwargs)))
+        self._not_saved.update((storage_key(tensor), tensor) for tensor in given)
+        trace = BlockTrace(input_bytes=given[0].nbytes if given else 0)
+        outside, self._operations.target = self._operations.target, trace
+        try:
+            with self._module_names(layer), self._fake_mode, self._operations:
+                return trace, forward(*args, **kwargs)
+        finally:
+            self._operations.target = outside
+
+    def _to_fake(self, tensor: Tensor) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else self._fake_mode.from_tensor(tensor)
+
+    @contextlib.contextmanager
+    def _module_names(self, layer: nn.Module) -> Iterator[None]:
+        names: list[str] = []
+
+        def enter(name: str) -> Callable[[nn.Module, Any], None]:
+            def hook(module: nn.Module, args: Any) -> None:
+                names.append(self._operations.module)
+                self._operations.module = name
+
+            return hook
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._operations.module = names.pop()
+
+        with contextlib.ExitStack() as stack:
+            stack.callback(setattr, self._operations, "module", "")
+            for name, module in layer.named_modules():
+                if module is not layer:
+                    stack.callback(module.register_forward_pre_hook(enter(name)).remove)
+                    stack.callback(module.register_forward_hook(leave).remove)
+            yield
+
+    def _save(self, tensor: Tensor) -> Tensor:
+        key, trace = storage_key(tensor), self._operations.target
+        trace.num_run_again = len(trace.operations)
+        if key not in self._not_saved:
+            self._not_saved[key] = tensor
+            trace.saved_bytes += tensor.untyped_storage().nbytes()
+        return tensor
+
+
+@contextlib.contextmanager
+def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")  # set on the instance by whoever wrapped it before
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if own is None:
+            del module.forward
+        else:
+            module.forward = own
+
+
+def _signature(layer: nn.Module) -> tuple[Any, ...]:
+    """Equal for layers that do the same to the same inputs."""
+    modules = tuple(
+        (name, type(module).__qualname__, tuple(sorted(_scalars_of(module)))) for name, module in layer.named_modules()
+    )
+    parameters = tuple((name, *_form(parameter)) for name, parameter in layer.named_parameters())
+    buffers = tuple((name, *_form(buffer)) for name, buffer in layer.named_buffers())
+    return modules, parameters, buffers
+
+
+def _scalars_of(module: nn.Module) -> Iterator[tuple[str, str]]:
+    for name, value in vars(module).items():
+        if isinstance(value, _SCALARS) and name not in _PLACE_IN_MODEL:
+            yield name, repr(value)
+
+
+def _signature_of_inputs(args: Any, kwargs: Any) -> tuple[Any, ...]:
+    leaves, structure = tree_flatten((args, kwargs))
+    return (str(structure), *(_form_of_input(leaf) for leaf in leaves))
+
+
+def _form_of_input(value: Any) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return (*_form(value), value.stride())
+    return (repr(value),) if isinstance(value, _SCALARS) else (type(value).__qualname__,)
+
+
+def _form(tensor: Tensor) -> tuple[Any, ...]:
+    return tuple(tensor.shape), tensor.dtype, tensor.requires_grad

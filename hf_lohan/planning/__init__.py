@@ -1,0 +1,5 @@
+"""What a run needs to know before it begins, and what becomes of the plan."""
+
+
+__all__ = [
+]

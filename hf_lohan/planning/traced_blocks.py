@@ -1,0 +1,62 @@
+"""What a model's forward does, cut into the blocks that stream."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_lohan.model import BlockToProfile, ModelBlocks, TracedModel, discover_blocks, trace_model
+
+
+def trace_blocks(
+    model: nn.Module,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    device: torch.device | str = "cpu",
+    fused_attention: bool = False,
+) -> TracedModel:
+    """What a forward of a causal LM does (on meta, or in memory and not yet offloaded), cut into the runtime's blocks.
+
+    Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
+    """
+    _check_positions(model, sequence_length)
+    return trace_model(
+        model,
+        _blocks_to_profile(discover_blocks(model)),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        device=device,
+        fused_attention=fused_attention,
+    )
+
+
+def _blocks_to_profile(found: ModelBlocks) -> list[BlockToProfile]:
+    layers = set(found.layers)
+    modules: dict[str, list[nn.Module]] = {block.name: [] for block in found.blocks}
+    for module, blocks in found.needs.items():
+        if blocks:
+            # A layer may use weights of others, too; a tied head works for the block that owns its weight.
+            own = [block for block in blocks if (block.size_class.value == "layer") == (module in layers)]
+            modules[(own or list(blocks))[0].name].append(module)
+    return [
+        BlockToProfile(
+            name=block.name,
+            size_class=block.size_class,
+            parameters=[part.parameter for part in block.slices],
+            modules=modules[block.name],
+        )
+        for block in found.blocks
+    ]
+
+
+def _check_positions(model: Any, sequence_length: int) -> None:
+    words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module is not words and module.num_embeddings < sequence_length:
+            raise ValueError(
+                f"the model has {module.num_embeddings} positions ({name}), fewer than the sequence length of "
+                f"{sequence_length}; give a shorter one"
+            )

@@ -1,0 +1,5 @@
+"""What a run writes about itself."""
+
+
+__all__ = [
+]

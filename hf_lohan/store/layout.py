@@ -1,0 +1,229 @@
+"""Where each record's bytes lie: arithmetic only, no file is touched here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+from hf_lohan.files import SECTOR_BYTES, CapacityError, Shortfall
+from hf_lohan.files.places import Extent, StorePath
+from hf_lohan.store.granules import GRANULE_NUMEL
+
+RECORD_ALIGN_NUMEL = 2048
+"""Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
+DEFAULT_STRIPE_BYTES = 4 << 20
+KINDS = ("param", "master_residual", "exp_avg", "exp_avg_sq", "moment_scales", "gradient", "activation")
+DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
+PARAMS_PER_ELEMENT = {"moment_scales": 16}
+"""One element of these kinds goes with so many parameters, not with one; their granules have as many fewer, so that
+granules with the same number go with the same parameters."""
+
+
+def granule_numel_of(kind: str, granule_numel: int = GRANULE_NUMEL) -> int:
+    """Elements in a granule of records of a kind, where it is ``granule_numel`` of most."""
+    return granule_numel // PARAMS_PER_ELEMENT.get(kind, 1)
+
+
+@dataclass(frozen=True)
+class RecordSpec:
+    """One block's flat tensor of one kind. Raises ValueError if it cannot be stored."""
+
+    block: str
+    kind: str
+    dtype: str
+    numel: int
+    versioned_numel: int = -1
+    """So many elements, from the first on, have a second home in a store with two; default: all. The others are
+    frozen weights, which no step writes."""
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS:
+            raise ValueError(
+                f"record {self.block!r} has the kind {self.kind!r}: choose one of {', '.join(KINDS)}"
+            )
+        if self.dtype not in DTYPE_BYTES:
+            raise ValueError(
+                f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}"
+            )
+        if self.numel < 1 or self.numel % self.align_numel:
+            raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
+        if self.versioned_numel < 0:
+            object.__setattr__(self, "versioned_numel", self.numel)
+        if self.versioned_numel > self.numel or self.versioned_numel % self.align_numel:
+            raise ValueError(
+                f"record {self.block!r} has versioned_numel {self.versioned_numel} of {self.numel}: pad it to "
+                f"{self.align_numel}s"
+            )
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return DTYPE_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.itemsize
+
+    @property
+    def granule_numel(self) -> int:
+        """Elements in one of its granules."""
+        return granule_numel_of(self.kind)
+
+    @property
+    def align_numel(self) -> int:
+        """Its numel is a multiple of this: whole sectors, or whole granules where those go with many parameters."""
+        if self.kind in PARAMS_PER_ELEMENT:
+            return self.granule_numel
+        return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.itemsize)
+
+
+@dataclass(frozen=True)
+class StoreLayout:
+    """Records one after the other, striped over the paths.
+
+    Think of the records as one long run of bytes, cut into rows of ``stripe_bytes``. Every path gets its
+    share of each row, whole sectors in proportion to its capacity, and keeps its shares one after the other.
+    The last, shorter row is cut in the same proportion, so no byte is padding. A path may take at most a
+    sector more per row than its exact share.
+    """
+
+    records: tuple[RecordSpec, ...]
+    paths: tuple[StorePath, ...]
+    stripe_bytes: int = DEFAULT_STRIPE_BYTES
+
+    def __post_init__(self) -> None:
+        if self.stripe_bytes < SECTOR_BYTES or self.stripe_bytes % SECTOR_BYTES:
+            raise ValueError(
+                f"stripe_bytes is {self.stripe_bytes}: choose a positive multiple of {SECTOR_BYTES}"
+            )
+        if len(self._places) != len(self.records):
+            raise ValueError(
+                "two records of a store have the same block and kind: give every block its own name"
+            )
+        assert all(path.capacity_bytes is not None for path in self.paths), "resolve capacities first"
+
+    @cached_property
+    def total_bytes(self) -> int:
+        """Bytes of all records, hence of all files together."""
+        return sum(record.num_bytes for record in self.records)
+
+    @cached_property
+    def file_bytes(self) -> tuple[int, ...]:
+        """Exact size of the file on each path."""
+        num_rows = self.total_bytes // self.stripe_bytes
+        return tuple(
+            num_rows * row + tail for row, tail in zip(self._row_shares, self._tail_shares, strict=True)
+        )
+
+    def has(self, block: str, kind: str) -> bool:
+        return (block, kind) in self._places
+
+    def record(self, block: str, kind: str) -> RecordSpec:
+        """The record of that name; raises KeyError if there is none."""
+        return self._place(block, kind)[0]
+
+    def extents(self, block: str, kind: str, start_numel: int, numel: int) -> list[Extent]:
+        """Where ``numel`` elements of a record from ``start_numel`` on lie, in the record's order."""
+        itemsize = self.record(block, kind).itemsize
+        return self.byte_extents(block, kind, start_numel * itemsize, numel * itemsize)
+
+    def byte_extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[Extent]:
+        """`extents` of ``num_bytes`` from a record's ``start_byte`` on."""
+        record, record_start = self._place(block, kind)
+        assert 0 <= start_byte <= start_byte + num_bytes <= record.num_bytes, "the range leaves its record"
+        start = record_start + start_byte
+        merged: list[Extent] = []
+        for run in self._runs(start, start + num_bytes):
+            last = merged[-1] if merged else None
+            # Runs come in the record's order, so neighbours in the file are neighbours in both.
+            if last and (last.path_index, last.file_offset + last.num_bytes) == run[:2]:
+                merged[-1] = last._replace(num_bytes=last.num_bytes + run.num_bytes)
+            else:
+                merged.append(run._replace(record_byte_offset=run.record_byte_offset - record_start))
+        return merged
+
+    def second_home(self) -> StoreLayout:
+        """The layout of the second home of those elements that have one."""
+        versioned = [record for record in self.records if record.versioned_numel]
+        records = tuple(replace(record, numel=record.versioned_numel) for record in versioned)
+        return StoreLayout(records, self.paths, self.stripe_bytes)
+
+    def check_capacity(self) -> None:
+        """Raise `CapacityError` with the numbers if a path's share exceeds its capacity."""
+        check_capacities(self.paths, self.file_bytes)
+
+    def to_json(self) -> dict[str, Any]:
+        """Itself in JSON's own types."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> StoreLayout:
+        """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
+        records = tuple(RecordSpec(**record) for record in fields["records"])
+        paths = tuple(StorePath(**path) for path in fields["paths"])
+        return cls(records, paths, fields["stripe_bytes"])
+
+    @cached_property
+    def _places(self) -> dict[tuple[str, str], tuple[RecordSpec, int]]:
+        starts = accumulate((record.num_bytes for record in self.records), initial=0)
+        return {
+            (record.block, record.kind): (record, start)
+            for record, start in zip(self.records, starts, strict=False)
+        }
+
+    def _place(self, block: str, kind: str) -> tuple[RecordSpec, int]:
+        try:
+            return self._places[block, kind]
+        except KeyError:
+            raise KeyError(f"the store has no {kind} record of block {block!r}") from None
+
+    @cached_property
+    def _row_shares(self) -> tuple[int, ...]:
+        return self._shares(self.stripe_bytes)
+
+    @cached_property
+    def _tail_shares(self) -> tuple[int, ...]:
+        return self._shares(self.total_bytes % self.stripe_bytes)
+
+    def _shares(self, row_bytes: int) -> tuple[int, ...]:
+        """``row_bytes`` cut into whole sectors per path; what is left over goes to the largest remainders."""
+        capacities = [path.capacity_bytes or 0 for path in self.paths]
+        if not any(capacities):  # it will not fit, but `check_capacity` has to say so with numbers
+            capacities = [1] * len(capacities)
+        num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
+        shares = [num_sectors * capacity // total for capacity in capacities]
+        neediest = sorted(range(len(shares)), key=lambda i: -(num_sectors * capacities[i] % total))
+        for index in neediest[: num_sectors - sum(shares)]:
+            shares[index] += 1
+        return tuple(share * SECTOR_BYTES for share in shares)
+
+    def _runs(self, start: int, stop: int) -> Iterator[Extent]:
+        """The runs of store bytes ``start:stop``, row by row, with store offsets for record offsets."""
+        if len(self.paths) == 1:  # its shares are whole rows, one after the other
+            if start < stop:
+                yield Extent(0, start, start, stop - start)
+            return
+        num_full_rows = self.total_bytes // self.stripe_bytes
+        for row in range(start // self.stripe_bytes, -(-stop // self.stripe_bytes)):
+            share_start = row * self.stripe_bytes
+            shares = self._row_shares if row < num_full_rows else self._tail_shares
+            for path_index, share_bytes in enumerate(shares):
+                first, last = max(start, share_start), min(stop, share_start + share_bytes)
+                if first < last:
+                    file_offset = row * self._row_shares[path_index] + first - share_start
+                    yield Extent(path_index, file_offset, first, last - first)
+                share_start += share_bytes
+
+
+def check_capacities(paths: Sequence[StorePath], needed_bytes: Sequence[int]) -> None:
+    """Raise `CapacityError` naming every path that needs more than its capacity."""
+    shortfalls = [
+        Shortfall(path.path, needed, path.capacity_bytes, "capacity")
+        for path, needed in zip(paths, needed_bytes, strict=True)
+        if path.capacity_bytes is not None and needed > path.capacity_bytes
+    ]
+    if shortfalls:
+        raise CapacityError(shortfalls)

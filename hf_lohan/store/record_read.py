@@ -1,0 +1,70 @@
+"""The receipt for a read whose bytes are checked by whoever uses them, best while they are in his cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from hf_lohan.files import IoRequest
+from hf_lohan.store.granules import granules_of
+
+Check = Callable[[int, int], None]
+"""Raises `CorruptionError` if one of the granules [first, stop) of what was read is not what was written."""
+
+
+class RecordRead:
+    """One read of ``numel`` elements. Nothing of it may be used before it has been verified.
+
+    `wait` sees to that at once. Who works through the elements part by part calls `arrive`, and `verify` before each
+    part: hashing costs least where the bytes are needed next. Parts may be verified on several threads.
+    """
+
+    def __init__(self, request: IoRequest, numel: int = 0, granule_numel: int = 1, check: Check | None = None) -> None:
+        """Without a ``check`` there is nothing to verify."""
+        self._request = request
+        self.granule_numel = granule_numel
+        self._check = check
+        self._is_verified = np.zeros(granules_of(numel, granule_numel), bool)
+
+    @classmethod
+    def of_memory(cls) -> RecordRead:
+        """One of what was in memory all the time: it is done, and there is nothing to verify."""
+        return cls(IoRequest.finished())
+
+    @property
+    def num_granules(self) -> int:
+        """How many were read; the last may be short."""
+        return len(self._is_verified)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that come from a drive."""
+        return self._request.num_bytes
+
+    @property
+    def is_verified(self) -> bool:
+        """Whether all of it is."""
+        return bool(self._is_verified.all())
+
+    def done(self) -> bool:
+        """Whether no thread touches its memory any more, be it filled or not."""
+        return self._request.done()
+
+    def arrive(self) -> None:
+        """Return when the bytes are there, not verified; raises `StorageError` if they are not to be had."""
+        self._request.wait()
+
+    def verify(self, first: int, stop: int) -> None:
+        """Check granules [first, stop) of what was read, once they have arrived. Raises `CorruptionError`."""
+        if self._check is None:
+            return
+        assert 0 <= first <= stop <= self.num_granules, f"granules {first} to {stop} of {self.num_granules}"
+        self._check(first, stop)
+        self._is_verified[first:stop] = True
+
+    def wait(self) -> None:
+        """Return when all is there and verified. Raises `StorageError` or `CorruptionError`, again on every call."""
+        self.arrive()
+        if not self.is_verified:
+            self.verify(0, self.num_granules)

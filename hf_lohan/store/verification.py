@@ -1,0 +1,48 @@
+"""Read everything that is committed and compare it with its checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CorruptionError
+from hf_lohan.store.granules import GRANULE_NUMEL
+from hf_lohan.store.layout import RecordSpec
+from hf_lohan.store.store import Store
+
+_PIECE_GRANULES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class VerifiedRecord:
+    """A record that was read to its end, and what is wrong with it."""
+
+    record: RecordSpec
+    errors: list[CorruptionError]
+
+
+def verify(store: Store) -> Iterator[VerifiedRecord]:
+    """Read the records of a store one after the other. Raises `StorageError` if the drive fails to read."""
+    memory = mapped_empty(_PIECE_GRANULES * GRANULE_NUMEL * 4)
+    for record in store.records:
+        errors: list[CorruptionError] = []
+        granule_numel = record.granule_numel
+        for start in range(0, record.numel, _PIECE_GRANULES * granule_numel):
+            stop = min(start + _PIECE_GRANULES * granule_numel, record.numel)
+            if _error(store, record, start, stop, memory) is not None:
+                for first in range(start, stop, granule_numel):
+                    error = _error(store, record, first, min(first + granule_numel, stop), memory)
+                    errors += [error] if error is not None else []
+        yield VerifiedRecord(record, errors)
+
+
+def _error(store: Store, record: RecordSpec, start: int, stop: int, memory: torch.Tensor) -> CorruptionError | None:
+    out = memory[: (stop - start) * record.itemsize].view(getattr(torch, record.dtype))
+    try:
+        store.read(record.block, record.kind, start, out).wait()
+    except CorruptionError as error:
+        return error
+    return None

@@ -1,0 +1,229 @@
+"""Which home holds each granule, and what its bytes hash to: as committed, and as the step in progress left it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from enum import IntEnum
+from itertools import accumulate
+from threading import Lock
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_lohan.store.granules import GRANULE_NUMEL, Checksums, granules_of, runs
+from hf_lohan.store.layout import RecordSpec, granule_numel_of
+
+Homes = npt.NDArray[np.uint8]
+
+
+class Home(IntEnum):
+    """Where a granule's bytes are."""
+
+    FIRST = 0
+    SECOND = 1
+    NOWHERE = 2
+    """Never written: it reads as zeros and takes no I/O."""
+
+
+_FIRST, _SECOND, _NOWHERE = map(np.uint8, Home)
+"""As the arrays hold them: looking a member up in its enum is slow where each request does it."""
+
+
+class HomeRun(NamedTuple):
+    """Neighbouring granules [first, stop) of a record that share a home."""
+
+    home: Home
+    first: int
+    stop: int
+
+
+class Versions:
+    """Home and checksum of every granule of some records, twice: committed, and live.
+
+    What is written goes to the home that is not committed, and is live from then on; `commit` makes all that is live
+    committed, `drop` goes back. With one home, or where a record has only one (`RecordSpec.versioned_numel`), writes go
+    in place: once they have changed what is committed (`mark_torn`), there is nothing to go back to.
+    """
+
+    def __init__(
+        self, records: Sequence[RecordSpec], *, num_homes: int, granule_numel: int = GRANULE_NUMEL
+    ) -> None:
+        """Raises ValueError where only a part of a granule would have a second home. ``granule_numel``: see
+        `granule_numel_of`."""
+        self._granule_numel = granule_numel
+        self.num_homes = num_homes
+        starts = list(accumulate(map(self.num_granules, records), initial=0))
+        self._names = [(record.block, record.kind) for record in records]
+        self._first = dict(zip(self._names, starts, strict=False))
+        self._live_home: Homes = np.full(starts[-1], _NOWHERE)
+        self._live_checksum: Checksums = np.zeros(starts[-1], np.uint64)
+        # These two are replaced, never changed: a `Commit` holds them too.
+        self._committed_home, self._committed_checksum = self._live_home.copy(), self._live_checksum.copy()
+        self._has_second = np.zeros(starts[-1], bool)
+        self._is_in_flux = np.zeros(starts[-1], bool)
+        """Being written, or left half written by a write that failed."""
+        self._is_frozen = np.ones(starts[-1], bool)
+        has_two = (record for record in records if num_homes > 1 and record.versioned_numel == record.numel)
+        self._is_always_beside = {(record.block, record.kind) for record in has_two}
+        """Records that are never written over what is committed."""
+        for record, start in zip(records, starts, strict=False):
+            in_granules = _versioned_granules if num_homes > 1 else _trained_granules
+            trained = slice(start, start + in_granules(record, self.granule_numel_of(record.kind)))
+            self._has_second[trained] = num_homes > 1
+            self._is_frozen[trained] = False
+        self._has_drafts = False
+        self._is_torn = False
+        self._lock = Lock()
+
+    def granule_numel_of(self, kind: str) -> int:
+        """Elements in a granule of records of that kind."""
+        return granule_numel_of(kind, self._granule_numel)
+
+    def num_granules(self, record: RecordSpec) -> int:
+        """How many a record has; the last may be short."""
+        return granules_of(record.numel, self.granule_numel_of(record.kind))
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether anything was written since the last commit."""
+        return self._has_drafts
+
+    @property
+    def is_torn(self) -> bool:
+        """Whether something committed was overwritten with something else, so that one cannot go back."""
+        return self._is_torn
+
+    def live(self, block: str, kind: str, first: int, stop: int) -> tuple[list[HomeRun], Checksums]:
+        """Where granules [first, stop) of a record are to be read, and their checksums."""
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            return _runs(self._live_home[part], first), self._live_checksum[part].copy()
+
+    def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
+        """Whether granules [first, stop) are on disk as they are read now: none is in flux or was never written."""
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            return not ((self._live_home[part] == _NOWHERE).any() or self._is_in_flux[part].any())
+
+    def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
+        """Whether a write to granules [first, stop) goes over committed bytes, not known to be torn yet."""
+        if (block, kind) in self._is_always_beside:
+            return False
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            return not self._is_torn and bool(self._is_in_place(part).any())
+
+    def tears(self, block: str, kind: str, first: int, checksums: Checksums) -> bool:
+        """Whether writing granules of these ``checksums`` from ``first`` on would change committed bytes."""
+        part = self._part(block, kind, first, first + len(checksums))
+        with self._lock:
+            return bool((self._is_in_place(part) & (self._committed_checksum[part] != checksums)).any())
+
+    def mark_torn(self) -> None:
+        """Committed bytes are about to be changed."""
+        self._is_torn = True
+
+    def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
+        """Where granules [first, stop) of a record are to be written: not over what is committed, where there is a
+        second home. Until `end_write` they are in flux."""
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            self._has_drafts = True
+            self._is_in_flux[part] = True
+            to_second = (self._committed_home[part] == _FIRST) & self._has_second[part]
+        return _runs(np.where(to_second, _SECOND, _FIRST), first)
+
+    def end_write(self, block: str, kind: str, first: int, targets: Sequence[HomeRun], checksums: Checksums) -> None:
+        """The granules from ``first`` on are in ``targets`` now."""
+        part = self._part(block, kind, first, first + len(checksums))
+        with self._lock:
+            for run in targets:
+                self._live_home[self._part(block, kind, run.first, run.stop)] = run.home
+            self._live_checksum[part] = checksums
+            self._is_in_flux[part] = False
+
+    def begin_anew(self) -> None:
+        """All records are zeros from now on, until written; what is committed stays so. No write may be under way.
+
+        Frozen parts stay as they are committed: small parameters share granules, and are loaded one after the other,
+        which must not pass through contents that overwrite the only version there is.
+        """
+        with self._lock:
+            stays = self._is_frozen & (self._committed_home == _FIRST) & (not self._is_torn)
+            self._live_home[:] = np.where(stays, self._committed_home, _NOWHERE)
+            self._live_checksum[:] = np.where(stays, self._committed_checksum, np.uint64(0))
+            self._is_in_flux[:] = False
+            self._has_drafts = True
+
+    def drop(self) -> None:
+        """Forget all that is not committed. Nothing may be torn, and no write under way."""
+        assert not self._is_torn, "what is committed has been overwritten"
+        with self._lock:
+            self._live_home[:] = self._committed_home
+            self._live_checksum[:] = self._committed_checksum
+            self._is_in_flux[:] = False
+            self._has_drafts = False
+
+    def first_in_flux(self) -> tuple[str, str, int] | None:
+        """Block, kind and granule of the first one that is in flux, None if none is."""
+        with self._lock:
+            found = np.flatnonzero(self._is_in_flux)
+        if not len(found):
+            return None
+        index = int(found[0])
+        block, kind = max((name for name in self._names if self._first[name] <= index), key=self._first.__getitem__)
+        return block, kind, index - self._first[block, kind]
+
+    def draft(self) -> tuple[Homes, Checksums]:
+        """Home and checksum of all granules as they are now, to be written down and then given to `commit`."""
+        with self._lock:
+            return self._live_home.copy(), self._live_checksum.copy()
+
+    def commit(self, home: Homes, checksum: Checksums) -> None:
+        """What `draft` returned is committed. No write may have begun since."""
+        with self._lock:
+            self._committed_home, self._committed_checksum = home, checksum
+            self._has_drafts = self._is_torn = False
+
+    def restore(self, home: Homes, checksum: Checksums, *, is_torn: bool = False) -> None:
+        """Take over what was written down. Raises ValueError if it is of other records.
+
+        If it ``is_torn``, what has one home only is in flux: nobody knows what became of it.
+        """
+        if home.shape != self._live_home.shape or checksum.shape != self._live_checksum.shape:
+            raise ValueError(f"versions of {home.size} granules, not of {self._live_home.size}")
+        if home.dtype != np.dtype(np.uint8) or checksum.dtype != np.dtype(np.uint64):
+            raise ValueError(f"versions of types {home.dtype} and {checksum.dtype}")
+        if (home > _NOWHERE).any() or ((home == _SECOND) & ~self._has_second).any():
+            raise ValueError("versions in homes that do not exist")
+        self.commit(home, checksum)
+        self.drop()
+        self._is_torn = is_torn
+        self._is_in_flux[:] = is_torn & self._is_in_place(slice(None))
+
+    def _is_in_place(self, part: slice) -> npt.NDArray[np.bool_]:
+        """Where a write would go over what is committed."""
+        in_place: npt.NDArray[np.bool_] = (self._committed_home[part] == _FIRST) & ~self._has_second[part]
+        return in_place
+
+    def _part(self, block: str, kind: str, first: int, stop: int) -> slice:
+        start = self._first[block, kind]
+        return slice(start + first, start + stop)
+
+
+def _trained_granules(record: RecordSpec, granule_numel: int) -> int:
+    return granules_of(record.versioned_numel, granule_numel)
+
+
+def _versioned_granules(record: RecordSpec, granule_numel: int) -> int:
+    if record.versioned_numel % granule_numel and record.versioned_numel != record.numel:
+        raise ValueError(
+            f"record {record.block!r} has versioned_numel {record.versioned_numel} of {record.numel}: round it to a "
+            f"multiple of {granule_numel}, so that no granule is versioned in part"
+        )
+    return granules_of(record.versioned_numel, granule_numel)
+
+
+def _runs(homes: Homes, first: int) -> list[HomeRun]:
+    return [HomeRun(Home(home), first + start, first + stop) for home, start, stop in runs(homes)]

@@ -1,0 +1,95 @@
+"""A thread that does what it is told, in order, until something fails."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import TypeVar
+
+from hf_lohan.threads.kernel_threads import start_thread
+
+Command = Callable[[], object]
+Result = TypeVar("Result")
+
+
+class WorkThread:
+    """Runs commands one after the other. After a failure it runs none any more, and every `barrier` raises it."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        idle: Callable[[], bool],
+        failed: Callable[[BaseException], None],
+        beside_kernels: bool = False,
+    ) -> None:
+        """`idle` is called when no command waits, until it says that it has nothing left to do; `failed` is told the
+        first failure; `beside_kernels`: see `start_thread`."""
+        self.failure: BaseException | None = None
+        self._idle = idle
+        self._failed = failed
+        self._commands: queue.SimpleQueue[Command | threading.Event | None] = queue.SimpleQueue()
+        self._name = name
+        self._beside_kernels = beside_kernels
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
+
+    def put(self, command: Command) -> None:
+        """Run `command` after those before it."""
+        self._commands.put(command)
+
+    def barrier(self) -> None:
+        """Wait until all commands so far have run. Raises what failed."""
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the engine is closed; load the model again")
+        reached = threading.Event()
+        self._commands.put(reached)
+        reached.wait()
+        if self.failure is not None:
+            raise self.failure
+
+    def call(self, command: Callable[[], Result]) -> Result:
+        """Run `command` after those before it, and return what it returns. Raises what failed."""
+        results: list[Result] = []
+        self.put(lambda: results.append(command()))
+        self.barrier()
+        return results[0]
+
+    def fail(self, error: BaseException) -> None:
+        """Run no further command; from any thread."""
+        if self.failure is None:
+            self.failure = error
+            self._failed(error)
+
+    def close(self) -> None:
+        """Run what was put before, and end."""
+        assert self._thread is not None, "it was never started"
+        self._commands.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while True:
+            command = self._next()
+            if command is None:
+                return
+            if isinstance(command, threading.Event):
+                command.set()
+            elif self.failure is None:
+                self._try(command)
+            del command  # what it holds need not wait for the next one to come
+
+    def _next(self) -> Command | threading.Event | None:
+        while self._commands.empty() and self.failure is None:
+            if not self._try(self._idle):
+                break
+        return self._commands.get()
+
+    def _try(self, work: Callable[[], Result]) -> Result | None:
+        try:
+            return work()
+        except BaseException as error:
+            self.fail(error)
+            return None

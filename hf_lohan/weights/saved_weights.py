@@ -1,0 +1,81 @@
+"""Keep autograd from keeping weights: a saved view of a slot becomes a handle, and a view again when it is needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_lohan.model import Block
+from hf_lohan.weights.slot_ring import Slot, SlotRing
+
+
+@dataclass(frozen=True, slots=True)
+class WeightHandle:
+    """Where a saved view lies within its block, independent of the slot that the block will be in."""
+
+    block: Block
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class WatchedTensor:
+    """A tensor that stays where it is, watched: autograd itself does not watch what goes through hooks.
+
+    Without its graph: an operation's output that held the graph which saved it would never go, if there is no backward.
+    """
+
+    tensor: Tensor
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> WatchedTensor:
+        return cls(tensor.detach(), tensor._version)
+
+    def get(self) -> Tensor:
+        if self.tensor._version != self.version:
+            raise RuntimeError(
+                "a tensor that backward needs was changed in place after the forward had used it: it is at version "
+                f"{self.tensor._version}, expected {self.version}; clone it before it is written to"
+            )
+        return self.tensor
+
+
+class SavedActivations(Protocol):
+    """Takes what is no weight: to keep it, or to swap it."""
+
+    def pack(self, tensor: Tensor) -> Any: ...
+
+    def unpack(self, saved: Any) -> Tensor: ...
+
+
+def saved_weight_hooks(
+    ring: SlotRing, fetch: Callable[[Block], Slot], activations: SavedActivations
+) -> saved_tensors_hooks:
+    """A context for the forward. `fetch` must bring a block to the device, during backward.
+
+    `.data` swapping alone would leak every weight: autograd saves views of them, and a view keeps no handle.
+    """
+
+    def pack(tensor: Tensor) -> Any:
+        slot = ring.slot_behind(tensor)
+        if slot is None:
+            packed = activations.pack(tensor)
+            return WatchedTensor.of(tensor) if packed is tensor else packed
+        assert slot.block is not None
+        return WeightHandle(slot.block, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, WatchedTensor):
+            return saved.get()
+        if not isinstance(saved, WeightHandle):
+            return activations.unpack(saved)
+        return torch.as_strided(fetch(saved.block).weights, saved.size, saved.stride, saved.offset)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -1,0 +1,205 @@
+"""Device slots: which block's parameters are on the device, who uses them, and what may be overwritten."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Device, Event, Lane
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.updates import WeightLoan
+
+MIN_SLOTS_TO_LEND = 3
+
+
+@dataclass(eq=False)
+class Slot:
+    """A fixed device buffer. `weights` is its flat view [numel] in the working dtype."""
+
+    weights: Tensor
+    size_class: SizeClass
+    block: Block | None = None
+    ready: Event | None = None
+    """Reached when `block` has arrived; None while its load is not enqueued yet."""
+    is_loading: bool = False
+    """Whether a load is writing to it, be it of a block that was forgotten meanwhile."""
+    last_use: Event | None = None
+    """Reached when the last compute that reads the slot is done."""
+    num_pins: int = 0
+    num_loans: int = 0
+    """To the optimizer, which copies the weights."""
+
+    @property
+    def is_claimable(self) -> bool:
+        """Whether it may be overwritten."""
+        return not (self.num_pins or self.num_loans or self.is_loading)
+
+
+class SlotRing:
+    """Puts a block's parameters on the device and takes them off.
+
+    A parameter is either present, `p.data` being a view into a slot, or absent, `p.data` being one NaN expanded to
+    the right shape: a forgotten fetch turns the loss into NaN instead of a quiet wrong number. A released slot keeps
+    its block until it is claimed for another, so what is needed again soon is not read again.
+
+    Threads: the compute thread pins and releases, the prefetch thread claims and publishes, the thread that updates
+    renews; `lock` guards them, and `changed` tells them of each other.
+    """
+
+    def __init__(self, device: Device, plan: PoolPlan, dtype: torch.dtype) -> None:
+        self.device = device
+        # Entered itself, not through the condition: see `IoEngine`.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.slots: dict[SizeClass, list[Slot]] = {
+            size_class: [
+                Slot(device.empty(plan.slot_bytes[size_class]).view(dtype), size_class)
+                for _ in range(plan.num_slots[size_class])
+            ]
+            for size_class in SizeClass
+        }
+        self._placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device.torch_device)
+        self._holder: dict[Block, Slot] = {}
+        self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
+        self._high_water_bytes = 0
+
+    def _all(self) -> list[Slot]:
+        return [slot for slots in self.slots.values() for slot in slots]
+
+    @property
+    def high_water_bytes(self) -> int:
+        """The most bytes of slots that ever held a block at once."""
+        return self._high_water_bytes
+
+    # The compute thread's side.
+
+    def pin(self, block: Block) -> Slot | None:
+        """Keep `block` from being overwritten, if it is (about to be) here. Caller holds `lock`."""
+        slot = self._holder.get(block)
+        if slot is not None:
+            slot.num_pins += 1
+        return slot
+
+    def lend(self, block: Block) -> WeightLoan | None:
+        """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
+        must be left to it, and one block at a time is lent."""
+        slots = self.slots[block.size_class]
+        with self.lock:
+            slot = self._holder.get(block)
+            if slot is None or not slot.num_pins or len(slots) < MIN_SLOTS_TO_LEND:
+                return None
+            if any(other.num_loans for other in slots if other is not slot):
+                return None
+            slot.num_loans += 1
+            return WeightLoan(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
+
+    def _take_back(self, slot: Slot) -> None:
+        with self.lock:
+            slot.num_loans -= 1
+            self.changed.notify_all()
+
+    def show(self, block: Block) -> None:
+        """Make the parameters views into the pinned slot."""
+        weights = self.slot_of(block).weights
+        for part in block.slices:
+            part.parameter.data = weights[part.start : part.stop].view(part.shape)
+
+    def hide(self, block: Block) -> None:
+        """Make the parameters placeholders."""
+        for part in block.slices:
+            part.parameter.data = self.absent(part)
+
+    def absent(self, part: ParamSlice) -> Tensor:
+        """A placeholder for the parameter."""
+        return self._placeholder.expand(part.shape)
+
+    def unpin(self, block: Block) -> None:
+        """The compute enqueued so far was the last for now to read the block."""
+        with self.lock:
+            slot = self.slot_of(block)
+            slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
+            slot.num_pins -= 1
+            assert slot.num_pins >= 0, f"{block} unpinned more often than pinned"
+            self.changed.notify_all()
+
+    def unpin_all(self) -> None:
+        """After an exception: nobody computes any more, whatever was pinned."""
+        with self.lock:
+            for slot in self._all():
+                if slot.num_pins:
+                    slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
+                    slot.num_pins = 0
+            self.changed.notify_all()
+
+    def slot_of(self, block: Block) -> Slot:
+        return self._holder[block]
+
+    def slot_behind(self, tensor: Tensor) -> Slot | None:
+        """The slot that a tensor is a view of, if any."""
+        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """The store has newer parameters of these blocks: what the slots hold is stale."""
+        with self.lock:
+            for block in blocks:
+                slot = self._holder.get(block)
+                if slot is not None:
+                    assert slot.num_pins == 0, f"{block} went stale while it was in use"
+                    self._empty(slot)
+
+    # The prefetch thread's side, and that of the one that updates; the caller holds `lock`.
+
+    def is_here(self, block: Block) -> bool:
+        return block in self._holder
+
+    def claimable(self, size_class: SizeClass) -> list[Slot]:
+        """Slots that may be overwritten."""
+        return [slot for slot in self.slots[size_class] if slot.is_claimable]
+
+    def claim(self, slot: Slot, block: Block) -> None:
+        """Take `slot` for `block`, whose load comes next."""
+        self._empty(slot)
+        slot.block, slot.is_loading = block, True
+        self._holder[block] = slot
+        held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
+        self._high_water_bytes = max(self._high_water_bytes, held)
+        self.changed.notify_all()
+
+    def renew(self, block: Block) -> Slot | None:
+        """Let the block stay where it is while it gets its new weights, as if it were loaded; None if it is not here,
+        or in use."""
+        slot = self._holder.get(block)
+        if slot is None or slot.ready is None or not slot.is_claimable:
+            return None
+        assert slot.last_use is not None, f"{block} was never used, but has a gradient"
+        self.device.wait(Lane.H2D, slot.last_use)
+        self._let_updates_read(slot.ready)
+        slot.ready, slot.is_loading = None, True
+        return slot
+
+    def _let_updates_read(self, ready: Event) -> None:
+        """A block may have been loaded once more since compute used it and waited for it."""
+        self.device.wait(Lane.D2H, ready)
+
+    def publish(self, slot: Slot, ready: Event) -> None:
+        """The load of the claimed slot is enqueued; `ready` says when it is done."""
+        slot.is_loading = False
+        if slot.block is not None:  # else it was forgotten meanwhile
+            slot.ready = ready
+        self.changed.notify_all()
+
+    def abandon(self, slot: Slot) -> None:
+        """The load of the claimed slot failed."""
+        self._empty(slot)
+        slot.is_loading = False
+        self.changed.notify_all()
+
+    def _empty(self, slot: Slot) -> None:
+        if slot.block is not None:
+            del self._holder[slot.block]
+        slot.block, slot.ready = None, None

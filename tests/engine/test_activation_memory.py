@@ -1,0 +1,140 @@
+"""The memory for swapped activations: within its budget, and what does not fit is recomputed."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from mixtures import all_in
+
+from hf_lohan.activations.tiers import placed_bytes, swap_everything
+from hf_lohan.activations.trace import LayerTrace
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.planner.placement import INPUT, Placement
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+TwinsFactory = Callable[..., Any]
+ROOM = {"gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
+TIGHT = {**ROOM, "cpu_memory": "4MiB", "resident_records": "none"}
+"""A quarter of it is for activations, of which the longest batches below leave more."""
+SHAPES = [(2, 16), (2, 64), (1, 7), (8, 64), (2, 16), (8, 128), (3, 33)]
+
+
+def held_bytes(engine: OffloadEngine) -> int:
+    """Host memory that was taken for activations."""
+    staging = engine.activation_memory._staging
+    return engine.activations.swapper.ram_bytes + (staging.num_buffers * staging.buffer_bytes if staging else 0)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_batches_of_any_shape(family: str, make_twins: TwinsFactory) -> None:
+    """Decided by the first one; what is larger goes where there is room, or is made again."""
+    twins = make_twins(family, recompute=True, **TIGHT)
+    swapper = twins.engine.activations.swapper
+    shares = []
+    for seed, (batch_size, sequence_length) in enumerate(SHAPES):
+        before = swapper.swapped_bytes
+        for loss in twins.losses(seed, batch_size=batch_size, sequence_length=sequence_length):
+            loss.backward()
+        twins.clip(0.5)
+        twins.step()
+        shares.append((swapper.swapped_bytes - before) / (batch_size * sequence_length))
+    twins.assert_equal()
+    assert shares[0] == 0  # watched
+    assert shares[4] > 0
+    assert shares[5] < shares[4] / 2  # had no room
+    assert swapper.high_water_bytes <= held_bytes(twins.engine) <= twins.engine.layout.activation_bytes
+
+
+def test_ram_then_ssd(make_twins: TwinsFactory) -> None:
+    """What RAM does not hold of the first batch goes to the SSD, and all of it is swapped."""
+    twins = make_twins("llama", recompute=True, **TIGHT)
+    shape = {"batch_size": 8, "sequence_length": 64}
+    for seed in range(3):
+        for loss in twins.losses(seed, **shape):
+            loss.backward()
+        twins.step()
+    twins.assert_equal()
+    memory, swapper = twins.engine.activation_memory, twins.engine.activations.swapper
+    all_bytes = sum(sum(layer.sizes().values()) for layer in memory.trace.values())
+    assert all_bytes > 2 * twins.engine.layout.activation_bytes
+    assert swapper.swapped_bytes == 2 * all_bytes
+    assert 0 < swapper.spilled_bytes < swapper.swapped_bytes
+    assert swapper.high_water_bytes <= held_bytes(twins.engine) <= twins.engine.layout.activation_bytes
+
+
+def test_an_ssd_without_room(
+    make_twins: TwinsFactory, build_engine: Callable[..., OffloadEngine], tmp_path: Path, caplog: Any
+) -> None:
+    probe = build_engine(tiny_model("llama"), **{**TIGHT, "ssd": str(tmp_path / "probe")})
+    capacity = probe.tiers.store.size_bytes + (1 << 16)
+    probe.close()
+    ssd = [{"path": str(tmp_path / "small"), "capacity": capacity}]
+    twins = make_twins("llama", recompute=True, **{**TIGHT, "ssd": ssd})
+    with caplog.at_level(logging.WARNING):
+        twins.train(1)
+        memory = twins.engine.activation_memory
+        memory.place(all_in(memory.trace, Placement.SSD))
+    assert "no room to swap activations to the SSD" in caplog.text
+    twins.train(2, first_seed=300, max_norm=0.5)
+    twins.assert_equal()
+    swapper = twins.engine.activations.swapper
+    assert swapper.ssd_bytes == swapper.spilled_bytes == 0 < swapper.swapped_bytes  # RAM took what it could
+
+
+def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) -> None:
+    twins = make_twins("llama", recompute=True, **TIGHT)
+    memory = twins.engine.activation_memory
+    memory._budget_bytes = 100_000
+    with caplog.at_level(logging.WARNING):
+        twins.train(3, max_norm=0.5)
+    assert "leaves no buffers" in caplog.text
+    twins.assert_equal()
+    assert 0 < held_bytes(twins.engine) <= 100_000
+
+
+def test_the_scratch_file_of_a_killed_run(build_engine: Callable[..., OffloadEngine], tmp_path: Path) -> None:
+    """The next to open the store removes it."""
+    left = tmp_path / "store" / "activations.bin"
+    build_engine(tiny_model("llama"), **TIGHT).close()
+    left.write_bytes(bytes(4096))
+    engine = build_engine(tiny_model("llama"), **TIGHT)
+    assert not left.exists()
+    engine.close()
+
+
+def test_the_scratch_file_goes_with_the_run(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    twins = make_twins("llama", recompute=True, **TIGHT)
+    twins.train(1)
+    memory = twins.engine.activation_memory
+    assert not (tmp_path / "store" / "activations.bin").exists()  # as long as nothing needs it
+    memory.place(all_in(memory.trace, Placement.SSD))
+    loss = twins.model(**tiny_batch()).loss
+    assert (tmp_path / "store" / "activations.bin").stat().st_size >= twins.engine.activations.swapper.ssd_bytes
+    del loss
+    twins.engine.close()
+    assert not (tmp_path / "store" / "activations.bin").exists()
+
+
+TRACE = {
+    name: LayerTrace(
+        input_bytes=100,
+        operations={"aten.mm#0": 50, "aten.mm#1": 70},
+        recomputed={"aten.mm#0"},
+    )
+    for name in ("first", "second")
+}
+
+
+def test_everything_swapped_what_is_needed_first_in_ram() -> None:
+    placements = swap_everything(TRACE, 160)
+    assert placements == {
+        "second": {INPUT: Placement.CPU, "aten.mm#0": Placement.CPU},
+        "first": {INPUT: Placement.SSD, "aten.mm#0": Placement.SSD},
+    }
+    assert placed_bytes(TRACE, placements) == (150, 150)
+    assert placed_bytes(TRACE, swap_everything(TRACE, 0)) == (0, 300)
+    assert placed_bytes(TRACE, {}) == (0, 0)

@@ -1,0 +1,131 @@
+"""Wherever activations wait for backward, and whatever is made again: every number is that of torch in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from architectures import model_of
+from layered_model import Layer, LayeredModel, all_equal
+from mixtures import all_in, random_mixture
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_lohan.activations import layer_frame
+from hf_lohan.model import anchor_name
+from hf_lohan.planner.placement import Placement
+from hf_lohan.testing.models import tiny_batch
+
+TwinsFactory = Callable[..., Any]
+NUM_MIXTURES = 10
+FAMILIES = ("llama", "opt", "mixtral", "qwen3_moe", "gpt2", "gemma3_text")
+FAMILY = pytest.mark.parametrize("family", FAMILIES)
+DROPOUT: dict[str, dict[str, float]] = {
+    "opt": {"dropout": 0.1, "attention_dropout": 0.1},
+    "gpt2": {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.1},
+}
+ROOM = {"cpu_memory": "16MiB", "gpu_memory": "1MiB", "activations": "swap", "durability": "checkpoint"}
+
+
+def with_dropout(family: str, attention: str = "sdpa") -> Any:
+    torch.manual_seed(0)
+    return model_of(family, attention=attention, **DROPOUT.get(family, {"attention_dropout": 0.1}))
+
+
+def train(twins: Any, seed: int, **shape: int) -> None:
+    """One step with equal random numbers, of which no backward may use any."""
+    losses = twins.losses(seed, rng_seed=seed, **shape)
+    for loss in losses:
+        before = torch.get_rng_state()
+        loss.backward()
+        assert torch.equal(torch.get_rng_state(), before)
+    twins.clip(0.5)
+    twins.step()
+
+
+ATTENTION = [(family, "sdpa") for family in FAMILIES] + [("opt", "eager"), ("gpt2", "eager")]
+
+
+@pytest.mark.parametrize(("family", "attention"), ATTENTION)
+def test_every_place_and_ten_random_mixtures(family: str, attention: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins(model_factory=partial(with_dropout, family, attention), recompute=True, **ROOM)
+    memory, swapper = twins.engine.activation_memory, twins.engine.activations.swapper
+    train(twins, 0)
+    assert memory.trace.keys() == set(twins.engine.activations._layer_names.values())
+    for place in Placement:
+        memory.place(all_in(memory.trace, place))
+        before = swapper.swapped_bytes, swapper.spilled_bytes
+        train(twins, 1)
+        assert (swapper.swapped_bytes > before[0]) is (place in (Placement.CPU, Placement.SSD))
+        assert (swapper.spilled_bytes > before[1]) is (place is Placement.SSD)
+    for seed in range(NUM_MIXTURES):
+        memory.place(random_mixture(memory.trace, seed))
+        train(twins, 2 + seed)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("mode", ["recompute", "swap", "keep", "auto"])
+def test_every_mode(mode: str, make_twins: TwinsFactory) -> None:
+    settings = {**ROOM, "activations": mode}
+    twins = make_twins(model_factory=partial(with_dropout, "opt"), recompute=mode != "keep", **settings)
+    for seed in range(3):
+        train(twins, seed)
+    twins.assert_equal()
+    assert (twins.engine.activations.swapper.swapped_bytes > 0) is (mode == "swap")
+
+
+class AnchorCount(TorchDispatchMode):
+    """Counts matrix products and attentions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += anchor_name(func) is not None
+        return func(*args, **(kwargs or {}))
+
+
+def test_what_waits_is_not_made_again(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", recompute=True, **ROOM)
+    memory = twins.engine.activation_memory
+    train(twins, 0)
+    num_run_again = sum(len(layer.recomputed) for layer in memory.trace.values())
+    assert num_run_again >= 3 * 6  # all but the last product of each of three layers
+    counts = {}
+    for place in Placement:
+        memory.place(all_in(memory.trace, place))
+        loss = twins.model(**tiny_batch()).loss
+        with AnchorCount() as anchors:
+            loss.backward()
+        counts[place] = anchors.count
+        twins.optimizer.zero_grad()
+    assert counts.pop(Placement.RECOMPUTE) - num_run_again == min(counts.values()) == max(counts.values())
+
+
+def two_dropouts(layer: Layer, hidden: Tensor) -> Tensor:
+    """Attention on a GPU draws its dropout itself; here is an operation that does so everywhere."""
+    kept, _ = torch.native_dropout(layer.up(hidden), 0.4, True)
+    return hidden + layer.down(torch.nn.functional.dropout(torch.tanh(kept), 0.3))
+
+
+@pytest.mark.parametrize("place", [Placement.RECOMPUTE, Placement.GPU, Placement.CPU])
+def test_random_numbers_go_on_behind_an_operation_that_drew_some(
+    place: Placement, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.ops.aten.native_dropout.default
+    monkeypatch.setattr(
+        layer_frame, "anchor_name", lambda func: "aten.native_dropout" if func is random else anchor_name(func)
+    )
+    outcomes = []
+    for under_tiers in (False, True):
+        model = LayeredModel(two_dropouts, between=lambda after, _before: after)
+        if under_tiers:
+            model.run_under_tiers(place, None, "aten.native_dropout#0")
+        torch.manual_seed(5)
+        outcomes.append([*model.gradients(num_backwards=2), torch.get_rng_state()])
+        model.close()
+    assert all_equal(*outcomes)

@@ -1,0 +1,275 @@
+"""The engine trains as torch does in memory, to the bit, whatever the loop around it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from come_back import assert_all_come_back
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
+from hf_lohan.testing.storage_doubles import SlowBackend
+
+TwinsFactory = Callable[..., Any]
+EngineFactory = Callable[..., OffloadEngine]
+HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
+
+
+@HELD_OR_ACTIVE
+def test_skipped_layers_are_not_updated(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    """OPT drops whole layers at random: their parameters have no gradient then, and take no step."""
+    twins = make_twins(model_factory=partial(tiny_model, "opt", layerdrop=0.7), hold_gradients=hold_gradients)
+    for step in range(8):
+        twins.backward(batch_seed=step, rng_seed=step)
+        if hold_gradients:
+            twins.clip(0.5)
+        twins.step()
+    twins.assert_equal()
+    counts = {part.num_updates for part in twins.engine.parameter_slices}
+    assert len(counts) > 2
+
+
+@HELD_OR_ACTIVE
+def test_single_parameters_without_a_gradient_are_not_updated(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    """They share their chunk with others that have one: no decay, no decay of moments, no step, as in torch."""
+    twins = make_twins("llama", hold_gradients=hold_gradients)
+    now_and_then = ("model.layers.1.mlp.up_proj.weight", "model.layers.1.input_layernorm.weight")
+    for step in range(5):
+        for model in twins.models:
+            for name in now_and_then:
+                model.get_parameter(name).requires_grad_(step % 2 == 0)
+        twins.backward(batch_seed=step)
+        if hold_gradients:
+            twins.clip(0.5)
+        twins.step()
+    twins.assert_equal()
+    counts = {part.name: part.num_updates for part in twins.engine.parameter_slices}
+    assert {counts.pop(name) for name in now_and_then} == {3}
+    assert set(counts.values()) == {5}
+
+
+def test_two_forwards_then_one_backward(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    for step in range(3):
+        for first, second in zip(twins.losses(10 + step), twins.losses(20 + step), strict=True):
+            (first + 0.5 * second).backward()
+        twins.clip(0.5)
+        twins.step()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_backwards_through_one_graph(recompute: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", recompute=recompute)
+    for step in range(3):
+        for loss in twins.losses(step):
+            loss.backward(retain_graph=True)
+            loss.backward()
+        twins.clip(0.5)
+        twins.step()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_generation_equals_stock(family: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins(family)
+    twins.train(1)
+    generated = []
+    for model in twins.models:
+        model.eval()
+        ids = tiny_batch(sequence_length=5)["input_ids"]
+        generated.append(
+            model.generate(ids, max_new_tokens=8, do_sample=False, use_cache=True, pad_token_id=0, eos_token_id=None)
+        )
+    assert torch.equal(generated[0], generated[1])
+    assert generated[0].shape == (2, 13)
+
+
+@HELD_OR_ACTIVE
+def test_evaluation_between_steps_sees_the_new_weights_and_changes_nothing(
+    hold_gradients: bool, make_twins: TwinsFactory
+) -> None:
+    twins = make_twins("gpt2", hold_gradients=hold_gradients)
+    for step in range(3):
+        twins.train(1, first_seed=step)
+        with torch.no_grad():
+            twins.losses(50 + step)
+        with torch.inference_mode():
+            twins.losses(60 + step)
+    twins.assert_equal()
+
+
+def test_accumulation_that_nobody_announces(make_twins: TwinsFactory) -> None:
+    """Every backward passes for the last one here; held gradients are summed all the same."""
+    twins = make_twins("mixtral")
+    for step in range(3):
+        for number in range(3):
+            twins.backward(10 * step + number, scale=1 / 3)
+        twins.clip(0.3)
+        twins.step()
+    twins.assert_equal()
+
+
+def test_gradients_that_zero_grad_drops_leave_no_trace(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    twins.train(1)
+    twins.backward(7)
+    for optimizer in (twins.stock_optimizer, twins.optimizer):
+        optimizer.zero_grad()
+    twins.train(2, first_seed=200, max_norm=0.5)
+    twins.assert_equal()
+
+
+def test_the_norm_alone_changes_nothing(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", hold_gradients=False)
+    twins.backward(1)
+    twins.clip(float("inf"))
+    twins.step()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
+@pytest.mark.parametrize("delay_s", [0.0, 2e-3], ids=["fast", "slow"])
+def test_held_updates_use_the_hyperparameters_of_their_own_step(
+    delay_s: float, schedule: str, make_twins: TwinsFactory
+) -> None:
+    """They may run on under the next forward, when the scheduler and `zero_grad` have long been there."""
+    twins = make_twins("opt", backend=SlowBackend(delay_s), schedule=schedule)
+    for step in range(4):
+        twins.backward(step)
+        twins.clip(0.3)
+        for optimizer in (twins.stock_optimizer, twins.optimizer):
+            optimizer.step()
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+                group["weight_decay"] += 0.1
+            optimizer.zero_grad()
+    twins.assert_equal()
+
+
+class Groups:
+    """A loop in which each param group has its own hyperparameters, changed on the way."""
+
+    def __init__(self, twins: Any) -> None:
+        self.optimizers = []
+        for model, kind in (
+            (twins.stock, partial(torch.optim.AdamW, fused=True)),
+            (twins.model, partial(OffloadAdamW, engine=twins.engine)),
+        ):
+            decayed = [p for p in model.parameters() if p.dim() > 1]
+            others = [p for p in model.parameters() if p.dim() <= 1]
+            groups = [
+                {"params": decayed, "weight_decay": 0.2, "lr": 2e-3},
+                {"params": others, "weight_decay": 0.0, "lr": 5e-4, "betas": (0.8, 0.95)},
+            ]
+            self.optimizers.append(kind(groups, lr=1e-3))
+        twins.stock_optimizer, twins.optimizer = self.optimizers
+
+    def scale_learning_rates(self, factor: float) -> None:
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] *= factor
+
+
+@HELD_OR_ACTIVE
+def test_groups_and_changing_learning_rates(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("gpt2", hold_gradients=hold_gradients)
+    groups = Groups(twins)
+    for step in range(4):
+        twins.train(1, first_seed=step)
+        groups.scale_learning_rates(0.7)
+    twins.assert_equal()
+
+
+@HELD_OR_ACTIVE
+@pytest.mark.parametrize("cpu_memory", ["2MiB", "3MiB", "6MiB", "64MiB"])
+def test_pools_never_exceed_the_budgets(cpu_memory: str, hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", cpu_memory=cpu_memory, gpu_memory="512KiB", hold_gradients=hold_gradients)
+    twins.train(3, max_norm=0.5 if hold_gradients else 0.0)
+    twins.assert_equal()
+    engine, plan = twins.engine, twins.engine.layout.plan
+    assert 0 < engine.tiers.peak_cpu_pool_bytes <= plan.cpu_pool_bytes <= engine.config.cpu_memory
+    assert engine.layout.cpu_bytes + engine.layout.activation_bytes <= engine.config.cpu_memory
+    assert 0 < engine.peak_gpu_pool_bytes <= plan.gpu_pool_bytes <= engine.config.gpu_memory
+    engine.settle()
+    for pool in engine.tiers.pools[1:]:
+        assert_all_come_back(pool)
+
+
+def test_tight_budgets_spill_and_roomy_ones_do_not(build_engine: EngineFactory) -> None:
+    tight = build_engine(tiny_model("llama"), cpu_memory="2MiB")
+    assert tight.layout.plan.spilled_blocks
+    assert tight.tiers.scratch_bytes > 0
+    tight.close()
+    roomy = build_engine(tiny_model("llama"), cpu_memory="64MiB")
+    assert not roomy.layout.plan.spilled_blocks
+    assert roomy.tiers.scratch_bytes == 0
+
+
+def test_weights_are_placeholders_outside_the_model_and_after_closing(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    engine = build_engine(model)
+    model(**tiny_batch()).loss.backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.isnan().all(), name
+        assert parameter.untyped_storage().nbytes() == parameter.itemsize
+        assert parameter.grad is None
+    engine.close()
+    engine.close()
+    with pytest.raises(RuntimeError, match="engine of this model is closed"):  # no quiet wrong number
+        model(**tiny_batch())
+    with pytest.raises(RuntimeError, match="closed"):
+        engine.settle()
+
+
+@HELD_OR_ACTIVE
+def test_frozen_weights_stay_and_have_no_states(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    def half_frozen() -> Any:
+        model = tiny_model("llama")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("mlp" in name or "layers.0." in name)
+        return model
+
+    twins = make_twins(model_factory=half_frozen, hold_gradients=hold_gradients)
+    twins.train(3, max_norm=0.5 if hold_gradients else 0.0)
+    twins.assert_equal()
+    stored = {(spec.block, spec.kind) for spec in twins.engine.layout.records}
+    assert ("model.embed_tokens", "param") in stored and ("model.embed_tokens", "exp_avg") not in stored
+
+
+@HELD_OR_ACTIVE
+def test_bfloat16_weights_have_exact_float32_masters(hold_gradients: bool, build_engine: EngineFactory) -> None:
+    """The reference: bfloat16 weights, float32 masters under torch's AdamW, rounded half up after every step."""
+    stock, model = (tiny_model("llama").train() for _ in range(2))
+    engine = build_engine(model, dtype=torch.bfloat16, hold_gradients=hold_gradients)
+    model.config.dtype = torch.bfloat16
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in stock.named_parameters()}
+    stock_optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, fused=True)
+    for step in range(4):
+        for name, parameter in stock.named_parameters():
+            parameter.data = _half_up(masters[name].detach())
+        for either in (stock, model):
+            either(**tiny_batch(seed=step)).loss.backward()
+        for name, parameter in stock.named_parameters():
+            assert parameter.grad is not None
+            masters[name].grad = parameter.grad.float()
+        for either_optimizer in (stock_optimizer, optimizer):
+            either_optimizer.step()
+        stock.zero_grad()
+        optimizer.zero_grad()
+    access = engine.parameters
+    for name, master in masters.items():
+        working = access.read_flat(name, "param")
+        residual = access.read_flat(name, "master_residual")
+        joined = (working.view(torch.int16).int() << 16) + residual.int()
+        assert torch.equal(joined.view(torch.float32), master.detach().flatten()), name
+
+
+def _half_up(master: torch.Tensor) -> torch.Tensor:
+    return ((master.view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)

@@ -1,0 +1,241 @@
+"""After an exception, whoever raised it, training goes on as if the broken step had never been tried."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.files import StorageError
+from hf_lohan.testing.models import tiny_batch
+from hf_lohan.testing.storage_doubles import FaultyBackend
+
+TwinsFactory = Callable[..., Any]
+NEVER = 1 << 60
+RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
+PLACES = {
+    "embedding": lambda model: model.model.embed_tokens,
+    "in_first_layer": lambda model: model.model.layers[0].mlp,
+    "in_middle_layer": lambda model: model.model.layers[1].self_attn.o_proj,
+    "after_last_layer": lambda model: model.model.norm,
+    "head": lambda model: model.lm_head,
+}
+PLACE = pytest.mark.parametrize("place", PLACES)
+
+
+class PlannedError(Exception):
+    """Raised on purpose."""
+
+
+@contextmanager
+def forward_breaks_at(module: nn.Module) -> Iterator[None]:
+    def raise_planned(*_: Any) -> None:
+        raise PlannedError
+
+    hook = module.register_forward_hook(raise_planned)
+    with pytest.raises(PlannedError):
+        yield
+    hook.remove()
+
+
+@contextmanager
+def backward_breaks_at(module: nn.Module) -> Iterator[None]:
+    """When the gradient of the module's output arrives."""
+
+    def raise_planned(_gradient: Tensor) -> None:
+        raise PlannedError
+
+    def arm(_module: nn.Module, _args: Any, output: Any) -> None:
+        output = output[0] if isinstance(output, tuple) else output
+        if output.requires_grad:
+            output.register_hook(raise_planned)
+
+    hook = module.register_forward_hook(arm)
+    with pytest.raises(PlannedError):
+        yield
+    hook.remove()
+
+
+@PLACE
+@RECOMPUTE
+@pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
+def test_a_forward_that_breaks(place: str, recompute: bool, hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", recompute=recompute, hold_gradients=hold_gradients)
+    twins.train(1)
+    for _ in range(2):
+        with forward_breaks_at(PLACES[place](twins.model)):
+            twins.model(**tiny_batch(seed=77))
+    twins.train(2, first_seed=300)
+    twins.assert_equal()
+
+
+@PLACE
+def test_a_forward_that_breaks_leaves_earlier_gradients_of_its_step(place: str, make_twins: TwinsFactory) -> None:
+    """As in torch: what earlier backwards have accumulated is still there."""
+    twins = make_twins("llama")
+    twins.train(1)
+    twins.backward(5, scale=0.5)
+    with forward_breaks_at(PLACES[place](twins.model)):
+        twins.model(**tiny_batch(seed=77))
+    twins.backward(6, scale=0.5)
+    twins.clip(0.5)
+    twins.step()
+    twins.assert_equal()
+
+
+@PLACE
+def test_an_evaluation_that_breaks(place: str, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    twins.train(1)
+    with torch.no_grad(), forward_breaks_at(PLACES[place](twins.model)):
+        twins.model(**tiny_batch(seed=77))
+    with torch.no_grad():
+        twins.losses(8)
+    twins.train(1, first_seed=300)
+    twins.assert_equal()
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("place", [place for place in PLACES if place != "embedding"])
+def test_a_backward_that_breaks_is_a_step_that_never_was(
+    place: str, recompute: bool, make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = make_twins("llama", recompute=recompute)
+    twins.train(1)
+    for _ in range(2):
+        with backward_breaks_at(PLACES[place](twins.model)):
+            twins.model(**tiny_batch(seed=77)).loss.backward()
+    with caplog.at_level(logging.WARNING):
+        twins.train(2, first_seed=300, max_norm=0.5)
+    if place != "head":  # there nothing had arrived yet
+        assert "gradients are dropped" in caplog.text
+    twins.assert_equal()
+
+
+def test_a_backward_that_breaks_and_zero_grad_before_the_next(make_twins: TwinsFactory) -> None:
+    """What a careful loop does in its `except`."""
+    twins = make_twins("llama")
+    twins.train(1)
+    with backward_breaks_at(twins.model.model.layers[1].mlp):
+        twins.model(**tiny_batch(seed=77)).loss.backward()
+    twins.optimizer.zero_grad()
+    twins.train(2, first_seed=300, max_norm=0.5)
+    twins.assert_equal()
+
+
+def test_a_backward_that_breaks_takes_the_whole_step_with_it(make_twins: TwinsFactory) -> None:
+    """Also the gradients of the step's earlier backwards: half of a sum would be a wrong number."""
+    twins = make_twins("llama")
+    twins.train(1)
+    twins.model(**tiny_batch(seed=5)).loss.backward()
+    with backward_breaks_at(twins.model.model.layers[0].mlp):
+        twins.model(**tiny_batch(seed=77)).loss.backward()
+    twins.train(2, first_seed=300, max_norm=0.5)
+    twins.assert_equal()
+
+
+def test_updates_in_backward_that_a_break_cannot_undo_are_told(
+    make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
+    twins.train(1)
+    with backward_breaks_at(twins.model.model.layers[0].mlp):
+        twins.model(**tiny_batch(seed=77)).loss.backward()
+    with caplog.at_level(logging.WARNING):
+        loss = twins.model(**tiny_batch(seed=78)).loss
+    assert "had been updated in it already" in caplog.text
+    loss.backward()
+    twins.optimizer.step()
+    twins.engine.settle()
+    counts = {part.name: part.num_updates for part in twins.engine.parameter_slices}
+    assert counts["lm_head.weight"] == 3  # the broken step's update counts
+    assert counts["model.layers.0.self_attn.q_proj.weight"] == 2
+    assert torch.isfinite(loss)
+
+
+@RECOMPUTE
+@pytest.mark.parametrize("schedule", ["optimized", "naive"])
+@pytest.mark.parametrize("place", ["in_first_layer", "in_middle_layer", "after_last_layer"])
+def test_updates_in_backward_are_undone_with_their_step(
+    place: str, schedule: str, recompute: bool, make_twins: TwinsFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = make_twins("llama", hold_gradients=False, recompute=recompute, schedule=schedule)
+    twins.train(1)
+    for _ in range(2):
+        with backward_breaks_at(PLACES[place](twins.model)):
+            twins.model(**tiny_batch(seed=77)).loss.backward()
+    with caplog.at_level(logging.WARNING), torch.no_grad():
+        twins.losses(8)  # sees what the broken step found
+    assert "gradients are dropped" in caplog.text
+    assert "updated in it already" not in caplog.text
+    assert twins.engine.undone_update_s > 0
+    twins.assert_equal()
+    twins.train(2, first_seed=300)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("when", ["before_forward", "before_backward", "before_evaluation"])
+@RECOMPUTE
+def test_a_drive_that_fails_for_a_while_to_read(when: str, recompute: bool, make_twins: TwinsFactory) -> None:
+    backend = FaultyBackend("read", NEVER, errno.EIO, sticky=True)
+    twins = make_twins("llama", recompute=recompute, backend=backend, gpu_memory="600KiB")
+    twins.train(1)
+    twins.engine.settle()  # an update that fails is another matter
+    for _ in range(2):
+        with pytest.raises(StorageError) as failed, torch.set_grad_enabled(when != "before_evaluation"):
+            if when == "before_backward":
+                loss = twins.model(**tiny_batch(seed=77)).loss
+                backend.fail_on = 1
+                loss.backward()
+            else:
+                backend.fail_on = 1
+                twins.model(**tiny_batch(seed=77))
+        assert failed.value.errno == errno.EIO
+        backend.fail_on = NEVER
+    twins.train(2, first_seed=300, max_norm=0.5)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("call", ["read", "write"])
+def test_a_drive_that_fails_in_the_update_stops_the_step(call: str, make_twins: TwinsFactory) -> None:
+    backend = FaultyBackend(call, NEVER, errno.EIO, sticky=True)
+    # Nothing is spilled, and nothing is read from RAM.
+    twins = make_twins("llama", cpu_memory="64MiB", resident_records="none", backend=backend)
+    twins.train(1)
+    twins.model(**tiny_batch(seed=77)).loss.backward()
+    backend.fail_on = 1
+    with pytest.raises(StorageError) as failed:
+        twins.optimizer.step()
+        twins.engine.settle()
+    assert failed.value.errno == errno.EIO
+    backend.fail_on = NEVER
+    with pytest.raises(StorageError):  # half a step is no state to train on from
+        twins.model(**tiny_batch(seed=78)).loss.backward()
+        twins.optimizer.step()
+        twins.engine.settle()
+
+
+def test_a_block_whose_update_could_not_be_written_is_not_read(make_twins: TwinsFactory) -> None:
+    """The very last write of a step fails; an evaluation must not take the old weights for the new ones. It may have
+    the new ones from RAM: then whoever wants them from the store is told."""
+    backend = FaultyBackend("write", NEVER, errno.EIO)
+    # Nothing is spilled and nothing is written twice: all writes are updates, and all steps have as many.
+    twins = make_twins("llama", cpu_memory="64MiB", clip="defer", backend=backend)
+    twins.train(1)
+    twins.engine.settle()
+    before = backend.calls["write"]
+    twins.train(1)
+    twins.engine.settle()
+    num_writes = backend.calls["write"] - before
+    twins.backward(5)
+    backend.fail_on = backend.calls["write"] + num_writes
+    with pytest.raises(StorageError), torch.no_grad():
+        twins.step()
+        twins.losses(6)  # which are those of stock torch after the same step, if there are any
+        twins.engine.settle()

@@ -1,0 +1,118 @@
+"""Single parameters and their states go in and come out, whole, through a few small buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.testing.models import tiny_model
+
+EngineFactory = Callable[..., OffloadEngine]
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+LARGE = "model.embed_tokens.weight"  # several pieces of a pool's buffer
+SMALL = "model.layers.1.input_layernorm.weight"
+
+
+@pytest.fixture
+def open_access(build_engine: EngineFactory) -> Callable[..., tuple[ParameterAccess, dict[str, Tensor]]]:
+    """A drained model's access, and the weights it had."""
+
+    def build(dtype: torch.dtype = torch.float32) -> tuple[ParameterAccess, dict[str, Tensor]]:
+        model = tiny_model("llama", vocab_size=1500)
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        engine = build_engine(model, dtype=dtype, cpu_memory="2MiB", gpu_memory="2MiB")
+        assert weights[LARGE].numel() > engine.layout.plan.chunk_numel
+        return engine.parameters, weights
+
+    return build
+
+
+@DTYPES
+def test_what_was_drained_is_in_the_store(dtype: torch.dtype, open_access: Callable[..., Any]) -> None:
+    access, weights = open_access(dtype)
+    for name, weight in weights.items():
+        stored = access.read_parameter(name)
+        assert (stored.shape, stored.dtype) == (weight.shape, dtype)
+        if dtype == torch.float32:
+            assert torch.equal(stored, weight)
+        else:
+            residual = access.read_flat(name, "master_residual").int()
+            master = ((stored.flatten().view(torch.int16).int() << 16) + residual).view(torch.float32)
+            assert torch.equal(master, weight.flatten())
+
+
+@DTYPES
+@pytest.mark.parametrize("source_dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_weight_of_any_float_type_can_be_written(
+    dtype: torch.dtype, source_dtype: torch.dtype, open_access: Callable[..., Any]
+) -> None:
+    access, weights = open_access(dtype)
+    new = torch.randn(weights[LARGE].shape).to(source_dtype)
+    access.write_parameter(LARGE, new)
+    exact = source_dtype == dtype or dtype == torch.float32
+    expected = new.to(dtype) if exact else new.float().bfloat16()
+    difference = (access.read_parameter(LARGE).float() - expected.float()).abs()
+    ties_rounded_up = 0.0 if exact else 2**-7 * float(expected.float().abs().max())
+    assert float(difference.max()) <= ties_rounded_up
+
+
+def test_neighbours_are_not_touched(open_access: Callable[..., Any]) -> None:
+    access, weights = open_access()
+    access.write_parameter(SMALL, torch.full_like(weights[SMALL], 5.0))
+    access.write_parameter("model.layers.1.self_attn.q_proj.weight", torch.full((64, 64), 6.0))
+    for name, weight in weights.items():
+        if name not in (SMALL, "model.layers.1.self_attn.q_proj.weight"):
+            assert torch.equal(access.read_parameter(name), weight), name
+    assert bool((access.read_parameter(SMALL) == 5.0).all())
+
+
+def test_a_source_need_not_be_contiguous(open_access: Callable[..., Any]) -> None:
+    access, weights = open_access()
+    turned = torch.randn(weights[LARGE].shape[::-1]).t()
+    access.write_parameter(LARGE, turned)
+    assert torch.equal(access.read_parameter(LARGE), turned)
+
+
+@DTYPES
+def test_states_start_at_zero_and_keep_what_is_written(dtype: torch.dtype, open_access: Callable[..., Any]) -> None:
+    access, weights = open_access(dtype)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        assert access.state_dtype(kind) == torch.float32
+        for name in (LARGE, SMALL):
+            assert not access.read_flat(name, kind).any()
+            state = torch.randn(weights[name].numel())
+            access.write_state(name, kind, state)
+            assert torch.equal(access.read_flat(name, kind), state)
+    assert torch.equal(access.read_parameter(LARGE), weights[LARGE].to(dtype)) or dtype == torch.bfloat16
+
+
+def test_pieces_come_in_order_and_cover_the_record(open_access: Callable[..., Any]) -> None:
+    access, weights = open_access()
+    pieces = [(start, piece.clone()) for start, piece in access.read_pieces(LARGE, "param")]
+    assert len(pieces) > 1
+    assert [start for start, _ in pieces] == [sum(p.numel() for _, p in pieces[:i]) for i in range(len(pieces))]
+    assert torch.equal(torch.cat([piece for _, piece in pieces]), weights[LARGE].flatten())
+
+
+def test_buffers_come_back_also_from_a_reader_that_stops(open_access: Callable[..., Any]) -> None:
+    access, weights = open_access()
+    for _ in range(20):  # more often than there are buffers
+        pieces = access.read_pieces(LARGE, "param")
+        next(pieces)
+        pieces.close()
+        with pytest.raises(ValueError, match=r"lm_head\.weight has shape \(3,\), the store expects \(1500, 64\)"):
+            access.write_parameter("lm_head.weight", torch.zeros(3))
+    assert torch.equal(access.read_parameter(LARGE), weights[LARGE])
+
+
+def test_frozen_parameters_have_no_states(build_engine: EngineFactory) -> None:
+    model: nn.Module = tiny_model("llama")
+    model.get_parameter(SMALL).requires_grad_(False)
+    access = build_engine(model, dtype=torch.bfloat16).parameters
+    assert access.state_kinds(SMALL) == ()
+    assert access.state_kinds(LARGE) == ("master_residual", "exp_avg", "exp_avg_sq")

@@ -1,0 +1,10 @@
+"""Engines and records, and the modules beside this file."""
+
+import sys
+from pathlib import Path
+
+from stored_records import engine, make_engine, model, paths, random_values, records
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+__all__ = ["engine", "make_engine", "model", "paths", "random_values", "records"]

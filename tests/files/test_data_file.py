@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import DataFile, PosixBackend, StorageError
+from hf_lohan.files.buffers import sector_view
+from hf_lohan.testing.storage_doubles import FaultyBackend, NoDirectBackend, ShortBackend
+
+NUM_BYTES = 65536
+
+
+def round_trip(file: DataFile) -> None:
+    file.allocate(NUM_BYTES)
+    source, out = mapped_empty(NUM_BYTES).random_(0, 256), mapped_empty(NUM_BYTES)
+    file.write(0, [sector_view(source)])
+    file.read(0, [sector_view(half) for half in out.chunk(2)])
+    file.sync()
+    file.close()
+    assert torch.equal(out, source)
+    assert Path(file.path).read_bytes() == source.numpy().tobytes()
+
+
+@pytest.mark.parametrize("max_bytes", [4096, 5000, 12288, 20000])
+def test_short_calls_go_on_where_they_stopped(tmp_path: Path, max_bytes: int) -> None:
+    backend = ShortBackend(max_bytes)
+    round_trip(DataFile(str(tmp_path / "f"), backend, create=True))
+    assert backend.calls["write"] >= NUM_BYTES // max_bytes
+
+
+def test_a_direct_call_that_ends_inside_a_sector_goes_on_at_its_start(tmp_path: Path) -> None:
+    class Reports(PosixBackend):
+        """Moves all and reports less, as a direct call that is cut short by the kernel."""
+
+        def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
+            assert offset % 4096 == 0
+            return min(super().write(fd, offset, views), 10000)
+
+        def read(self, fd, offset, views):  # type: ignore[no-untyped-def]
+            assert offset % 4096 == 0
+            return min(super().read(fd, offset, views), 10000)
+
+    file = DataFile(str(tmp_path / "f"), Reports(), create=True)
+    if not file.is_direct:
+        pytest.skip("the file system of the temporary directory has no O_DIRECT")
+    round_trip(file)
+
+
+def test_less_than_a_sector_at_a_time_still_arrives(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    round_trip(DataFile(str(tmp_path / "f"), ShortBackend(1000), create=True))
+    assert len(caplog.records) <= 1
+
+
+@pytest.mark.parametrize("refuses_at_open", [True, False])
+def test_falls_back_to_buffered_and_says_so_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, refuses_at_open: bool
+) -> None:
+    caplog.set_level(logging.INFO)
+    file = DataFile(str(tmp_path / "f"), NoDirectBackend(refuses_at_open=refuses_at_open), create=True)
+    round_trip(file)
+    assert not file.is_direct
+    (record,) = caplog.records
+    assert file.path in record.message and "O_DIRECT" in record.message
+
+
+def test_einval_without_o_direct_is_an_error(tmp_path: Path) -> None:
+    file = DataFile(str(tmp_path / "f"), FaultyBackend("read", 1, errno.EINVAL, sticky=True), create=True)
+    file.allocate(NUM_BYTES)
+    with pytest.raises(StorageError, match="Invalid argument"):
+        file.read(0, [sector_view(mapped_empty(4096))])
+    file.close()
+
+
+def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
+    file = DataFile(str(tmp_path / "f"), PosixBackend(), create=True)
+    file.allocate(8192)
+    with pytest.raises(StorageError, match=r"16384 bytes wanted, 8192 read\).* at byte 8192") as caught:
+        file.read(0, [sector_view(mapped_empty(16384))])
+    assert (caught.value.path, caught.value.offset) == (file.path, 8192)
+    file.close()
+
+
+def test_a_write_that_moves_nothing_does_not_spin(tmp_path: Path) -> None:
+    file = DataFile(str(tmp_path / "f"), ShortBackend(0), create=True)
+    with pytest.raises(StorageError, match="ended early"):
+        file.write(0, [sector_view(mapped_empty(4096))])
+    file.close()
+
+
+@pytest.mark.parametrize("code", [errno.EOPNOTSUPP, errno.ENOSYS])
+def test_zeros_are_written_where_space_cannot_be_preallocated(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, code: int
+) -> None:
+    num_bytes = (4 << 20) + 8192
+    file = DataFile(str(tmp_path / "f"), FaultyBackend("allocate", 1, code), create=True)
+    file.allocate(num_bytes)
+    file.close()
+    status = os.stat(file.path)
+    assert status.st_size == num_bytes and status.st_blocks * 512 >= num_bytes
+    assert not any(Path(file.path).read_bytes())
+    assert "cannot preallocate" in caplog.text
+
+
+def test_sync_errors_are_named(tmp_path: Path) -> None:
+    file = DataFile(str(tmp_path / "f"), FaultyBackend("sync", 1, errno.EIO), create=True)
+    with pytest.raises(StorageError, match=r"cannot sync .*/f \(Input/output error\)"):
+        file.sync()
+    file.close()
+
+
+def test_files_are_private_and_never_reached_through_links(tmp_path: Path) -> None:
+    file = DataFile(str(tmp_path / "f"), PosixBackend(), create=True)
+    file.close()
+    assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
+    with pytest.raises(StorageError, match="File exists"):
+        DataFile(file.path, PosixBackend(), create=True)
+    (tmp_path / "link").symlink_to(file.path)
+    with pytest.raises(StorageError, match="symbolic links"):
+        DataFile(str(tmp_path / "link"), PosixBackend(), create=False)

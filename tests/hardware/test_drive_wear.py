@@ -1,0 +1,72 @@
+"""Wear from the reports of smartctl and nvme, and a reason where there is none."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.hardware import drive_wear
+from hf_lohan.hardware.drive_wear import WearUnknownError, drive_wear_percent, wear_in
+
+
+@pytest.mark.parametrize(
+    ("report", "wear"),
+    [
+        ({"nvme_smart_health_information_log": {"percentage_used": 3, "data_units_written": 9}}, 3),
+        ({"endurance_used": {"current_percent": 120}}, 120),
+        ({"percent_used": 0}, 0),
+        ({"percentage_used": 7}, 7),
+        ({"smartctl": {"exit_status": 2, "messages": [{"string": "Permission denied"}]}}, None),
+        ({"nvme_smart_health_information_log": None, "endurance_used": 3}, None),
+        ({}, None),
+    ],
+)
+def test_reports(report: dict[str, Any], wear: int | None) -> None:
+    assert wear_in(report) == wear
+
+
+def install(folder: Path, program: str, script: str) -> None:
+    file = folder / program
+    file.write_text(f"#!/bin/sh\n{script}\n")
+    file.chmod(0o755)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    return tmp_path
+
+
+def test_smartctl_is_asked_for_the_drive(programs: Path) -> None:
+    install(programs, "smartctl", """[ "$3" = /dev/nvme7n1 ] && echo '{"endurance_used": {"current_percent": 12}}'""")
+    assert drive_wear_percent("nvme7n1") == 12
+
+
+def test_nvme_is_asked_where_smartctl_does_not_answer(programs: Path) -> None:
+    install(programs, "smartctl", "echo 'no JSON'; exit 2")
+    install(programs, "nvme", """echo '{"percent_used": 44}'""")
+    assert drive_wear_percent("nvme7n1") == 44
+
+
+def test_reasons(programs: Path) -> None:
+    with pytest.raises(WearUnknownError, match="not on a single drive"):
+        drive_wear_percent(None)
+    with pytest.raises(WearUnknownError, match="smartmontools"):
+        drive_wear_percent("nvme7n1")
+    install(programs, "smartctl", "echo '[]'")
+    with pytest.raises(WearUnknownError, match=r"smartctl reads none from /dev/nvme7n1; it may need root"):
+        drive_wear_percent("nvme7n1")
+
+
+def test_a_program_that_hangs_is_ended(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_wear, "_TIMEOUT_S", 0.05)
+    install(programs, "smartctl", "while :; do :; done")
+    with pytest.raises(WearUnknownError):
+        drive_wear_percent("nvme7n1")
+
+
+def test_embedded_drives_tell_in_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive_wear, "_read", lambda file: "0x02 0x0B\n")
+    assert drive_wear_percent("mmcblk0") == 110

@@ -1,0 +1,71 @@
+"""Profiles as files that people write: what was written is read, and what is wrong is named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_lohan.hardware import read_hardware, write_hardware
+from hf_lohan.planner import HardwareProfile, ProfileError
+
+LEAST = """
+device: {flops_per_s: 160e12, memory_bytes: 24GB}
+h2d_bytes_per_s: 20e9
+d2h_bytes_per_s: 20e9
+ssd: [{read_bytes_per_s: 7.0e9, write_bytes_per_s: 4.19e9, capacity_bytes: 3.84e12}]
+cpu: {memory_bytes: 768000000000, optimizer_params_per_s: 2e9}
+"""
+
+
+def test_what_is_written_is_read(profile: HardwareProfile, tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    write_hardware(file, profile)
+    write_hardware(str(file), profile)
+    assert read_hardware(str(file)) == profile
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert list(tmp_path.iterdir()) == [file]
+
+
+def test_a_file_of_the_needed_keys_alone(tmp_path: Path) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_text(LEAST)
+    found = read_hardware(file)
+    assert (found.device.flops_per_s, found.device.memory_bytes) == (160e12, 24 * 10**9)
+    assert found.ssd[0].capacity_bytes == 3_840_000_000_000
+    assert found.cpu.optimizer_params_per_s == 2e9
+
+
+@pytest.mark.parametrize(
+    ("written", "instead", "message"),
+    [
+        ("h2d_bytes_per_s: 20e9", "", r"h2d_bytes_per_s"),
+        ("h2d_bytes_per_s: 20e9", "h2d_bytes_per_s: fast", r"h2d_bytes_per_s.*fast"),
+        ("flops_per_s: 160e12", "flops_per_s: -1", r"device\.flops_per_s.*-1"),
+        ("write_bytes_per_s", "writes", r"ssd\[0\].*writes"),
+    ],
+)
+def test_what_is_wrong_is_named_with_the_file(tmp_path: Path, written: str, instead: str, message: str) -> None:
+    file = tmp_path / "machine.yaml"
+    assert written in LEAST
+    file.write_text(LEAST.replace(written, instead))
+    with pytest.raises(ProfileError, match=f"machine.yaml.*{message}") as caught:
+        read_hardware(file)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"a: [", "is not YAML"), (b"\xff\xfe\xff", "is not YAML"), (b"", "no table"), (b"- 1", "no table")],
+)
+def test_files_that_hold_no_profile(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "machine.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ProfileError, match=f"machine.yaml.*{message}") as caught:
+        read_hardware(file)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match=r"nowhere.yaml.*No such file.*give the path"):
+        read_hardware(tmp_path / "nowhere.yaml")

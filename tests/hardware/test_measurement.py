@@ -1,0 +1,87 @@
+"""A whole profile, of milliseconds: complete, within its bounds, and with no trace left in the run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice, available_host_memory_bytes
+from hf_lohan.hardware import MatrixShape, MeasuringEffort, measure_hardware
+from hf_lohan.hardware.cpu_facts import cpu_name
+from hf_lohan.hardware.measurement import with_present_room
+from hf_lohan.planner import HardwareProfile
+
+SHAPES = [MatrixShape(64, 32, 16), MatrixShape(64, 16, 16, count=2, num_matrices=2)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_everything_is_measured(
+    config: OffloadConfig, tiny_effort: MeasuringEffort, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    found = measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, effort=tiny_effort)
+    rates = {name: value for name, value in flat(found.to_mapping()).items() if name.endswith("_per_s")}
+    assert len(rates) == 2 + 3 + 2 * 2 + 3 + 2
+    assert min(rates.values()) > 0
+    assert found.device.shares_cpu
+    assert found.device.name == cpu_name()
+    assert [ssd.path for ssd in found.ssd] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert found.ssd[1].capacity_bytes == 1 << 30
+    assert 0 < found.cpu.memory_bytes <= 1 << 50
+    assert HardwareProfile.from_mapping(found.to_mapping()) == found
+    assert list(tmp_path.iterdir()) == []
+
+
+def flat(values: object, path: str = "") -> dict[str, float]:
+    match values:
+        case dict():
+            parts = values.items()
+        case list():
+            parts = enumerate(values)
+        case _:
+            return {path: values}  # type: ignore[dict-item]
+    return {name: value for key, part in parts for name, value in flat(part, f"{path}.{key}").items()}
+
+
+def test_a_runs_random_numbers_and_threads_stay_as_they_are(
+    config: OffloadConfig, tiny_effort: MeasuringEffort
+) -> None:
+    before, num_threads = torch.get_rng_state(), torch.get_num_threads()
+    assert num_threads != config.cpu_threads
+    measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=torch.float32, effort=tiny_effort)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_threads_are_set_back_after_an_error_too(config: OffloadConfig, tiny_effort: MeasuringEffort) -> None:
+    num_threads = torch.get_num_threads()
+    with pytest.raises(ValueError, match="give at least one"):
+        measure_hardware(config, CpuDevice(), matrix_shapes=[], dtype=torch.float32, effort=tiny_effort)
+    assert torch.get_num_threads() == num_threads
+
+
+def test_no_part_of_it_takes_more_memory_than_a_run_may(config: OffloadConfig) -> None:
+    small = replace(config, cpu_memory=3 << 20, gpu_memory=2 << 20)
+    effort = MeasuringEffort().within(small)
+    assert effort.io_buffer_bytes <= small.cpu_memory
+    assert 2 * effort.copy_bytes <= small.cpu_memory
+    assert 3 * 16 * effort.update_numel <= small.cpu_memory
+    assert effort.product_bytes <= small.gpu_memory
+    assert 3 * effort.activation_bytes <= small.gpu_memory
+    assert MeasuringEffort().within(replace(config, cpu_memory=1 << 40, gpu_memory=1 << 40)) == MeasuringEffort()
+
+
+def test_memory_and_room_are_those_of_now(config: OffloadConfig, profile: HardwareProfile, tmp_path: Path) -> None:
+    class Device(CpuDevice):
+        def total_memory_bytes(self) -> int:
+            return 12345
+
+    now = with_present_room(profile, config, Device())
+    assert now.device == replace(profile.device, memory_bytes=12345)
+    assert now.cpu.memory_bytes == pytest.approx(available_host_memory_bytes(), rel=0.5)
+    assert [ssd.path for ssd in now.ssd] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert now.ssd[1].capacity_bytes == 1 << 30
+    assert now.ssd_read_bytes_per_s == profile.ssd_read_bytes_per_s

@@ -1,0 +1,79 @@
+"""The optimizer is measured on what it really does: all elements, in a run's formats, beside a busy device."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.device import CpuDevice, Event, Lane
+from hf_lohan.hardware import optimizer_rate
+from hf_lohan.hardware.checksum_rate import checksum_bytes_per_s
+from hf_lohan.hardware.optimizer_rate import optimizer_params_per_s
+from hf_lohan.optim import MomentDtype
+from hf_lohan.threads import KernelThreads
+
+FORMATS = pytest.mark.parametrize(
+    ("dtype", "moment_dtype"),
+    [(torch.float32, "float32"), (torch.bfloat16, "float32"), (torch.float32, "bfloat16"), (torch.bfloat16, "int8")],
+)
+
+
+@FORMATS
+def test_a_rate_in_every_format(dtype: torch.dtype, moment_dtype: MomentDtype) -> None:
+    assert optimizer_params_per_s(CpuDevice(), dtype, numel=5000, budget_s=0.0, moment_dtype=moment_dtype) > 0
+
+
+@FORMATS
+def test_every_element_is_updated(dtype: torch.dtype, moment_dtype: MomentDtype) -> None:
+    chunk = optimizer_rate._Chunk(dtype, 40_001, KernelThreads(2), moment_dtype)
+    chunk.update()
+    moved = chunk.records["exp_avg"] != 0
+    assert moved.numel() >= 40_001
+    assert int(moved.sum()) >= moved.numel() - 10  # near the middle gradients are 0, or nearly
+
+
+def test_a_type_without_masters_is_refused() -> None:
+    with pytest.raises(ValueError, match="float16"):
+        optimizer_params_per_s(CpuDevice(), torch.float16, numel=5000, budget_s=0.0)
+
+
+class Accelerator(CpuDevice):
+    """Says that its cores are its own, and counts the products that were waited for."""
+
+    class torch_device:
+        type = "accelerator"
+
+    def __init__(self) -> None:
+        self.num_waits = 0
+        self.threads: set[str] = set()
+
+    def record(self, lane: Lane, *tensors: Tensor) -> Event:
+        self.num_waits += 1
+        self.threads.add(threading.current_thread().name)
+        return super().record(lane, *tensors)
+
+
+def test_a_device_of_its_own_computes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, ones = Accelerator(), torch.ones
+
+    def small_ones(*size: int, dtype: torch.dtype, device: object) -> Tensor:
+        return ones(4, 4, dtype=dtype)
+
+    monkeypatch.setattr(torch, "ones", small_ones)
+    with optimizer_rate._kept_busy(device):
+        while device.num_waits < 3:
+            pass
+    assert device.threads == {"lohan-device-load"}
+    assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_a_cpu_does_not() -> None:
+    with optimizer_rate._kept_busy(CpuDevice()):
+        assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
+
+
+def test_checksums() -> None:
+    assert checksum_bytes_per_s(num_threads=2, budget_s=0.0) > 0

@@ -1,0 +1,121 @@
+"""Drives are measured with scratch files that keep within what is allowed and leave nothing behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from hf_lohan.device import CpuDevice
+from hf_lohan.files import CapacityError, FileBackend, StorageError, StorePath
+from hf_lohan.hardware import ssd_rates
+from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend
+
+MIB = 1 << 20
+
+
+class Tick:
+    """A clock that moves by `step_s` each time somebody looks."""
+
+    def __init__(self, step_s: float) -> None:
+        self.now_s = 0.0
+        self.step_s = step_s
+
+    def __call__(self) -> float:
+        self.now_s += self.step_s
+        return self.now_s
+
+
+def measure(paths: list[StorePath], backend: FileBackend | None = None, *, step_s: float = 1e-9, size: int = MIB):
+    io = SsdIo(num_threads=2, piece_bytes=65536, backend=backend)
+    return measure_ssds(paths, CpuDevice(), io, scratch_bytes=size, buffer_bytes=MIB, budget_s=1.0, clock=Tick(step_s))
+
+
+def test_a_file_is_written_once_then_at_most_twice_over_in_each_measurement(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    alone, together = measure([StorePath(str(tmp_path), 1 << 40)], backend)
+    assert [together] == alone
+    num_chunks = 8  # of 128 KiB, the granules that a sixth of a MiB holds
+    assert sum(backend.write_sizes_bytes) == (1 + 2 + 1) * num_chunks * 131072
+    assert sum(backend.read_sizes_bytes) == (2 + 1) * num_chunks * 131072
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rates_are_bytes_over_the_clock(tmp_path: Path) -> None:
+    [rates], _ = measure([StorePath(str(tmp_path), 1 << 40)], step_s=1e-6)
+    looks = 16 + 3  # before each chunk, at the start, when there is no more to do, and at the end
+    assert rates.write_bytes_per_s == pytest.approx(16 * 131072 / ((looks - 1) * 1e-6))
+    assert rates.read_bytes_per_s == pytest.approx(rates.write_bytes_per_s)
+    assert rates.mixed_bytes_per_s == pytest.approx(rates.write_bytes_per_s)
+
+
+def test_a_slow_drive_gets_no_more_than_its_time(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    measure([StorePath(str(tmp_path), 1 << 40)], backend, step_s=10.0)
+    assert sum(backend.write_sizes_bytes) == (ssd_rates.NUM_BUFFERS + 2 + 1 + 1) * 131072
+    assert sum(backend.read_sizes_bytes) == (1 + 1) * 131072
+
+
+def test_paths_together_are_striped_by_capacity(tmp_path: Path) -> None:
+    paths = [StorePath(str(tmp_path / "a"), 3 << 30), StorePath(str(tmp_path / "b"), 1 << 30)]
+    opened: list[str] = []
+
+    class Backend(CountingBackend):
+        def allocate(self, fd: int, num_bytes: int) -> None:
+            opened.append(f"{num_bytes}")
+            super().allocate(fd, num_bytes)
+
+    alone, together = measure(paths, Backend(), size=2 * MIB)
+    assert len(alone) == 2
+    assert together.read_bytes_per_s > 0
+    sizes = [int(size) for size in opened]
+    assert sizes[:2] == [2 * MIB, 2 * MIB]
+    assert sizes[2] <= 2 * MIB
+    assert sizes[3] == pytest.approx(sizes[2] / 3, abs=4096 * 2)
+    assert list(tmp_path.iterdir()) == [], "neither files nor the missing directories"
+
+
+def test_files_have_no_name_while_they_are_used(tmp_path: Path) -> None:
+    seen: list[list[str]] = []
+
+    class Backend(CountingBackend):
+        def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
+            seen.append(os.listdir(tmp_path))
+            return super().write(fd, offset, views)
+
+    measure([StorePath(str(tmp_path), 1 << 40)], Backend())
+    assert seen
+    assert not any(seen)
+
+
+@pytest.mark.parametrize("call", ["open", "allocate", "sync", "read", "write"])
+def test_a_failing_drive_is_told_and_leaves_nothing(tmp_path: Path, call: str) -> None:
+    with pytest.raises(StorageError, match="Input/output error"):
+        measure([StorePath(str(tmp_path), 1 << 40)], FaultyBackend(call, 1, errno.EIO))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_path_that_cannot_be_written_is_told() -> None:
+    with pytest.raises((StorageError, CapacityError), match="/proc"):
+        measure([StorePath("/proc/nowhere", 1 << 40)])
+
+
+def test_the_capacity_bounds_the_file(tmp_path: Path) -> None:
+    backend = CountingBackend()
+    measure([StorePath(str(tmp_path), 450_000)], backend, size=MIB)
+    assert sum(backend.write_sizes_bytes) == (1 + 2 + 1) * 393216
+    with pytest.raises(CapacityError, match=r"needs 393,216 bytes .* but its capacity is 300,000"):
+        measure([StorePath(str(tmp_path), 300_000)])
+
+
+def test_free_space_bounds_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ssd_rates, "free_bytes", lambda path: 4 * 524288)
+    backend = CountingBackend()
+    measure([StorePath(str(tmp_path), 1 << 40)], backend, size=MIB)
+    assert sum(backend.write_sizes_bytes) == (1 + 2 + 1) * 524288
+    monkeypatch.setattr(ssd_rates, "free_bytes", lambda path: 4 * 390000)
+    with pytest.raises(CapacityError, match="free space"):
+        measure([StorePath(str(tmp_path), 1 << 40)])

@@ -1,0 +1,138 @@
+"""States that are cloned out of the store are those that would be copied, and a disk without room is told in time."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trained_states import FORMATS, Offload, train
+
+from hf_lohan.checkpoint import optimizer_checkpoint
+from hf_lohan.checkpoint.optimizer_checkpoint import save_optimizer_states
+from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.files import Extent, StorageError
+from hf_lohan.testing.models import tiny_model
+
+
+def clone_by_copying(num_allowed: int, refusal: int = errno.EOPNOTSUPP) -> Callable[[int, int, bytes], int]:
+    """Like the ioctl, but it moves the bytes; refused after some."""
+    asked: list[int] = []
+
+    def ioctl(target_fd: int, request: int, argument: bytes) -> int:
+        source_fd, source_offset, num_bytes, target_offset = struct.unpack("=qQQQ", argument)
+        assert request == 0x4020940D
+        assert source_offset % 4096 == num_bytes % 4096 == target_offset % 4096 == 0
+        asked.append(num_bytes)
+        if len(asked) > num_allowed:
+            raise OSError(refusal, os.strerror(refusal))
+        os.pwrite(target_fd, os.pread(source_fd, num_bytes, source_offset), target_offset)
+        return 0
+
+    return ioctl
+
+
+def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str], list[tuple[str, Extent]]]:
+    """Each record in two extents of two files, the latter first, as a store over two paths may have it."""
+    folder.mkdir()
+    extents = {}
+    for block in engine.layout.blocks:
+        for kind in engine.layout.master.state_kinds:
+            numel = engine.layout.master.numel(kind, block.state_numel)
+            record = torch.zeros(numel, dtype=engine.parameters.state_dtype(kind))
+            for part in block.trainable_slices:
+                start, stop = engine.parameters.elements(part.name, kind)
+                record[start:stop] = engine.parameters.read_flat(part.name, kind)
+            data = record.view(torch.uint8).numpy().tobytes()
+            cut = len(data) // 8192 * 4096
+            first, second = (folder / f"{block.name}.{kind}.{number}" for number in range(2))
+            first.write_bytes(bytes(8192) + data[:cut])
+            second.write_bytes(data[cut:])
+            places = [(str(second), Extent(1, 0, cut, len(data) - cut)), (str(first), Extent(0, 8192, 0, cut))]
+            extents[block.name, kind] = [place for place in places if place[1].num_bytes]
+    return extents
+
+
+@FORMATS
+@pytest.mark.parametrize("num_allowed", [0, 1, 10_000], ids=["refused", "refused_half_way", "cloned"])
+def test_cloned_records_are_the_copied_ones(
+    num_allowed: int,
+    dtype: torch.dtype,
+    state_dtype: str,
+    offload: Offload,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    engine = offload(tiny_model("llama"), dtype=dtype, optimizer_state_dtype=state_dtype)
+    train(engine, range(2))
+    store = engine.tiers.store
+    monkeypatch.setattr(store, "extents", lambda *_: None)
+    save_optimizer_states(engine, tmp_path / "copied")
+    extents = records_in_files(engine, tmp_path / "records")
+    monkeypatch.setattr(store, "extents", lambda block, kind: extents[block, kind])
+    monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(num_allowed))
+    copied: list[str] = []
+    read_pieces = ParameterAccess.read_pieces
+
+    def counted(access: ParameterAccess, name: str, kind: str) -> Any:
+        copied.append(f"{name}.{kind}")
+        return read_pieces(access, name, kind)
+
+    monkeypatch.setattr(ParameterAccess, "read_pieces", counted)
+    save_optimizer_states(engine, tmp_path / "cloned")
+    num_states = sum(len(engine.parameters.state_kinds(part.name)) for part in engine.parameter_slices)
+    assert len(copied) == (0 if num_allowed == 10_000 else num_states)
+    first, second = (
+        {path.name: path.read_bytes() for path in (tmp_path / name / "lohan").iterdir()}
+        for name in ("copied", "cloned")
+    )
+    assert first == second
+
+
+def test_a_clone_that_fails_for_good_is_an_error(
+    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = offload(tiny_model("llama"))
+    extents = records_in_files(engine, tmp_path / "records")
+    monkeypatch.setattr(engine.tiers.store, "extents", lambda block, kind: extents[block, kind])
+    monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(0, errno.EIO))
+    with pytest.raises(StorageError, match=r"cannot clone \d+ bytes into .*optimizer-00000"):
+        save_optimizer_states(engine, tmp_path)
+
+
+def test_a_disk_without_room_is_refused_before_anything_is_written(
+    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For clones too: they take room when the store writes its next version, in the middle of a step."""
+    engine = offload(tiny_model("llama"))
+    needed_bytes = sum(8 * block.state_numel for block in engine.layout.blocks)
+    usage = shutil.disk_usage(tmp_path)._replace(free=needed_bytes - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    with pytest.raises(StorageError, match=f"they need {needed_bytes:,} bytes and {needed_bytes - 1:,} are free"):
+        save_optimizer_states(engine, tmp_path)
+    assert not list((tmp_path / "lohan").iterdir())
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=needed_bytes))
+    save_optimizer_states(engine, tmp_path)
+
+
+def test_a_write_that_fails_gives_the_buffers_back(
+    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = offload(tiny_model("llama"))
+
+    def fail(path: Path, tensors: Any) -> None:
+        next(iter(tensors[0].pieces)), next(iter(tensors[0].pieces))  # in the middle of a parameter
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(optimizer_checkpoint, "write_safetensors", fail)
+    before = engine.tiers.states.num_free
+    with pytest.raises(OSError, match="broken") as _kept:
+        save_optimizer_states(engine, tmp_path)
+    assert engine.tiers.states.num_free == before

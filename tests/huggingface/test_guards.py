@@ -1,0 +1,128 @@
+"""What cannot be honoured exactly is refused: one line that names the value and says what to do."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
+from hf_lohan.testing.models import tiny_model
+
+
+def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
+    """Training arguments with values that could not all be given on this machine."""
+    args = TrainingArguments(str(folder), use_cpu=True, report_to=[])
+    values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
+    assert not set(changes) - {*values, "world_size"}, "no such argument any more"
+    return SimpleNamespace(**{**values, "world_size": 1, **changes})
+
+
+def refusal(call: Callable[[], object]) -> str:
+    with pytest.raises(ValueError) as refused:
+        call()
+    message = str(refused.value)
+    assert "\n" not in message
+    assert ";" in message or "," in message, "says what to do"
+    return message
+
+
+def test_the_defaults_are_fine(tmp_path: Path) -> None:
+    check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
+    check_arguments(arguments(tmp_path, optim="adamw_torch_fused", bf16=True))
+    check_model(tiny_model("llama"))
+    check_optimizers((None, None), None)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"fp16": True}, ["fp16=True", "bf16=True"]),
+        ({"fp16_full_eval": True}, ["fp16_full_eval=True"]),
+        ({"bf16_full_eval": True}, ["bf16_full_eval=True"]),
+        ({"optim": "adafactor"}, ["optim='adafactor'", "adamw_torch_fused"]),
+        ({"optim": "sgd"}, ["optim='sgd'", "adamw_torch"]),
+        ({"optim": "adamw_bnb_8bit"}, ["optim='adamw_bnb_8bit'"]),
+        ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
+        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant=True", "use_reentrant=False"]),
+        ({"deepspeed": {"zero_optimization": {}}}, ["DeepSpeed"]),
+        ({"world_size": 2}, ["has 2", "num_processes: 1"]),
+        ({"use_liger_kernel": True}, ["use_liger_kernel=True"]),
+        ({"torch_compile": True}, ["torch_compile=True"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_arguments_that_are_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
+    message = refusal(lambda: check_arguments(arguments(tmp_path, **changes)))
+    assert all(word in message for word in words), message
+
+
+def test_fsdp_is_refused() -> None:
+    args = arguments(Path("unused"), fsdp=["full_shard"])
+    assert "FSDP" in refusal(lambda: check_arguments(args))
+
+
+def test_wrapped_models_are_refused() -> None:
+    assert "DataParallel" in refusal(lambda: check_model(nn.DataParallel(nn.Linear(2, 2))))
+
+
+def test_quantized_and_dispatched_models_are_refused() -> None:
+    model = tiny_model("llama")
+    model.is_quantized = True
+    assert "quantized" in refusal(lambda: check_model(model))
+    model.is_quantized = False
+    model.hf_device_map = {"": "cpu"}
+    assert "device_map=" in refusal(lambda: check_model(model))
+
+
+def test_a_second_optimizer_is_refused() -> None:
+    mine = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    assert "optimizer was passed" in refusal(lambda: check_optimizers((mine, None), None))
+    assert "optimizer was passed" in refusal(lambda: check_optimizers((None, None), (torch.optim.SGD, {})))
+
+
+@pytest.mark.parametrize(
+    ("arguments_changes", "trainer_options", "words"),
+    [
+        ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {},
+         "use_reentrant=True"),
+        ({}, {"optimizers": (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None)}, "optimizer was passed"),
+        ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer was passed"),
+    ],
+)  # fmt: skip
+def test_trainer_asks_the_guards_before_it_does_anything(
+    arguments_changes: dict[str, Any], trainer_options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **arguments_changes)
+    with pytest.raises(ValueError, match=words):
+        hf_lohan.Trainer(tiny_model("llama"), args, offload="lohan", **trainer_options)
+    assert not (tmp_path / "out" / "lohan").exists()
+
+
+def test_without_offload_nothing_is_refused(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], optim="adafactor")
+    assert hf_lohan.Trainer(tiny_model("llama"), args).offload_engine is None
+
+
+def test_a_model_that_recomputes_reentrantly_is_refused(offload: Callable[..., OffloadEngine]) -> None:
+    model = tiny_model("llama").train()
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    assert "use_reentrant=False" in refusal(lambda: offload(model))
+    assert not any(parameter.isnan().any() for parameter in model.parameters())  # no weight was touched
+
+
+def test_a_model_of_several_dtypes_is_refused(offload: Callable[..., OffloadEngine]) -> None:
+    model = tiny_model("llama")
+    model.lm_head.to(torch.bfloat16)
+    assert "lm_head.weight" in refusal(lambda: offload(model))
+    assert model.lm_head.weight.isfinite().all()

@@ -1,0 +1,131 @@
+"""Adapters train over an offloaded base: only they change, and they are saved as PEFT saves them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.store import GRANULE_NUMEL
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+peft = pytest.importorskip("peft")
+
+MAX_STEPS = 4
+
+
+def adapted() -> Any:
+    torch.manual_seed(1)
+    config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+    return peft.get_peft_model(tiny_model("llama"), config)
+
+
+def rows() -> list[dict[str, Tensor]]:
+    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(2 * MAX_STEPS)]
+
+
+def arguments(folder: Path, **settings: Any) -> TrainingArguments:
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "max_steps": MAX_STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-2,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return TrainingArguments(str(folder), **{**defaults, **settings})
+
+
+def offloaded_trainer(folder: Path, **settings: Any) -> hf_lohan.Trainer:
+    offload = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
+    return hf_lohan.Trainer(adapted(), arguments(folder, **settings), train_dataset=rows(), offload=offload)
+
+
+def engine_of(trainer: hf_lohan.Trainer) -> OffloadEngine:
+    engine = trainer.offload_engine
+    assert engine is not None
+    return engine
+
+
+def weights_of(trainer: hf_lohan.Trainer) -> dict[str, Tensor]:
+    access = engine_of(trainer).parameters
+    return {name: access.read_parameter(name) for name, _ in trainer.model.named_parameters()}
+
+
+@pytest.fixture
+def stock(tmp_path: Path) -> StockTrainer:
+    trainer = StockTrainer(adapted(), arguments(tmp_path / "stock"), train_dataset=rows())
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.0])
+def test_adapters_train_as_with_the_stock_trainer(max_grad_norm: float, tmp_path: Path) -> None:
+    stock = StockTrainer(adapted(), arguments(tmp_path / "stock", max_grad_norm=max_grad_norm), train_dataset=rows())
+    stock.train()
+    ours = offloaded_trainer(tmp_path / "ours", max_grad_norm=max_grad_norm)
+    ours.train()
+    losses = [[row["loss"] for row in t.state.log_history if "loss" in row] for t in (stock, ours)]
+    assert losses[0] == losses[1]
+    found, before = weights_of(ours), dict(adapted().named_parameters())
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+        assert torch.equal(found[name], before[name]) == (not parameter.requires_grad), name
+    engine_of(ours).close()
+
+
+def test_only_adapters_have_states(tmp_path: Path) -> None:
+    trainer = offloaded_trainer(tmp_path)
+    trainer.train()
+    engine = engine_of(trainer)
+    trainable_numel = sum(part.numel for part in engine.parameter_slices if part.trainable)
+    state_numel = sum(spec.numel for spec in engine.layout.records if spec.kind == "exp_avg")
+    assert all(("lora_" in part.name) == part.trainable for part in engine.parameter_slices)
+    num_trained_blocks = sum(block.state_numel > 0 for block in engine.layout.blocks)
+    # Rounded up to a granule a block: frozen weights share none with trainable ones.
+    assert trainable_numel <= state_numel < trainable_numel + num_trained_blocks * GRANULE_NUMEL
+    assert {part.num_updates for part in engine.parameter_slices} == {0, MAX_STEPS}
+    engine.close()
+
+
+@pytest.mark.parametrize("save", ["save_pretrained", "save_model"])
+def test_the_adapters_are_saved_as_peft_saves_them(save: str, stock: StockTrainer, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    ours = offloaded_trainer(tmp_path / "ours")
+    ours.train()
+    stock.model.save_pretrained(tmp_path / "stock_adapters")
+    if save == "save_pretrained":
+        ours.model.save_pretrained(tmp_path / "adapters")
+    else:
+        ours.save_model(str(tmp_path / "adapters"))
+    engine_of(ours).close()
+    expected, found = (
+        load_file(tmp_path / folder / "adapter_model.safetensors") for folder in ("stock_adapters", "adapters")
+    )
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    loaded = peft.PeftModel.from_pretrained(tiny_model("llama"), tmp_path / "adapters").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(**tiny_batch()).logits, stock.model.eval()(**tiny_batch()).logits)
+
+
+def test_a_run_over_adapters_resumes(stock: StockTrainer, tmp_path: Path) -> None:
+    first = offloaded_trainer(tmp_path / "ours", save_strategy="steps", save_steps=2)
+    first.train()
+    engine_of(first).close()
+    second = offloaded_trainer(tmp_path / "ours")
+    second.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-2"))
+    found = weights_of(second)
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(found[name], parameter), name
+    engine_of(second).close()

@@ -1,0 +1,117 @@
+"""`save_pretrained` from the store writes what it writes from RAM."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.saving import StoredModel, StoredWeights
+from hf_lohan.testing.models import FAMILIES, tiny_model
+
+Offload = Callable[..., OffloadEngine]
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        part = load_file(path)
+        assert not found.keys() & part.keys()
+        found.update(part)
+    return found
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tensors_as_from_memory(family: str, shard_size: str, offload: Offload, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_shard_size": shard_size}
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "stock", **options)
+    offload(model)
+    model.save_pretrained(tmp_path / "ours", **options)
+    stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == stock.keys()
+    for name, tensor in stock.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(ours[name], tensor), name
+    num_shards = len(list((tmp_path / "ours").glob("*.safetensors")))
+    assert num_shards > 3 if shard_size == "100KB" else num_shards == 1
+    for name in ("config.json", "generation_config.json"):
+        files = [json.loads((tmp_path / folder / name).read_text()) for folder in ("stock", "ours")]
+        assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_is_loaded_by_plain_transformers(family: str, offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.float32
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+def test_bfloat16_weights_are_saved_as_they_compute(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    engine = offload(model, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, engine.parameters.read_parameter(name)), name
+
+
+def test_by_default_a_shard_takes_no_more_than_the_budget_allows(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama", num_layers=12)
+    engine = offload(model, cpu_memory="1500KiB", gpu_memory="1MiB")
+    model.save_pretrained(tmp_path)
+    largest_block_bytes = max(block.numel for block in engine.layout.blocks) * 4
+    assert isinstance(engine.config.cpu_memory, int)
+    allowed_bytes = max(largest_block_bytes, engine.config.cpu_memory // 8)
+    shards = list(tmp_path.glob("*.safetensors"))
+    assert len(shards) > 1
+    for shard in shards:
+        assert sum(tensor.nbytes for tensor in load_file(shard).values()) <= allowed_bytes
+
+
+def test_a_state_dict_that_is_passed_in_is_not_needed(offload: Offload, tmp_path: Path) -> None:
+    """Trainer and accelerate pass one, full of placeholders."""
+    model = tiny_model("llama")
+    expected = model.lm_head.weight.detach().clone()
+    offload(model)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], expected)
+
+
+def test_saving_leaves_the_model_as_it_was(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    offload(model)
+    before = set(vars(model))
+    model.save_pretrained(tmp_path / "first")
+    assert set(vars(model)) == before
+    with pytest.raises(TypeError):
+        model.save_pretrained(None)
+    assert set(vars(model)) == before
+    model.save_pretrained(tmp_path / "second")
+    assert tensors_in(tmp_path / "second").keys() == tensors_in(tmp_path / "first").keys()
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_aliases_of_tied_weights_are_found(family: str, offload: Offload) -> None:
+    model = tiny_model(family)
+    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = StoredWeights(StoredModel.of(offload(model)))
+    assert "lm_head.weight" in weights
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert set(weights) == parameters and len(weights) == len(parameters)
+    for name in parameters:
+        assert torch.equal(weights[name], stock[name]), name

@@ -1,0 +1,216 @@
+"""The record of a run: a line a step that adds up, a trace of all that worked, and the page that is made of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import TrainerCallback, TrainingArguments
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.huggingface.attachment import run_plan_of
+from hf_lohan.planner import HardwareProfile, plan_offload
+from hf_lohan.planning.step_floor import floor_by_resource_s
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
+
+NUM_STEPS, MORE_STEPS, BATCH_SIZE, ACCUMULATE, SEQUENCE_LENGTH = 6, 2, 2, 2, 16
+SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "resident_records": "none"}
+
+
+def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False) -> hf_lohan.Trainer:
+    rows = [
+        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
+        for seed in range(64)
+    ]
+    args = TrainingArguments(
+        str(folder),
+        use_cpu=True,
+        max_steps=num_steps,
+        per_device_train_batch_size=BATCH_SIZE,
+        gradient_accumulation_steps=ACCUMULATE,
+        logging_steps=2,
+        lr_scheduler_type="constant",
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    offload = {**SETTINGS, "trace": trace}
+    return hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=offload)
+
+
+def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
+    """Train and close: the losses, a weight, and what was planned for."""
+    trainer.train(**options)
+    engine = trainer.offload_engine
+    assert engine is not None
+    weight: Tensor = engine.parameters.read_parameter("model.layers.1.mlp.up_proj.weight")
+    plan = run_plan_of(engine)
+    assert plan is not None
+    setup = plan.setup()
+    engine.close()
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    return {"losses": losses, "weight": weight, "model": plan.model, "setup": setup}
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """In order; the last one of a step counts."""
+    lines = [json.loads(line) for line in (folder / "lohan" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
+    return list({line["step"]: line for line in lines}.values())
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
+    """A traced run, and what it left."""
+    folder = tmp_path_factory.mktemp("traced")
+    result = finish(trainer_in(folder, trace=True))
+    summary = json.loads((folder / "lohan" / "summary.json").read_text())
+    trace = json.loads((folder / "lohan" / "trace.json").read_text())
+    yield {"folder": folder, "lines": lines_of(folder), "summary": summary, "trace": trace, **result}
+
+
+def test_a_line_a_step(run: dict[str, Any]) -> None:
+    lines = run["lines"]
+    assert [line["step"] for line in lines] == list(range(1, NUM_STEPS + 1))
+    for line in lines:
+        assert line["num_tokens"] == ACCUMULATE * BATCH_SIZE * SEQUENCE_LENGTH
+        assert line["step_s"] >= line["between_s"] + line["forward_s"] + line["backward_s"]
+        assert not line["is_skipped"]
+        assert line["updates"] in ("deferred", "accepted", "redone")
+        assert line["anon_rss_bytes"] > 3 << 20
+        assert 0 < sum(line["cpu_pool_bytes"].values()) <= 3 << 20
+        assert 0 < line["device_slots_bytes"] <= 1 << 20
+        for lane in (COMPUTE, SSD_READ, CPU_OPTIMIZER):
+            assert 0 <= line["busy_s"].get(lane, 0.0) <= line["step_s"] + 1e-5
+        assert "weights" in line["waits_s"][COMPUTE_WAITS]
+
+
+def test_what_trainer_logged_stands_in_the_line_of_its_step(run: dict[str, Any]) -> None:
+    logged = {line["step"]: line["loss"] for line in run["lines"] if "loss" in line}
+    assert list(logged) == [2, 4, 6]
+    assert list(logged.values()) == run["losses"]
+    assert all({"grad_norm", "learning_rate"} <= line.keys() for line in run["lines"] if line["step"] in logged)
+
+
+def test_bytes_add_up_to_the_summarys(run: dict[str, Any]) -> None:
+    lines, summary = run["lines"], run["summary"]
+    for name, lane in (("ssd_read_bytes", SSD_READ), ("ssd_write_bytes", SSD_WRITE)):
+        during = sum(line[name] for line in lines) + lines[-1]["after"][name]
+        assert lines[0]["before"][name] + during == summary[name]
+        assert sum(part["bytes"].get(lane, 0) for part in (*lines, lines[-1]["after"])) == during
+    assert summary["is_finished"]
+    assert summary["num_planned_steps"] == NUM_STEPS
+
+
+def test_the_floor_is_below_the_prediction(run: dict[str, Any]) -> None:
+    summary = run["summary"]
+    floors = summary["floor_by_resource_s"]
+    assert 0 < max(floors.values()) <= summary["predicted_step_s"]
+    assert summary["prediction"]["step_s"] == summary["predicted_step_s"]
+    assert summary["measured_hardware"]["ssd"][0]["read_bytes_per_s"] > 0
+
+
+@pytest.mark.parametrize("mixed", [None, 0.1, 1.0, 3.0])
+def test_the_floor_is_one_however_drives_mix(run: dict[str, Any], mixed: float | None) -> None:
+    """``mixed``: how fast they read and write at once, to how fast they read or write."""
+    measured = HardwareProfile.from_mapping(run["summary"]["measured_hardware"])
+    read_bytes_per_s = measured.ssd_read_bytes_per_s
+    hardware = replace(
+        measured,
+        ssd_together_write_bytes_per_s=read_bytes_per_s,
+        ssd_mixed_bytes_per_s=None if mixed is None else mixed * read_bytes_per_s,
+    )
+    plan = plan_offload(run["model"], hardware, run["setup"])
+    floors = floor_by_resource_s(run["model"], hardware, run["setup"], plan.prediction)
+    assert floors["ssd"] >= plan.prediction.ssd_read_bytes_per_step / read_bytes_per_s * (1 - 1e-9)
+    assert max(floors.values()) <= plan.prediction.step_s * (1 + 1e-9)
+
+
+def test_the_trace_has_tasks_of_every_lane_that_worked(run: dict[str, Any]) -> None:
+    events = [event for event in run["trace"]["traceEvents"] if event["ph"] == "X"]
+    lanes = {event["cat"] for event in events}
+    assert lanes >= {COMPUTE, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, "step"}
+    assert all({"pid", "tid", "ts", "dur", "name"} <= event.keys() and event["dur"] >= 0 for event in events)
+    traced = {lane: sum(event["args"].get("bytes", 0) for event in events if event["cat"] == lane) for lane in lanes}
+    assert traced[SSD_READ] == run["summary"]["ssd_read_bytes"], "the trace begins before the store is opened"
+    assert traced[SSD_WRITE] == run["summary"]["ssd_write_bytes"]
+    steps = [event for event in events if event["cat"] == "step"]
+    assert [event["args"]["step"] for event in steps] == list(range(1, NUM_STEPS + 1))
+
+
+def test_neither_a_trace_nor_a_record_that_cannot_be_written_changes_a_number(
+    run: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "lohan" / "steps.jsonl").mkdir(parents=True)
+    untraced = finish(trainer_in(tmp_path))
+    assert untraced["losses"] == run["losses"]
+    assert torch.equal(untraced["weight"], run["weight"])
+    assert not (tmp_path / "lohan" / "trace.json").exists()
+    assert "steps are not recorded" in caplog.text
+
+
+class Break(TrainerCallback):
+    """Ends training after a step, as an interrupt would."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def test_a_run_that_breaks_off_is_told_until_there_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
+    broken = trainer_in(tmp_path, trace=True)
+    broken.add_callback(Break())
+    with pytest.raises(KeyboardInterrupt):
+        broken.train()
+    assert broken.offload_engine is not None
+    broken.offload_engine.close()
+    assert [line["step"] for line in lines_of(tmp_path)] == [1, 2, 3]
+    assert not json.loads((tmp_path / "lohan" / "summary.json").read_text())["is_finished"]
+    assert json.loads((tmp_path / "lohan" / "trace.json").read_text())["traceEvents"]
+    page = report_of(tmp_path)
+    assert f"it is at step 3 of {NUM_STEPS}" in page
+
+    steps = tmp_path / "lohan" / "steps.jsonl"
+    steps.write_text(steps.read_text() + '{"step": 4, "step_s": 1}\n{"step": 5, "st')  # committed it never was
+    finish(trainer_in(tmp_path, num_steps=3 + MORE_STEPS), resume_from_checkpoint="last_step")
+    lines = lines_of(tmp_path)
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert all("busy_s" in line for line in lines)
+    assert "before" in lines[3] and "after" in lines[4]
+
+
+def report_of(folder: Path) -> str:
+    output = folder / "report.html"
+    result = CliRunner().invoke(app, ["report", str(folder), "--output", str(output)])
+    assert result.exit_code == 0, result.stderr
+    assert str(output) in result.stdout
+    return output.read_text()
+
+
+def test_the_report_has_the_figures_and_needs_nothing_else(run: dict[str, Any]) -> None:
+    page, summary = report_of(run["folder"]), run["summary"]
+    assert "LlamaForCausalLM" in page
+    for chart in ("Step time", "Who was busy", "Who waited for what", "One step", "Memory", "SSD traffic", "Loss"):
+        assert f"<h2>{chart}" in page
+    assert re.search(r"The loss went from [\d.]+ at step 2 to [\d.]+ at step 6", page)
+    assert f"{run['losses'][-1]:.3f}" in page
+    assert f"{summary['num_planned_steps']} of {summary['num_planned_steps']} steps" in page
+    assert "3 MiB" in page and "resident_records" in page
+    charts = re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)
+    for chart in charts:
+        ElementTree.fromstring(chart)
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert len(charts) == 7 and len(ids) == len(set(ids))
+    outside = re.sub(r'xmlns(:xlink)?="[^"]+"', "", page)
+    assert not re.search(r"https?:|<script|<link|<img", outside)

@@ -1,0 +1,127 @@
+"""Every causal LM falls into blocks: its layers are found, and every parameter lies in exactly one block."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, NUM_LAYERS, model_of
+from torch import nn
+
+from hf_lohan.model import DiscoveryError, check_one_dtype, discover_blocks
+from hf_lohan.model.discovery import find_layers
+from hf_lohan.planner import SizeClass
+
+
+def on_meta(architecture: str) -> Any:
+    with torch.device("meta"):
+        return model_of(architecture)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_parameter_is_in_exactly_one_block(architecture: str) -> None:
+    model = on_meta(architecture)
+    blocks = discover_blocks(model).blocks
+    placed = Counter(part.parameter for block in blocks for part in block.slices)
+    assert set(placed.values()) == {1}
+    assert set(placed) == set(model.parameters())  # tied weights are one parameter here
+    assert {part.name for block in blocks for part in block.slices} == {name for name, _ in model.named_parameters()}
+    assert len({block.name for block in blocks}) == len(blocks)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_the_decoder_layers_are_the_layer_blocks(architecture: str) -> None:
+    model = on_meta(architecture)
+    found = discover_blocks(model)
+    layers = [block for block in found.blocks if block.size_class is SizeClass.LAYER]
+    assert len(layers) == len(found.layers) == NUM_LAYERS
+    modules = dict(model.named_modules())
+    for block in layers:
+        assert {part.parameter for part in block.slices} == set(modules[block.name].parameters())
+    position = {parameter: index for index, parameter in enumerate(model.parameters())}
+    starts = [position[block.slices[0].parameter] for block in layers]
+    assert starts == sorted(starts)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_whatever_a_module_owns_is_here_when_it_runs(architecture: str) -> None:
+    model = on_meta(architecture)
+    found = discover_blocks(model)
+    inside = {module for layer in found.layers for module in layer.modules()}
+    for module in model.modules():
+        is_layer = module in found.layers
+        owned = set(module.parameters(recurse=is_layer)) if is_layer or module not in inside else set()
+        brought = {part.parameter for block in found.needs.get(module, ()) for part in block.slices}
+        assert owned <= brought
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "opt", "bloom", "falcon", "qwen2_tied"])
+def test_tied_weights_stream_once_and_are_there_for_both(architecture: str) -> None:
+    model = on_meta(architecture)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    assert embedding.weight is head.weight
+    found = discover_blocks(model)
+    assert found.needs[embedding] == found.needs[head]
+    assert len(found.needs[head]) == 1
+
+
+def test_embeddings_have_slots_and_small_norms_stay_on_the_device() -> None:
+    by_class = {
+        size_class: [
+            part.name
+            for block in discover_blocks(on_meta("llama")).blocks
+            if block.size_class is size_class
+            for part in block.slices
+        ]
+        for size_class in SizeClass
+    }
+    assert by_class[SizeClass.OUTER] == ["model.embed_tokens.weight", "lm_head.weight"]
+    assert by_class[SizeClass.RESIDENT] == ["model.norm.weight"]
+
+
+class Part(nn.Module):
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+        self.second = nn.Linear(8, 8, dtype=dtype)
+
+
+class Whole(nn.Module):
+    def __init__(self, no_split: list[str] | None, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        if no_split is not None:
+            self._no_split_modules = no_split
+        self.parts = nn.ModuleList([Part(dtype), Part(dtype)])
+
+
+def test_no_split_modules_name_the_layers_where_the_base_class_does_not() -> None:
+    assert list(find_layers(Whole(["Part"]))) == ["parts.0", "parts.1"]
+
+
+def test_of_nested_candidates_the_outermost_is_a_layer() -> None:
+    assert list(find_layers(Whole(["Part", "Linear"]))) == ["parts.0", "parts.1"]
+
+
+@pytest.mark.parametrize("no_split", [None, [], ["Elsewhere"]])
+def test_a_model_without_layers_is_refused_by_name(no_split: list[str] | None) -> None:
+    with pytest.raises(DiscoveryError, match=r"^Whole has no"):
+        discover_blocks(Whole(no_split))
+
+
+def test_layers_that_no_split_does_not_name_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    model = on_meta("llama")
+    model._no_split_modules = ["Elsewhere"]
+    for module in model.modules():
+        module._no_split_modules = ["Elsewhere"]
+    with caplog.at_level(logging.WARNING):
+        assert len(find_layers(model)) == NUM_LAYERS
+    assert "LlamaDecoderLayer" in caplog.text and "Elsewhere" in caplog.text
+
+
+def test_several_dtypes_are_refused_with_examples() -> None:
+    check_one_dtype(discover_blocks(Whole(["Part"])).blocks)
+    with pytest.raises(ValueError, match=r"4 of torch\.float32 \(such as .*4 of torch\.bfloat16 \(such as parts"):
+        check_one_dtype(discover_blocks(Whole(["Part"], torch.bfloat16)).blocks)

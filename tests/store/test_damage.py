@@ -1,0 +1,237 @@
+"""Bits that flip on the disk: an error that says where, or the right data; never wrong data."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, last_commit
+from hf_lohan.testing.storage_doubles import FlippingBackend
+from hf_lohan.testing.stored_state import Content, aligned, content_of
+
+EngineFactory = Callable[..., IoEngine]
+
+MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
+RECORDS = (
+    RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
+    RecordSpec("a", "exp_avg", "float32", GRANULE_NUMEL),
+    RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
+    RecordSpec("a", "exp_avg_sq", "uint8", GRANULE_NUMEL),
+    RecordSpec("a", "moment_scales", "float32", 2 * GRANULE_NUMEL // 16),
+)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> list[StorePath]:
+    return [StorePath(str(tmp_path / "a"), 10**7), StorePath(str(tmp_path / "b"), 5 * 10**6)]
+
+
+@pytest.fixture
+def content(paths: list[StorePath], engine: IoEngine) -> Content:
+    """Of a store in ``paths`` of which a part is current in each home, and a part in neither is."""
+    random = Random(0)
+    with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2, stripe_bytes=20480) as store:
+        for record in RECORDS:
+            store.write(record.block, record.kind, 0, aligned(record, record.numel, random)).wait()
+        store.commit(log_lines=b"one\n")
+        for record in RECORDS[::2]:
+            store.write(record.block, record.kind, 0, aligned(record, record.granule_numel, random)).wait()
+        store.commit({"step": 2}, {"file": b"content"}, b"two\n")
+        return content_of(store)
+
+
+def flip(file: Path, byte: int, random: Random) -> None:
+    with file.open("r+b") as stream:
+        stream.seek(byte)
+        flipped = stream.read(1)[0] ^ 1 << random.randrange(8)
+        stream.seek(byte)
+        stream.write(bytes([flipped]))
+
+
+def current_bytes(store: Store) -> set[tuple[str, int]]:
+    """The sectors that hold what is committed."""
+    return {
+        (path, sector)
+        for record in store.records
+        for path, extent in store.extents(record.block, record.kind) or []
+        for sector in range(extent.file_offset // 4096, (extent.file_offset + extent.num_bytes) // 4096)
+    }
+
+
+def damaged_granules(store: Store, content: Content) -> list[CorruptionError]:
+    """Read all granules one by one, which must be right or refused."""
+    errors = []
+    for record in store.records:
+        for start in range(0, record.numel, record.granule_numel):
+            out = aligned(record, min(record.granule_numel, record.numel - start))
+            try:
+                store.read(record.block, record.kind, start, out).wait()
+            except CorruptionError as error:
+                errors.append(error)
+                assert f"{record.kind} of {record.block} is damaged" in str(error) and f"from {start} on" in str(error)
+            else:
+                start_byte = start * record.itemsize
+                expected = content[record.block, record.kind][start_byte:][: out.numel() * record.itemsize]
+                assert out.view(torch.uint8).numpy().tobytes() == expected
+    return errors
+
+
+@pytest.mark.parametrize("name", ["records-0.bin", "records-1.bin"])
+def test_a_flipped_bit_of_a_record_is_named_if_it_counts(
+    paths: list[StorePath], content: Content, engine: IoEngine, name: str
+) -> None:
+    random, num_named = Random(1), 0
+    for path in paths:
+        file = Path(path.path) / name
+        for sector in range(file.stat().st_size // 4096):
+            sound = file.read_bytes()
+            flip(file, sector * 4096 + random.randrange(4096), random)
+            with Store.open(paths, model=MODEL, engine=engine) as store:
+                errors = damaged_granules(store, content)
+                is_current = (str(file), sector) in current_bytes(store)
+                assert len(errors) == is_current
+                num_named += len(errors)
+                for error in errors:
+                    assert error.path in [str(Path(path.path) / name) for path in paths]
+                    assert error.offset is not None and error.offset % 4096 == 0
+                    assert f"{error.path} at byte {error.offset}: check the drive" in str(error)
+                    assert error.path != str(file) or error.offset <= sector * 4096
+            file.write_bytes(sound)
+    assert num_named > 0
+
+
+def test_a_flipped_bit_of_a_manifest_is_no_store(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    random = Random(2)
+    for path in paths:
+        file = Path(path.path) / "manifest.json"
+        sound = file.read_bytes()
+        for byte in range(len(sound)):
+            flip(file, byte, random)
+            try:
+                store = Store.open(paths, model=MODEL, engine=engine)
+            except ForeignStoreError as error:
+                assert "manifest.json" in str(error) and "\n" not in str(error)
+            else:  # one white space for another
+                assert json.loads(file.read_bytes()) == json.loads(sound)
+                store.close()
+            file.write_bytes(sound)
+    with Store.open(paths, model=MODEL, engine=engine) as store:
+        assert content_of(store) == content
+
+
+def test_a_flipped_bit_of_a_commit_is_named(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    random = Random(3)
+    file = Path(paths[0].path) / "commit.safetensors"
+    sound = file.read_bytes()
+    for byte in range(0, len(sound), 3):
+        flip(file, byte, random)
+        for look in (
+            lambda: Store.open(paths, model=MODEL, engine=engine),
+            lambda: last_commit([path.path for path in paths]),
+        ):
+            with pytest.raises(StorageError, match=r"commit\.safetensors: check the drive"):
+                look()
+        file.write_bytes(sound)
+
+
+def test_a_flipped_bit_of_the_log_is_named(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    file = Path(paths[0].path) / "log.jsonl"
+    for byte in range(file.stat().st_size):
+        sound = file.read_bytes()
+        flip(file, byte, Random(byte))
+        with Store.open(paths, model=MODEL, engine=engine) as store:
+            with pytest.raises(StorageError, match=r"the checksum is wrong of .*log\.jsonl"):
+                _ = store.log
+            assert content_of(store) == content
+        with pytest.raises(StorageError, match="the checksum is wrong"):
+            committed_log([path.path for path in paths])
+        file.write_bytes(sound)
+    assert committed_log([path.path for path in paths]) == b"one\ntwo\n"
+
+
+@pytest.mark.parametrize("verb", ["read", "write"])
+def test_a_bit_that_flips_on_its_way_is_noticed(
+    paths: list[StorePath], make_engine: EngineFactory, verb: str
+) -> None:
+    record = RECORDS[1]
+    engine = make_engine(FlippingBackend(verb, 2, bit=12345))
+    with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
+        values = aligned(record, record.numel, Random(0))
+        store.write("a", "exp_avg", 0, values).wait()
+        store.commit()
+        out = aligned(record, record.numel)
+        with pytest.raises(CorruptionError, match=r"exp_avg of a is damaged: .*records-0\.bin at byte \d+"):
+            store.read("a", "exp_avg", 0, out).wait()
+        if verb == "read":  # on the disk it is right
+            store.read("a", "exp_avg", 0, out).wait()
+            assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+
+
+def test_old_bytes_in_place_of_new_ones_are_noticed(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    """As a drive does that loses a write and says nothing."""
+    file = Path(paths[0].path) / "records-0.bin"
+    before = file.read_bytes()
+    with Store.open(paths, model=MODEL, engine=engine) as store:
+        record = RECORDS[0]  # current in home 1, so this goes to home 0
+        store.write("a", "param", 0, aligned(record, GRANULE_NUMEL, Random(9))).wait()
+        store.commit()
+    file.write_bytes(before)
+    with (
+        Store.open(paths, model=MODEL, engine=engine) as store,
+        pytest.raises(CorruptionError, match="param of a is damaged"),
+    ):
+        content_of(store)
+
+
+@pytest.mark.parametrize("name", ["commit.safetensors", "manifest.json", "records-0.bin", "records-1.bin", "lock"])
+def test_links_in_a_store_lead_nowhere(
+    tmp_path: Path, paths: list[StorePath], content: Content, engine: IoEngine, name: str
+) -> None:
+    file = Path(paths[0].path) / name
+    outside = tmp_path / "outside"
+    file.rename(outside)
+    file.symlink_to(outside)
+    before = outside.read_bytes()
+    with pytest.raises(StorageError, match=rf"{name} \(Too many levels of symbolic links\)"):
+        Store.open(paths, model=MODEL, engine=engine)
+    assert outside.read_bytes() == before
+
+
+def test_all_files_are_private(paths: list[StorePath], content: Content, engine: IoEngine) -> None:
+    old_mask = os.umask(0)
+    try:
+        with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:
+            store.commit({}, {}, b"line\n")
+            store.scratch((RecordSpec("a", "gradient", "float32", 2048),))
+            files = [file for path in paths for file in Path(path.path).iterdir()]
+            assert {file.name for file in files} == {
+                "records-0.bin",
+                "records-1.bin",
+                "gradients.bin",
+                "manifest.json",
+                "commit.safetensors",
+                "log.jsonl",
+                "lock",
+            }
+            assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
+            assert {stat.S_IMODE(os.stat(path.path).st_mode) for path in paths} == {0o700}
+    finally:
+        os.umask(old_mask)
+
+
+@pytest.mark.parametrize("name", ["commit.safetensors", "log.jsonl", "records-1.bin", "gradients.bin"])
+def test_files_of_somebody_else_survive(tmp_path: Path, engine: IoEngine, name: str) -> None:
+    for make in (lambda: (tmp_path / name).write_text("precious"), lambda: (tmp_path / name).symlink_to("nowhere")):
+        make()
+        with pytest.raises(ForeignStoreError, match=f"holds {name} but no store: choose another"):
+            Store.create([StorePath(str(tmp_path))], RECORDS, model=MODEL, engine=engine)
+        assert [entry.name for entry in tmp_path.iterdir()] == [name]
+        (tmp_path / name).unlink()

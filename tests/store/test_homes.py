@@ -1,0 +1,167 @@
+"""What a store takes, keeps and refuses with one home or two for each record."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from versioned_stores import CHECKPOINT, MODEL, RECORDS, fill, new_store
+
+from hf_lohan.files import ForeignStoreError, IoEngine, StorageError, StorePath, TornStoreError
+from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store, last_commit
+from hf_lohan.store.commit import read_commit, write_commit
+from hf_lohan.testing.stored_state import aligned, content_of
+
+
+def test_frozen_records_loaded_again_do_not_harm_the_commit(tmp_path: Path, engine: IoEngine) -> None:
+    frozen = (RECORDS[3],)
+    with new_store(tmp_path, engine, 2) as store:
+        fill(store, RECORDS, Random(1))
+        store.commit()
+        before = content_of(store)
+        store.begin_anew()
+        store.write("frozen", "param", 0, _tensor(before["frozen", "param"], RECORDS[3])).wait()
+        store.drop()
+        assert content_of(store) == before
+        fill(store, frozen, Random(2))
+        with pytest.raises(TornStoreError):
+            store.drop()
+        paths = store.paths
+    with pytest.raises(TornStoreError, match="resume from a checkpoint"):
+        Store.open(paths, model=MODEL, engine=engine)
+
+
+def test_nothing_versioned_needs_no_second_room(tmp_path: Path, engine: IoEngine) -> None:
+    frozen = (RECORDS[3],)
+    with new_store(tmp_path, engine, 2, frozen) as store:
+        assert store.size_bytes == frozen[0].num_bytes and store.num_homes == 2
+        fill(store, frozen, Random(1))
+        store.commit()
+        before, paths = content_of(store), store.paths
+    assert [(Path(path.path) / "records-1.bin").stat().st_size for path in paths] == [0, 0]
+    with Store.open(paths, model=MODEL, engine=engine) as store:
+        assert content_of(store) == before
+
+
+def test_two_homes_take_the_versioned_part_twice(tmp_path: Path, engine: IoEngine) -> None:
+    with new_store(tmp_path, engine, 2) as store:
+        twice = sum(record.versioned_numel * record.itemsize for record in RECORDS)
+        assert store.size_bytes == sum(record.num_bytes for record in RECORDS) + twice
+        on_disk = [file for path in store.paths for file in Path(path.path).glob("records-*.bin")]
+        assert sum(file.stat().st_size for file in on_disk) == store.size_bytes
+
+
+def test_extents_hold_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) -> None:
+    with new_store(tmp_path, engine, 2) as store:
+        assert store.extents("a", "param") is None
+        for seed in (1, 2):
+            fill(store, RECORDS, Random(seed))
+            store.commit()
+        store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, Random(3))).wait()  # a draft
+        store.sync()
+        content = content_of(store)
+        for name in (("a", "param"), ("tail", "param"), ("frozen", "param")):
+            extents = store.extents(*name)
+            assert extents is not None
+            parts = []
+            for path, extent in extents:
+                with open(path, "rb") as file:
+                    file.seek(extent.file_offset)
+                    parts.append(file.read(extent.num_bytes))
+            assert b"".join(parts) == content[name]
+        store.begin_anew()
+        assert store.extents("a", "param") is None
+
+
+def test_a_torn_store_is_whole_after_the_next_commit(tmp_path: Path, engine: IoEngine) -> None:
+    with new_store(tmp_path, engine, 1) as store:
+        fill(store, RECORDS, Random(1))
+        store.commit({"last_checkpoint": CHECKPOINT}, {"file": b"1"}, b"line\n")
+        fill(store, RECORDS[:1], Random(2))
+        assert store.committed is not None and store.committed.journal == {"file": b"1"} and store.log == b"line\n"
+        marked = last_commit([path.path for path in store.paths])
+        assert marked is not None and marked.is_torn
+        store.commit({}, {}, b"more\n")
+        assert store.log == b"line\nmore\n"
+        after, paths = content_of(store), store.paths
+    with Store.open(paths, model=MODEL, engine=engine) as store:
+        assert content_of(store) == after
+
+
+def test_parts_of_two_stores_are_not_mixed(tmp_path: Path, engine: IoEngine) -> None:
+    for name in ("one", "two"):
+        with new_store(tmp_path / name, engine, 2) as store:
+            fill(store, RECORDS, Random(name))
+            store.commit()
+    mine, theirs = ([StorePath(str(tmp_path / name / part)) for part in "ab"] for name in ("one", "two"))
+    with pytest.raises(ForeignStoreError, match="parts of different stores"):
+        Store.open([mine[0], theirs[1]], model=MODEL, engine=engine)
+    shutil.copy(Path(theirs[0].path) / "commit.safetensors", mine[0].path)
+    for look in (lambda: Store.open(mine, model=MODEL, engine=engine), lambda: last_commit([p.path for p in mine])):
+        with pytest.raises(ForeignStoreError, match="belongs to another store than its manifest"):
+            look()
+
+
+def test_a_commit_that_does_not_fit_its_manifest_is_refused(tmp_path: Path, engine: IoEngine) -> None:
+    with new_store(tmp_path, engine, 1) as store:
+        store.commit()
+        paths = store.paths
+    commit = read_commit(paths[0].path)
+    assert commit is not None
+    commit.home[0] = 1
+    write_commit(commit, paths[0].path)
+    with pytest.raises(ForeignStoreError, match=r"does not fit its manifest .*homes that do not exist"):
+        Store.open(paths, model=MODEL, engine=engine)
+
+
+def test_a_store_that_is_half_made_is_made_again_but_never_one_with_a_commit(tmp_path: Path, engine: IoEngine) -> None:
+    new_store(tmp_path, engine, 2).close()
+    paths = [StorePath(str(tmp_path / part), 10**7) for part in "ab"]
+    (tmp_path / "b" / "manifest.json").unlink()
+    with pytest.raises(StorageError, match=r"there is no store in .*/b"):
+        Store.open(paths, model=MODEL, engine=engine)
+    with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine) as store:
+        fill(store, RECORDS, Random(1))
+        store.commit()
+    (tmp_path / "b" / "manifest.json").rename(tmp_path / "b" / "away")
+    with pytest.raises(StorageError, match=r"there is no store in .*/b"):
+        Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine)
+    (tmp_path / "b" / "away").rename(tmp_path / "b" / "manifest.json")
+    other = StorePath(str(tmp_path / "c"), 10**7)
+    with pytest.raises(StorageError, match=r"there is no store in .*/c"):  # the commit is in a
+        Store.open_or_create([paths[1], other], RECORDS, model=MODEL, engine=engine)
+
+
+@pytest.mark.parametrize(("durability", "num_homes"), [("auto", 2), ("step", 2), ("checkpoint", 1)])
+def test_durability_decides_the_homes_and_stays(
+    tmp_path: Path, engine: IoEngine, durability: Any, num_homes: int
+) -> None:
+    paths = [StorePath(str(tmp_path), 10**7)]
+    with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability=durability) as store:
+        assert store.num_homes == num_homes
+    with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine) as store:
+        assert store.num_homes == num_homes
+    other: Any = "step" if num_homes == 1 else "checkpoint"
+    with pytest.raises(ForeignStoreError, match=f"not '{other}': keep that setting"):
+        Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability=other)
+
+
+def test_auto_takes_one_home_where_two_do_not_fit_beside_the_scratch(tmp_path: Path, engine: IoEngine) -> None:
+    once = sum(record.num_bytes for record in RECORDS)
+    twice = once + sum(record.versioned_numel * record.itemsize for record in RECORDS)
+    scratch = (RecordSpec("a", "gradient", "float32", 2048),)
+    for extra_bytes, num_homes in ((-1, 1), (0, 2)):
+        paths = [StorePath(str(tmp_path / str(num_homes)), twice + 8192 + extra_bytes)]
+        with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, scratch=scratch) as store:
+            assert store.num_homes == num_homes
+            store.scratch(scratch)
+
+
+def _tensor(content: bytes, record: RecordSpec) -> torch.Tensor:
+    out = aligned(record, record.numel)
+    out.view(torch.uint8).copy_(torch.frombuffer(bytearray(content), dtype=torch.uint8))
+    return out

@@ -1,0 +1,147 @@
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorePath
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store.manifest import sealed
+
+Records = tuple[RecordSpec, ...]
+
+
+@pytest.fixture
+def manifests(paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine) -> list[Path]:
+    """The manifest files of a store that is closed."""
+    Store.create(paths, records, model=model, engine=engine).close()
+    return [Path(path.path) / "manifest.json" for path in paths]
+
+
+def edit(file: Path, **changes: Any) -> None:
+    file.write_text(json.dumps(sealed(json.loads(file.read_text()) | changes)))
+
+
+def test_paths_differ_in_their_index_only(manifests: list[Path], records: Records) -> None:
+    first, second = (json.loads(file.read_text()) for file in manifests)
+    assert (first.pop("path_index"), second.pop("path_index")) == (0, 1)
+    assert first.pop("xxh3") != second.pop("xxh3")
+    assert first == second
+    assert (first["format_version"], first["num_homes"]) == (2, 1)
+    assert first["model"] == {
+        "model_class": "LlamaForCausalLM",
+        "num_parameters": 12345,
+        "fingerprint": "abc",
+        "optimizer_state_dtype": "float32",
+    }
+    assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
+
+
+@pytest.mark.parametrize(
+    ("version", "advice"), [(3, "upgrade"), (1, r"delete the store \(checkpoints still resume\)")]
+)
+def test_another_format_is_refused(
+    manifests: list[Path],
+    paths: list[StorePath],
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    version: int,
+    advice: str,
+) -> None:
+    edit(manifests[1], format_version=version)
+    before = manifests[1].read_text()
+    attempts: tuple[Callable[[], Store], ...] = (
+        lambda: Store.open(paths, model=model, engine=engine),
+        lambda: Store.create(paths, records, model=model, engine=engine),
+        lambda: Store.open_or_create(paths, records, model=model, engine=engine),
+    )
+    for attempt in attempts:
+        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 2: {advice}"):
+            attempt()
+    assert manifests[1].read_text() == before
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", "null", '{"format_version": 2}', "\x00\xff", '{"format_version": "x"}']
+)
+def test_a_damaged_manifest_is_refused(
+    manifests: list[Path],
+    paths: list[StorePath],
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    text: str,
+) -> None:
+    manifests[0].write_bytes(text.encode("latin-1"))
+    with pytest.raises(ForeignStoreError, match=r"manifest\.json is damaged or not a store's manifest"):
+        Store.open(paths, model=model, engine=engine)
+    with pytest.raises(ForeignStoreError, match="damaged"):
+        Store.create(paths, records, model=model, engine=engine)
+
+
+def test_a_manifest_from_before_there_was_a_choice_is_of_float32_states(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine
+) -> None:
+    for file in manifests:
+        identity = json.loads(file.read_text())["model"]
+        del identity["optimizer_state_dtype"]
+        edit(file, model=identity)
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert store.model == model and model.optimizer_state_dtype == "float32"
+
+
+@pytest.mark.parametrize("change", [{"num_homes": 2}, {"store_id": "other"}, {"path_index": 1}])
+def test_a_manifest_that_was_changed_is_refused(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine, change: dict[str, Any]
+) -> None:
+    manifests[0].write_text(json.dumps(json.loads(manifests[0].read_text()) | change))
+    with pytest.raises(ForeignStoreError, match="its checksum is wrong"):
+        Store.open(paths, model=model, engine=engine)
+
+
+def test_an_index_out_of_range_or_given_twice_is_refused(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine
+) -> None:
+    edit(manifests[1], path_index=2)
+    with pytest.raises(ForeignStoreError, match="path_index 2 is out of range"):
+        Store.open(paths, model=model, engine=engine)
+    edit(manifests[1], path_index=0)
+    with pytest.raises(ForeignStoreError, match="over 2 paths, 2 given"):
+        Store.open(paths, model=model, engine=engine)
+
+
+def test_paths_in_a_manifest_are_never_followed(
+    manifests: list[Path], paths: list[StorePath], model: ModelIdentity, engine: IoEngine, tmp_path: Path
+) -> None:
+    for file in manifests:
+        layout = json.loads(file.read_text())["layout"]
+        for entry in layout["paths"]:
+            entry["path"] = str(tmp_path / "elsewhere")
+        edit(file, layout=layout)
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert [path.path for path in store.paths] == [path.path for path in paths]
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_a_rewrite_that_fails_keeps_nothing_half_written(
+    paths: list[StorePath],
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def full_disk(source: str, target: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full_disk)
+    with pytest.raises(CapacityError, match=r"/a/manifest\.json needs [\d,]+ bytes .* but its free space .* is [\d,]+"):
+        Store.create(paths, records, model=model, engine=engine)
+    left = {file.name for path in paths for file in Path(path.path).iterdir()}
+    assert left == {"lock"}
+    monkeypatch.undo()
+    Store.create(paths, records, model=model, engine=engine).close()

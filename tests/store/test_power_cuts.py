@@ -1,0 +1,268 @@
+"""The power is cut after every call that changes a file; what is found then is a committed state, to the bit."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+
+import pytest
+
+from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
+from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
+from hf_lohan.testing.stored_state import Content, aligned, content_of
+
+MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
+RECORDS = (
+    RecordSpec("a", "param", "bfloat16", 2 * GRANULE_NUMEL - 2048),
+    RecordSpec("tail", "param", "bfloat16", 2 * GRANULE_NUMEL, versioned_numel=GRANULE_NUMEL),
+)
+
+
+@dataclass(frozen=True)
+class Found:
+    """A state that a commit made, or was to make; ``key`` is among its facts."""
+
+    key: str
+    content: Content
+    log: bytes
+
+
+@dataclass(frozen=True)
+class Mark:
+    """What may be found from here on. A commit that ``is_sure`` has returned: nothing older may be found."""
+
+    state: Found
+    is_sure: bool
+
+
+class Run:
+    """A store on a disk that remembers; its commits are marks among the calls."""
+
+    def __init__(self, disk: RecordedDisk, engine: IoEngine, *, num_paths: int, num_homes: int) -> None:
+        self.disk = disk
+        self.paths = [StorePath(str(disk.root / str(i)), 10**6) for i in range(num_paths)]
+        self.random = Random(num_paths)
+        self.frozen = aligned(RECORDS[1], GRANULE_NUMEL, self.random)
+        for path in self.paths:
+            Path(path.path).mkdir(parents=True, exist_ok=True)
+        self.store = Store.create(
+            self.paths, RECORDS, model=MODEL, engine=engine, num_homes=num_homes, stripe_bytes=8192
+        )
+        disk.mark(Mark(Found("", content_of(self.store), b""), is_sure=True))
+
+    def write(self) -> None:
+        """Some of the versioned granules, and the frozen one with its own bytes again."""
+        record = self.random.choice(RECORDS)
+        self.store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, self.random)).wait()
+        if self.random.random() < 0.5:
+            rest = aligned(RECORDS[0], GRANULE_NUMEL - 2048, self.random)
+            self.store.write("a", "param", GRANULE_NUMEL, rest).wait()
+        self.store.write("tail", "param", GRANULE_NUMEL, self.frozen).wait()
+
+    def commit(self, key: str, *, keep_log: bool = True) -> None:
+        lines = f"{key}\n".encode()
+        state = Found(key, content_of(self.store), (self.store.log if keep_log else b"") + lines)
+        self.disk.mark(Mark(state, is_sure=False))
+        self.store.commit({"key": key}, {"file": key.encode()}, lines, keep_log=keep_log)
+        self.disk.mark(Mark(state, is_sure=True))
+
+    def commit_fails(self, key: str) -> None:
+        """At its very end: nobody knows which of two commits a power cut would leave."""
+        before = self.store.committed
+        self.disk.fail(2, errno.EIO, after="rename")
+        with pytest.raises(StorageError, match=r"cannot write .*commit\.safetensors"):
+            self.commit(key)
+        assert self.disk.calls[-1].name == "rename" and self.store.committed is before
+
+    def live_through_much(self) -> None:
+        for key in ("1", "2", "3"):
+            self.write()
+            self.commit(key)
+        self.write()
+        self.write()
+        self.commit("4", keep_log=False)
+        self.commit_fails("5")
+        self.write()
+        self.commit("6")
+        self.store.begin_anew()
+        self.write()
+        self.commit("7")
+        self.write()
+
+    def step_back(self) -> None:
+        """What takes two homes."""
+        self.store.drop()
+        self.write()
+        self.commit("8")
+        self.write()
+        self.commit_fails("9")
+        self.store.drop()
+        self.write()
+        self.write()
+        self.commit("10", keep_log=False)
+        self.store.begin_anew()
+        self.write()
+        self.store.drop()
+        self.write()
+
+
+def cut_after_each_call(run: Run, image: Path, engine: IoEngine, random: Random) -> set[str]:
+    """Check what is found after each cut. Returns the keys of the commits that were, "torn" for stores that were."""
+    cut = PowerCut()
+    allowed: dict[str, Found] = {}
+    keys = set()
+    for call in run.disk.calls:
+        if call.name == "mark":
+            if call.mark.is_sure:
+                allowed.clear()
+            allowed[call.mark.state.key] = call.mark.state
+            continue
+        cut.apply(call)
+        if allowed:  # the store is there
+            cut.write_image(image, random)
+            keys.add(found_in(image, run, engine, allowed))
+            shutil.rmtree(image)
+    return keys
+
+
+def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found]) -> str:
+    paths = [StorePath(str(image / Path(path.path).name), path.capacity_bytes) for path in run.paths]
+    try:
+        store = Store.open(paths, model=MODEL, engine=engine)
+    except TornStoreError:
+        assert run.store.num_homes == 1
+        return "torn"
+    with store:
+        committed = store.committed
+        key = committed.facts["key"] if committed is not None else ""
+        assert key in allowed
+        assert content_of(store) == allowed[key].content and store.log == allowed[key].log
+        assert committed is None or committed.journal == {"file": key.encode()}
+        # It can go on from there.
+        store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, run.random)).wait()
+        if run.store.num_homes == 2:
+            store.drop()
+            assert content_of(store) == allowed[key].content
+        store.commit({"key": "after"}, {}, b"after\n")
+        assert store.log == allowed[key].log + b"after\n"
+    return key
+
+
+@pytest.mark.parametrize("num_paths", [1, 2, 3])
+def test_with_two_homes_there_is_always_a_whole_state(
+    ram_folder: Path, engine: IoEngine, num_paths: int
+) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
+        run = Run(disk, engine, num_paths=num_paths, num_homes=2)
+        run.live_through_much()
+        run.step_back()
+        run.store.close()
+    keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
+    assert keys >= {"", "1", "2", "3", "4", "6", "7", "8", "10"}  # 5 and 9 may be found, or not
+
+
+@pytest.mark.parametrize("num_paths", [1, 2])
+def test_with_one_home_a_state_is_whole_or_known_to_be_torn(
+    ram_folder: Path, engine: IoEngine, num_paths: int
+) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
+        run = Run(disk, engine, num_paths=num_paths, num_homes=1)
+        run.live_through_much()
+        run.store.close()
+    keys = cut_after_each_call(run, ram_folder / "image", engine, Random(num_paths))
+    assert keys >= {"", "torn", "1", "2", "3", "4", "6", "7"}
+
+
+def test_a_run_that_dies_while_it_makes_its_store_leaves_nothing_in_the_way(ram_folder: Path, engine: IoEngine) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
+        for key in ("1", "2"):  # in place of nothing, and of a store
+            run = Run(disk, engine, num_paths=2, num_homes=2)
+            run.write()
+            run.commit(key)
+            run.store.close()
+    keys = set()
+    for seed in range(3):
+        image, random, cut = ram_folder / "image", Random(seed), PowerCut()
+        for path in run.paths:
+            cut.add_folder(Path(path.path).name)
+        for call in disk.calls:
+            cut.apply(call)
+            cut.write_image(image, random)
+            paths = [StorePath(str(image / Path(path.path).name), path.capacity_bytes) for path in run.paths]
+            with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine) as store:
+                keys.add(store.committed.facts["key"] if store.committed is not None else "")
+                assert any(map(any, content_of(store).values())) == (store.committed is not None)
+            shutil.rmtree(image)
+    assert keys == {"", "1", "2"}
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("retries", [True, False])
+def test_a_commit_that_fails_in_any_call_is_none_and_can_be_tried_again(
+    ram_folder: Path, engine: IoEngine, code: int, retries: bool
+) -> None:
+    num_failed = 0
+    for call in range(1, 100):
+        root = ram_folder / str(call)
+        with RecordedDisk(root) as disk:
+            run = Run(disk, engine, num_paths=2, num_homes=2)
+            run.write()
+            run.commit("1")
+            before = content_of(run.store)
+            run.write()
+            draft = content_of(run.store)
+            disk.fail(call, code)
+            try:
+                run.commit("2")
+            except (StorageError, CapacityError) as error:
+                num_failed += 1
+                _is_named(error, code)
+            else:
+                break
+            assert run.store.committed is not None and run.store.committed.facts == {"key": "1"}
+            assert run.store.log == b"1\n" and run.store.has_drafts and content_of(run.store) == draft
+            if not retries:
+                run.store.drop()
+                assert content_of(run.store) == before
+                run.write()
+                draft = content_of(run.store)
+            run.commit("2, again")
+            run.store.close()
+        with Store.open(run.paths, model=MODEL, engine=engine) as store:
+            assert content_of(store) == draft and store.log == b"1\n2, again\n"
+        shutil.rmtree(root)
+    # Two files of two homes, synced; the log opened, cut, written, synced; the commit opened, written, synced, renamed,
+    # its directory opened and synced.
+    assert num_failed == 4 + 4 + 6
+
+
+def _is_named(error: Exception, code: int) -> None:
+    name = r"(records-[01]\.bin|log\.jsonl|commit\.safetensors)"
+    if code == errno.ENOSPC:
+        with pytest.raises(CapacityError, match=rf"/{name} needs [\d,]+ bytes.* but its free space .* is [\d,]+ bytes"):
+            raise error
+    else:
+        with pytest.raises(StorageError, match=rf"cannot (sync|write) .*/{name} \(Input/output error\): "):
+            raise error
+
+
+def test_a_store_that_cannot_be_marked_torn_is_not_written(ram_folder: Path, engine: IoEngine) -> None:
+    with RecordedDisk(ram_folder / "disk") as disk:
+        run = Run(disk, engine, num_paths=1, num_homes=1)
+        run.write()
+        run.commit("1")
+        before = content_of(run.store)
+        for call in range(1, 7):
+            disk.fail(call, errno.EIO)
+            with pytest.raises(StorageError, match=r"cannot write .*commit\.safetensors"):
+                run.write()
+            assert content_of(run.store) == before and not run.store.has_drafts
+            run.store.drop()
+        run.store.write("tail", "param", GRANULE_NUMEL, run.frozen).wait()  # harms nothing, so the mark comes off again
+        run.store.close()
+    with Store.open(run.paths, model=MODEL, engine=engine) as store:
+        assert content_of(store) == before

@@ -1,0 +1,138 @@
+"""What only a second process or a really full disk can show."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CapacityError, IoEngine, StorageError, StoreInUseError, StorePath
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+
+ROOT = Path(__file__).parents[2]
+HOLDER = """
+import sys, torch
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+paths = [StorePath(path, 1 << 20) for path in sys.argv[1:]]
+record = RecordSpec("layers.0", "param", "float32", 8192)
+store = Store.create(paths, [record], model=ModelIdentity("Llama", 1, "abc"), engine=IoEngine(1, 4096, 65536))
+store.write("layers.0", "param", 0, mapped_empty(32768).view(torch.float32).fill_(7)).wait()
+store.commit()
+store.scratch([RecordSpec("layers.0", "gradient", "float32", 2048)])
+print("holding", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def holder(paths: list[StorePath]) -> Iterator[subprocess.Popen[str]]:
+    """Another process that holds the store in ``paths``."""
+    command = [sys.executable, "-c", HOLDER, *(path.path for path in paths)]
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    with process:
+        assert process.stdout is not None and process.stdout.readline() == "holding\n"
+        yield process
+        process.kill()
+
+
+def test_a_store_held_by_another_process_names_it(
+    holder: subprocess.Popen[str], paths: list[StorePath], engine: IoEngine
+) -> None:
+    with pytest.raises(StoreInUseError, match=rf"/a is in use by process {holder.pid}: end that run"):
+        Store.open(paths, model=None, engine=engine)
+
+
+def test_a_killed_process_leaves_a_store_that_opens(
+    holder: subprocess.Popen[str], paths: list[StorePath], engine: IoEngine
+) -> None:
+    assert (Path(paths[0].path) / "gradients.bin").exists()
+    holder.send_signal(signal.SIGKILL)
+    holder.wait()
+    out = mapped_empty(32768).view(torch.float32)
+    with Store.open(paths, model=ModelIdentity("Llama", 1, "abc"), engine=engine) as store:
+        store.read("layers.0", "param", 0, out).wait()
+        assert (out == 7).all()
+        assert not any((Path(path.path) / "gradients.bin").exists() for path in paths)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(disk)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"this environment cannot mount: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_small_disk_is_measured_before_anything_is_written(
+    small_disk: Path, engine: IoEngine, model: ModelIdentity
+) -> None:
+    two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
+    for capacity_bytes, limit in ((None, "capacity"), (1 << 30, "free space")):
+        with pytest.raises(
+            CapacityError, match=rf"needs 2,097,152 bytes .* its {limit} is 1,0\d\d,\d+ bytes"
+        ):
+            path = StorePath(str(small_disk / "store"), capacity_bytes)
+            Store.create([path], two_mib, model=model, engine=engine)
+    assert not list(small_disk.iterdir())
+
+
+def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_clean(
+    small_disk: Path, engine: IoEngine, model: ModelIdentity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "hf_lohan.files.directories.free_bytes", lambda path: 1 << 30
+    )  # it was free when checked
+    two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
+    path = StorePath(str(small_disk / "store"))
+    with pytest.raises(
+        CapacityError, match=r"records-0\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"
+    ):
+        Store.create([path], two_mib, model=model, engine=engine)
+    assert [entry.name for entry in (small_disk / "store").iterdir()] == ["lock"]
+
+
+def test_a_full_disk_does_not_stop_a_store_that_has_its_room(
+    small_disk: Path, engine: IoEngine, model: ModelIdentity
+) -> None:
+    half = RecordSpec("layers.0", "param", "float32", 1 << 17)
+    with Store.create([StorePath(str(small_disk / "store"))], [half], model=model, engine=engine) as store:
+        with (
+            (small_disk / "ballast").open("wb", buffering=0) as ballast,
+            pytest.raises(OSError, match="No space"),
+        ):
+            while True:
+                ballast.write(bytes(4096))
+        values = mapped_empty(1 << 19).random_(0, 256).view(torch.float32)
+        store.write("layers.0", "param", 0, values).wait()
+        store.sync()
+        out = mapped_empty(1 << 19).view(torch.float32)
+        store.read("layers.0", "param", 0, out).wait()
+        assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
+        with pytest.raises(CapacityError, match="needs"):
+            store.scratch([half])
+    assert not (small_disk / "store" / "gradients.bin").exists()
+
+
+def test_a_read_only_file_system_is_named(small_disk: Path, engine: IoEngine, model: ModelIdentity) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    with pytest.raises(StorageError, match=r"/store \(Read-only file system\): choose a directory"):
+        record = RecordSpec("layers.0", "param", "float32", 2048)
+        Store.create([StorePath(str(small_disk / "store"))], [record], model=model, engine=engine)

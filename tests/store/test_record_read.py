@@ -1,0 +1,87 @@
+"""Reads that are verified by who uses them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_lohan.files import CorruptionError, IoEngine, StorePath
+from hf_lohan.store import RecordFiles, RecordRead, RecordSpec, StoreLayout
+
+RECORD = RecordSpec("block", "exp_avg", "float32", 8192)
+GRANULE = 2048
+Values = Callable[[RecordSpec, int], torch.Tensor]
+
+
+@pytest.fixture
+def files(tmp_path: Path, engine: IoEngine) -> Iterator[RecordFiles]:
+    layout = StoreLayout((RECORD,), (StorePath(str(tmp_path), 1),))
+    with RecordFiles.create(layout, [str(tmp_path)], "r.bin", engine, granule_numel=GRANULE) as files:
+        yield files
+
+
+@pytest.fixture
+def damaged(files: RecordFiles, random_values: Values, tmp_path: Path) -> RecordRead:
+    """A read of a record that has a bit wrong in its third granule of four."""
+    files.write("block", "exp_avg", 0, random_values(RECORD, RECORD.numel)).wait()
+    with (tmp_path / "r.bin").open("r+b") as stream:
+        stream.seek(2 * 4 * GRANULE + 5)
+        flipped = stream.read(1)[0] ^ 1
+        stream.seek(2 * 4 * GRANULE + 5)
+        stream.write(bytes([flipped]))
+    return files.read("block", "exp_avg", 0, random_values(RECORD, RECORD.numel))
+
+
+def test_what_arrives_is_not_verified_and_what_is_verified_counts(damaged: RecordRead) -> None:
+    damaged.arrive()
+    assert damaged.done() and damaged.num_bytes == RECORD.num_bytes and not damaged.is_verified
+    damaged.verify(0, 2)
+    damaged.verify(3, 4)
+    assert not damaged.is_verified
+    for _ in range(2):
+        with pytest.raises(CorruptionError, match=r"exp_avg of block .* from 4096 on .*r\.bin at byte 16384"):
+            damaged.verify(2, 3)
+        with pytest.raises(CorruptionError):
+            damaged.wait()
+    assert not damaged.is_verified
+
+
+def test_only_granules_that_were_read_are_verified(damaged: RecordRead) -> None:
+    damaged.arrive()
+    for first, stop in [(-1, 2), (0, 5), (3, 2)]:
+        with pytest.raises(AssertionError, match=f"granules {first} to {stop} of 4"):
+            damaged.verify(first, stop)
+
+
+def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
+    values, out = random_values(RECORD, RECORD.numel), random_values(RECORD, RECORD.numel)
+    files.write("block", "exp_avg", 0, values, checksums=files.checksums("exp_avg", values)).wait()
+    read = files.read("block", "exp_avg", GRANULE, out[: 3 * GRANULE])
+    read.arrive()
+    for granule in (2, 0, 1):
+        assert not read.is_verified
+        read.verify(granule, granule + 1)
+    assert read.is_verified
+    assert torch.equal(out[: 3 * GRANULE].view(torch.int32), values[GRANULE:].view(torch.int32))
+
+
+def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, random_values: Values) -> None:
+    values = random_values(RECORD, RECORD.numel)
+    wrong = files.checksums("exp_avg", values)
+    wrong[1] += 1
+    files.write("block", "exp_avg", 0, values, checksums=wrong).wait()
+    with pytest.raises(CorruptionError, match="elements from 2048 on"):
+        files.read("block", "exp_avg", 0, values).wait()
+    with pytest.raises(AssertionError, match="a checksum for each granule"):
+        files.write("block", "exp_avg", 0, values, checksums=wrong[1:])
+
+
+def test_what_was_in_memory_needs_no_verifying() -> None:
+    read = RecordRead.of_memory()
+    read.arrive()
+    read.verify(5, 7)
+    read.wait()
+    assert read.done() and read.is_verified and read.num_bytes == 0

@@ -1,0 +1,196 @@
+"""Records with a copy in RAM: they read as the store does, whatever becomes of it, and do not read the SSD."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from resident_stores import ALL, MOMENT, WEIGHT, is_all, open_store, values
+from torch import Tensor
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CorruptionError, IoEngine, StorageError, TornStoreError
+from hf_lohan.store import GRANULE_NUMEL
+from hf_lohan.store.resident_records import ResidentStore
+from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend
+
+
+@pytest.fixture
+def opened(tmp_path: Path) -> Iterator[tuple[ResidentStore, IoEngine]]:
+    with open_store(tmp_path) as both:
+        yield both
+
+
+def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, engine = opened
+    store.write(*ALL, values(WEIGHT, fill=3)).wait()
+    for _ in range(2):
+        assert is_all(store, 3)
+    assert engine.read_bytes == 0
+    assert store.resident_read_bytes == 2 * WEIGHT.num_bytes
+    assert engine.write_bytes == WEIGHT.num_bytes
+
+
+def test_what_was_read_once_is_not_read_again(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=3)).wait()
+        store.commit()
+    with open_store(tmp_path) as (store, engine):
+        for _ in range(3):
+            assert is_all(store, 3)
+        assert engine.read_bytes == WEIGHT.num_bytes
+
+
+def test_what_has_no_copy_is_read_from_the_ssd(tmp_path: Path) -> None:
+    with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
+        store.write(*ALL, values(WEIGHT, fill=3)).wait()
+        assert is_all(store, 3) and is_all(store, 3)
+        assert engine.read_bytes == 2 * WEIGHT.num_bytes
+
+
+def test_memory_is_taken_once_and_is_as_large_as_the_records(tmp_path: Path) -> None:
+    taken: list[int] = []
+
+    def host_empty(num_bytes: int) -> Tensor:
+        taken.append(num_bytes)
+        return mapped_empty(num_bytes)
+
+    with open_store(tmp_path, resident=()) as (store, _):
+        store.keep_copies([], host_empty)
+        assert taken == []
+        store.keep_copies([("layer", "param"), ("layer", "exp_avg")], host_empty)
+        assert taken == [WEIGHT.num_bytes + MOMENT.num_bytes]
+        for record, value in ((WEIGHT, 2), (MOMENT, 4)):  # side by side, not one over the other
+            store.write(record.block, record.kind, 0, values(record, fill=value)).wait()
+        assert is_all(store, 2) and is_all(store, 4, record=MOMENT)
+
+
+def test_a_drop_brings_back_the_commit(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, engine = opened
+    store.write(*ALL, values(WEIGHT, fill=1)).wait()
+    store.write("layer", "exp_avg", 0, values(MOMENT, fill=5)).wait()
+    store.commit()
+    store.write(*ALL, values(WEIGHT, fill=2)).wait()
+    assert is_all(store, 2)
+    store.drop()
+    assert is_all(store, 1) and is_all(store, 1)
+    assert engine.read_bytes == WEIGHT.num_bytes
+    assert is_all(store, 5, record=MOMENT)  # not written since the commit: still held
+    assert engine.read_bytes == WEIGHT.num_bytes
+
+
+def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, _ = opened
+    store.write(*ALL, values(WEIGHT, fill=1)).wait()
+    store.commit()
+    bounce = values(WEIGHT).view(torch.uint8)
+    store.write_unaligned(*ALL, values(WEIGHT, fill=2), bounce)  # is not held until it is read
+    guess = values(WEIGHT)
+    reading = store.read(*ALL, guess)
+    store.drop()
+    reading.wait()
+    assert (guess == 2).all()
+    assert is_all(store, 1)
+
+
+def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, _ = opened
+    store.write(*ALL, values(WEIGHT, fill=1)).wait()
+    store.commit()
+    for _ in range(2):
+        store.begin_anew()
+        assert is_all(store, 0) and is_all(store, 0)
+        store.drop()
+        assert is_all(store, 1)
+    store.begin_anew()
+    store.write(*ALL, values(WEIGHT, fill=7)).wait()
+    assert is_all(store, 7)
+    store.drop()
+    assert is_all(store, 1)
+
+
+def test_a_failed_write_leaves_what_the_store_has(tmp_path: Path) -> None:
+    backend = FaultyBackend("write", 1 << 60, errno.EIO)
+    with open_store(tmp_path, backend=backend) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        backend.fail_on = backend.calls["write"] + 1
+        with pytest.raises(StorageError):
+            store.write(*ALL, values(WEIGHT, fill=2)).wait()
+        assert is_all(store, 1)
+        store.write(*ALL, values(WEIGHT, fill=3)).wait()
+        assert is_all(store, 3)
+        store.commit()
+        assert is_all(store, 3)
+
+
+def test_a_write_that_cannot_begin_leaves_what_the_store_has(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, _ = opened
+    store.write(*ALL, values(WEIGHT, fill=1)).wait()
+    proceed, store.files.before_write = store.files.before_write, _refuse
+    with pytest.raises(OSError, match="planned"):
+        store.write(*ALL, values(WEIGHT, fill=2))
+    store.files.before_write = proceed
+    assert is_all(store, 1)
+
+
+def _refuse(_tears: bool) -> None:
+    raise OSError("planned")
+
+
+def test_one_home_that_is_torn_reads_as_it_is(tmp_path: Path) -> None:
+    with open_store(tmp_path, num_homes=1) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        store.write("layer", "param", 0, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
+        with pytest.raises(TornStoreError):
+            store.drop()
+        out = values(WEIGHT)
+        store.read(*ALL, out).wait()
+        assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
+
+
+def test_damage_is_an_error_and_is_not_held(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+    with open_store(tmp_path, backend=FlippingBackend("read", 1, 77)) as (store, _):
+        with pytest.raises(CorruptionError, match="param of layer is damaged"):
+            is_all(store, 1)
+        assert is_all(store, 1)  # read again: this time whole
+
+
+def test_half_of_a_record_held_is_read_from_the_ssd_where_it_must_be(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+    with open_store(tmp_path) as (store, engine):
+        store.write(*ALL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
+        part = values(WEIGHT, GRANULE_NUMEL)
+        store.read(*ALL, part).wait()
+        assert (part == 2).all() and engine.read_bytes == 0
+        out = values(WEIGHT)
+        store.read(*ALL, out).wait()
+        assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()
+        assert engine.read_bytes > 0
+
+
+def test_unaligned_access_reads_the_copy_and_never_leaves_it_old(opened: tuple[ResidentStore, IoEngine]) -> None:
+    store, engine = opened
+    bounce = mapped_empty(4 * GRANULE_NUMEL)
+    store.write(*ALL, values(WEIGHT, fill=1)).wait()
+    few = torch.empty(5, dtype=torch.bfloat16)
+    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
+    assert (few == 1).all() and engine.read_bytes == 0
+    store.write_unaligned("layer", "param", GRANULE_NUMEL - 2, torch.full_like(few, 9), bounce)
+    expected = values(WEIGHT, fill=1)
+    expected[GRANULE_NUMEL - 2 : GRANULE_NUMEL + 3] = 9
+    for _ in range(2):
+        out = values(WEIGHT)
+        store.read(*ALL, out).wait()
+        assert torch.equal(out, expected)
+    store.read_unaligned("layer", "param", GRANULE_NUMEL - 2, few, bounce)
+    assert (few == 9).all()

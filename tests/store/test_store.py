@@ -1,0 +1,102 @@
+"""A store is made, closed, found again and moved, and has its values and its room from the first moment on."""
+
+from __future__ import annotations
+
+import logging
+import os
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+from store_contents import SCRATCH, EngineFactory, Paths, Records, Values, data_file_bytes, names, read_all
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.store import ModelIdentity, Store
+from hf_lohan.testing.storage_doubles import CountingBackend
+
+
+def test_a_fresh_store_is_zeros_of_the_announced_size(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        assert store.size_bytes == data_file_bytes(paths) == sum(record.num_bytes for record in records)
+        assert not read_all(store).any()
+        assert store.records == records and store.model == model and store.paths == tuple(paths)
+        assert store.has("layers.1", "param") and not store.has("layers.2", "param")
+
+
+def test_files_and_directories_are_private(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.scratch(SCRATCH)
+        for path in paths:
+            assert stat.S_IMODE(os.stat(path.path).st_mode) == 0o700
+            assert names(path) == {"records-0.bin", "gradients.bin", "manifest.json", "lock"}
+            for file in Path(path.path).iterdir():
+                assert stat.S_IMODE(file.stat().st_mode) == 0o600
+
+
+def test_reopens_with_its_values_and_paths_in_any_order(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine, stripe_bytes=8192) as store:
+        for record in records:
+            store.write(record.block, record.kind, 0, random_values(record, record.numel)).wait()
+        store.commit()
+        written = read_all(store)
+    with Store.open(paths[::-1], model=model, engine=engine) as store:
+        assert torch.equal(read_all(store), written)
+        assert store.paths == tuple(paths) and store.records == records and store.model == model
+    with Store.open(paths, model=None, engine=engine) as store:
+        bounce, out = mapped_empty(65536), torch.empty(100, dtype=torch.bfloat16)
+        store.read_unaligned("layers.0", "param", 7, out, bounce)
+        assert torch.equal(out.view(torch.uint8), written[14:214])
+        store.write_unaligned("layers.0", "param", 7, torch.zeros_like(out), bounce)
+        assert not read_all(store)[14:214].any()
+
+
+def test_a_moved_store_opens_where_it_is_now(
+    tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    Store.create(paths, records, model=model, engine=engine).close()
+    moved = [StorePath(str(tmp_path / f"moved{i}")) for i in range(len(paths))]
+    for old, new in zip(paths, moved, strict=True):
+        os.rename(old.path, new.path)
+    with Store.open(moved, model=model, engine=engine) as store:
+        assert [path.path for path in store.paths] == [path.path for path in moved]
+    assert not any(os.path.exists(path.path) for path in paths)
+
+
+def test_a_store_of_the_same_model_is_replaced_by_zeros(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    random_values: Values,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+        store.commit(log_lines=b"line")
+    with Store.create(paths, records[:2], model=model, engine=engine) as store:
+        assert not read_all(store).any()
+        assert store.committed is None and store.log == b"" and "log.jsonl" not in names(paths[0])
+        assert data_file_bytes(paths) == store.size_bytes == 32768
+    assert "replacing the store of the same model" in caplog.text
+
+
+def test_everything_is_reserved_and_synced_before_the_first_step(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    make_engine: EngineFactory,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO)
+    backend = CountingBackend()
+    Store.create(paths, records, model=model, engine=make_engine(backend)).close()
+    assert backend.calls["allocate"] == backend.calls["sync"] == backend.calls["open"] == 2
+    assert backend.calls["read"] == backend.calls["write"] == 0

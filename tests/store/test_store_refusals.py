@@ -1,0 +1,172 @@
+"""Whose store it is not, what does not fit, what is in use or broken: refused by name, and nothing is harmed."""
+
+from __future__ import annotations
+
+import errno
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from store_contents import EngineFactory, Paths, Records, Values, names, read_all
+
+from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorageError, StoreInUseError, StorePath
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.testing.storage_doubles import FaultyBackend
+
+
+def test_the_store_of_another_model_is_refused_and_survives(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine) as store:
+        store.write("layers.0", "exp_avg", 0, random_values(records[2], 8192)).wait()
+        store.commit()
+        written = read_all(store)
+    other = replace(model, fingerprint="other")
+    says_what_is_there = (
+        r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; choose another"
+    )
+    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+        Store.create(paths, records, model=other, engine=engine)
+    with pytest.raises(ForeignStoreError, match=says_what_is_there):
+        Store.open(paths, model=other, engine=engine)
+    with pytest.raises(
+        ForeignStoreError, match=r"a holds a store with optimizer_state_dtype=float32, this run has int8; set it to"
+    ):
+        Store.open(paths, model=replace(other, optimizer_state_dtype="int8"), engine=engine)
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert torch.equal(read_all(store), written)
+
+
+def test_files_of_somebody_else_are_not_overwritten(
+    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    (tmp_path / "records-0.bin").write_text("precious")
+    with pytest.raises(ForeignStoreError, match=r"holds records-0\.bin but no store"):
+        Store.create([StorePath(str(tmp_path))], records, model=model, engine=engine)
+    assert (tmp_path / "records-0.bin").read_text() == "precious"
+
+
+def test_too_small_a_capacity_writes_nothing(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    tight = [replace(paths[0], capacity_bytes=30_000), replace(paths[1], capacity_bytes=50_000)]
+    numbers = r"/a needs 32,768 bytes .* capacity is 30,000 bytes .*/b needs 57,344 bytes .* is 50,000 bytes"
+    with pytest.raises(CapacityError, match=numbers) as caught:
+        Store.create(tight, records, model=model, engine=engine)
+    assert [shortfall.limit for shortfall in caught.value.shortfalls] == ["capacity", "capacity"]
+    assert not any(os.path.exists(path.path) for path in paths)
+
+
+def test_more_than_the_disk_has_free_is_refused_before_anything_is_written(
+    tmp_path: Path, model: ModelIdentity, engine: IoEngine
+) -> None:
+    huge = [RecordSpec("layers.0", "param", "float32", 2048 << 36)]
+    for capacity_bytes, limit in ((None, "capacity"), (1 << 60, "free space")):
+        path = StorePath(str(tmp_path / "store"), capacity_bytes)
+        with pytest.raises(
+            CapacityError, match=rf"needs 562,949,953,421,312 bytes .* but its {limit} is [\d,]+ bytes"
+        ):
+            Store.create([path], huge, model=model, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_paths_on_one_disk_share_its_free_space(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 90_111)
+    with pytest.raises(CapacityError, match=r"/a and .*/b needs 90,112 bytes .* free space is 90,111 bytes"):
+        Store.create(paths, records, model=model, engine=engine)
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 90_112)
+    Store.create(paths, records, model=model, engine=engine).close()
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 0)
+    unlimited = [StorePath(path.path) for path in paths]
+    Store.create(unlimited, records, model=model, engine=engine).close()  # in the room of the one before
+
+
+@pytest.mark.parametrize("call, number", [("allocate", 1), ("allocate", 2), ("sync", 2), ("open", 2)])
+def test_a_creation_that_fails_leaves_no_records_and_no_lock(
+    paths: Paths,
+    records: Records,
+    model: ModelIdentity,
+    make_engine: EngineFactory,
+    call: str,
+    number: int,
+) -> None:
+    backend = FaultyBackend(call, number, errno.ENOSPC)
+    with pytest.raises((CapacityError, StorageError)) as caught:
+        Store.create(paths, records, model=model, engine=make_engine(backend))
+    if call == "allocate":
+        assert isinstance(caught.value, CapacityError) and "records-0.bin needs" in str(caught.value)
+    assert backend.calls["open"] - (call == "open") == backend.calls["close"]
+    assert all(names(path) == {"lock"} for path in paths if os.path.isdir(path.path))
+    Store.create(paths, records, model=model, engine=make_engine()).close()
+
+
+def test_unusable_paths_are_named(
+    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    (tmp_path / "file").touch()
+    below_a_file = StorePath(str(tmp_path / "file" / "store"))
+    with pytest.raises(
+        StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose"
+    ) as caught:
+        Store.create([below_a_file], records, model=model, engine=engine)
+    assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match="at least one ssd path"):
+        Store.create([], records, model=model, engine=engine)
+    (tmp_path / "link").symlink_to(tmp_path)
+    with pytest.raises(ValueError, match="given twice"):
+        twice = [StorePath(str(tmp_path)), StorePath(str(tmp_path / "link"))]
+        Store.create(twice, records, model=model, engine=engine)
+    with pytest.raises(ValueError, match=r"capacity of .* is -1 bytes"):
+        Store.create([StorePath(str(tmp_path / "store"), -1)], records, model=model, engine=engine)
+    assert {entry.name for entry in tmp_path.iterdir()} == {"file", "link"}
+
+
+def test_a_directory_without_write_permission_is_named(
+    tmp_path: Path,
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # for root nothing is unwritable
+    with pytest.raises(StorageError, match=r"/store \(Permission denied\): choose"):
+        Store.create([StorePath(str(tmp_path / "store"))], records, model=model, engine=engine)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_second_use_is_refused(
+    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with Store.create(paths, records, model=model, engine=engine):
+        with pytest.raises(StoreInUseError, match=rf"/a is in use by process {os.getpid()}: end that run"):
+            Store.open(paths, model=model, engine=engine)
+        with pytest.raises(StoreInUseError):
+            Store.create(paths, records, model=model, engine=engine)
+    Store.open(paths, model=model, engine=engine).close()
+
+
+def test_open_says_what_is_missing_or_damaged(
+    tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    with pytest.raises(StorageError, match=r"there is no store in .*/a: create one"):
+        Store.open(paths, model=model, engine=engine)
+    assert not os.path.exists(paths[0].path)
+    Store.create(paths, records, model=model, engine=engine).close()
+    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, 1 given"):
+        Store.open(paths[:1], model=model, engine=engine)
+    other = StorePath(str(tmp_path / "other"))
+    Store.create([other], records, model=model, engine=engine).close()
+    with pytest.raises(ForeignStoreError, match="parts of different stores"):
+        Store.open([paths[0], other], model=model, engine=engine)
+    with pytest.raises(CapacityError, match=r"/a needs .* capacity is 10 bytes"):
+        Store.open([replace(paths[0], capacity_bytes=10), paths[1]], model=model, engine=engine)
+    os.truncate(Path(paths[1].path) / "records-0.bin", 4096)
+    with pytest.raises(StorageError, match=r"found 4096 bytes instead of \d+ in .*/b/records-0\.bin"):
+        Store.open(paths, model=model, engine=engine)
+    os.unlink(Path(paths[1].path) / "records-0.bin")
+    with pytest.raises(StorageError, match=r"cannot open .*/b/records-0\.bin \(No such file"):
+        Store.open(paths, model=model, engine=engine)

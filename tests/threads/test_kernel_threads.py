@@ -1,0 +1,113 @@
+"""torch gets the cores, whatever a launcher left in the environment."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_lohan.threads import KernelThreads, set_compute_threads, start_thread, usable_cpus, use_all_cores
+
+
+@pytest.fixture(autouse=True)
+def restore_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_the_affinity_mask_decides() -> None:
+    assert usable_cpus() == len(os.sched_getaffinity(0))
+
+
+def test_threads_are_set_and_the_change_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    torch.set_num_threads(1)
+    with caplog.at_level(logging.INFO):
+        set_compute_threads(2)
+    assert torch.get_num_threads() == 2
+    assert "2 threads now, not 1 (OMP_NUM_THREADS=1)" in caplog.text
+
+
+def test_nothing_is_said_where_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+    torch.set_num_threads(2)
+    with caplog.at_level(logging.INFO):
+        set_compute_threads(2)
+    assert not caplog.records
+
+
+def test_kernel_threads_run_kernels_alone_and_leave_others_as_they_were() -> None:
+    torch.set_num_threads(3)
+    threads = KernelThreads(2)
+    meeting = threading.Barrier(2)
+
+    def look(part: str) -> tuple[str, int]:
+        meeting.wait(60)  # each is on a thread of its own
+        return part, torch.get_num_threads()
+
+    assert threads.map(look, "abcd") == [("a", 1), ("b", 1), ("c", 1), ("d", 1)] and torch.get_num_threads() == 3
+    later = list[int]()
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [3]
+
+
+def test_the_first_error_is_raised_once_all_parts_are_done() -> None:
+    done = list[int]()
+
+    def work(part: int) -> None:
+        if part in (1, 2):
+            raise ValueError(f"part {part}")
+        done.append(part)
+
+    with pytest.raises(ValueError, match="part 1"):
+        KernelThreads(2).map(work, range(6))
+    assert sorted(done) == [0, 3, 4, 5]
+
+
+@pytest.mark.parametrize("beside_kernels", [True, False])
+def test_a_thread_beside_a_models_kernels_runs_its_own_alone_until_it_asks_for_all_cores(beside_kernels: bool) -> None:
+    torch.set_num_threads(3)
+    seen = list[int]()
+
+    def run() -> None:
+        for _ in range(2):
+            seen.append(torch.get_num_threads())
+            use_all_cores()
+            use_all_cores()
+
+    start_thread(run, "beside", beside_kernels=beside_kernels).join()
+    assert seen == [1 if beside_kernels else 3, 3]
+
+
+def test_a_thread_that_runs_kernels_alone_leaves_others_as_they_were() -> None:
+    torch.set_num_threads(3)
+    start_thread(lambda: None, "beside", beside_kernels=True).join()
+    later = list[int]()
+    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    assert later == [3] and torch.get_num_threads() == 3
+
+
+def test_all_cores_are_as_many_as_torch_has_by_then() -> None:
+    torch.set_num_threads(2)
+    has_changed, seen = threading.Event(), list[int]()
+
+    def run() -> None:
+        assert has_changed.wait(60)
+        use_all_cores()
+        seen.append(torch.get_num_threads())
+
+    thread = start_thread(run, "beside", beside_kernels=True)
+    torch.set_num_threads(3)
+    has_changed.set()
+    thread.join()
+    assert seen == [3]

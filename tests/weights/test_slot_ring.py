@@ -1,0 +1,202 @@
+"""Slots: parameters are views into them or placeholders, and what is in use is never overwritten."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from block_streams import slots_only
+from torch import nn
+
+from hf_lohan.device import CpuDevice, Event, Lane
+from hf_lohan.model import Block, lay_out_block
+from hf_lohan.planner import SizeClass
+from hf_lohan.store import RECORD_ALIGN_NUMEL
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.updates import WeightLoan
+from hf_lohan.weights import SlotRing
+
+SLOT_BYTES = 2 * RECORD_ALIGN_NUMEL * 4
+DEVICE = CpuDevice()
+
+
+def layer(name: str, *shapes: tuple[int, ...]) -> Block:
+    return lay_out_block(
+        name, SizeClass.LAYER, {f"{name}.{i}": nn.Parameter(torch.zeros(shape)) for i, shape in enumerate(shapes)}
+    )
+
+
+@pytest.fixture
+def ring() -> SlotRing:
+    """Two slots for layers."""
+    plan = slots_only(2, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL)
+    return SlotRing(DEVICE, plan, torch.float32)
+
+
+def load(ring: SlotRing, block: Block, value: float) -> None:
+    """What the prefetch thread does, into a slot that holds nothing."""
+    with ring.lock:
+        slot = next(slot for slot in ring.claimable(SizeClass.LAYER) if slot.block is None)
+        ring.claim(slot, block)
+        slot.weights.fill_(value)
+        ring.publish(slot, DEVICE.record(Lane.H2D))
+
+
+def pin(ring: SlotRing, block: Block) -> None:
+    with ring.lock:
+        assert ring.pin(block) is not None
+
+
+def test_a_shown_parameter_is_a_view_into_its_slot(ring: SlotRing) -> None:
+    block = layer("a", (3, 5), (7,))
+    load(ring, block, 2.0)
+    pin(ring, block)
+    ring.show(block)
+    weights = ring.slot_of(block).weights
+    for part in block.slices:
+        assert part.parameter.shape == part.shape
+        assert bool((part.parameter == 2.0).all())
+        assert ring.slot_behind(part.parameter.data) is ring.slot_of(block)
+        assert ring.slot_behind(part.parameter.data.flatten()[2:]) is ring.slot_of(block)
+        weights[part.start] = 9.0
+        assert part.parameter.flatten()[0] == 9.0
+    assert ring.slot_behind(torch.zeros(3)) is None
+
+
+def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotRing) -> None:
+    block = layer("a", (3, 5), (7,))
+    load(ring, block, 2.0)
+    pin(ring, block)
+    ring.show(block)
+    ring.hide(block)
+    for part in block.slices:
+        data = part.parameter.data
+        assert (data.shape, data.dtype) == (part.shape, torch.float32)
+        assert bool(data.isnan().all())
+        assert data.untyped_storage().nbytes() == 4
+        assert ring.slot_behind(data) is None
+
+
+def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) -> None:
+    first, second = layer("a", (4,)), layer("b", (4,))
+    load(ring, first, 1.0)
+    load(ring, second, 2.0)
+    pin(ring, first)
+    pin(ring, first)
+    ring.unpin(first)
+    assert ring.slot_of(first) not in ring.claimable(SizeClass.LAYER)
+    assert ring.slot_of(second) in ring.claimable(SizeClass.LAYER)
+    ring.unpin(first)
+    assert ring.slot_of(first) in ring.claimable(SizeClass.LAYER)
+    assert ring.slot_of(first).last_use is not None  # what the next copy into it must wait for
+    with pytest.raises(AssertionError, match="unpinned more often"):
+        ring.unpin(first)
+
+
+def test_a_released_block_stays_until_its_slot_is_claimed(ring: SlotRing) -> None:
+    first, second = layer("a", (4,)), layer("b", (4,))
+    load(ring, first, 1.0)
+    pin(ring, first)
+    ring.unpin(first)
+    assert ring.is_here(first)
+    with ring.lock:
+        ring.claim(ring.slot_of(first), second)
+        assert not ring.is_here(first)
+        assert ring.pin(first) is None
+
+
+def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
+    block = layer("a", (4,))
+    with ring.lock:
+        slot = ring.claimable(SizeClass.LAYER)[0]
+        ring.claim(slot, block)
+        assert slot not in ring.claimable(SizeClass.LAYER)
+        assert ring.is_here(block)  # it will be: whoever needs it waits for it
+        ring.abandon(slot)
+        assert slot in ring.claimable(SizeClass.LAYER)
+        assert not ring.is_here(block)
+
+
+def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_load_ends(ring: SlotRing) -> None:
+    first = layer("a", (4,))
+    with ring.lock:
+        slot = ring.claimable(SizeClass.LAYER)[0]
+        ring.claim(slot, first)
+    ring.forget([first])
+    with ring.lock:
+        assert not ring.is_here(first) and slot not in ring.claimable(SizeClass.LAYER)
+        ring.publish(slot, DEVICE.record(Lane.H2D))
+        assert slot in ring.claimable(SizeClass.LAYER) and not ring.is_here(first)
+        assert slot.ready is None  # of nothing
+
+
+def test_stale_blocks_are_forgotten_but_never_under_a_reader(ring: SlotRing) -> None:
+    first, second = layer("a", (4,)), layer("b", (4,))
+    load(ring, first, 1.0)
+    pin(ring, first)
+    with pytest.raises(AssertionError, match="stale while it was in use"):
+        ring.forget([first])
+    ring.unpin(first)
+    ring.forget([first, second])
+    assert not ring.is_here(first)
+
+
+def test_after_an_exception_every_pin_goes(ring: SlotRing) -> None:
+    first, second = layer("a", (4,)), layer("b", (4,))
+    for block in (first, second):
+        load(ring, block, 1.0)
+        pin(ring, block)
+    pin(ring, second)
+    ring.unpin_all()
+    assert len(ring.claimable(SizeClass.LAYER)) == 2
+    assert all(slot.last_use is not None for slot in ring.slots[SizeClass.LAYER])
+
+
+def test_the_high_water_mark_counts_slots_that_hold_something(ring: SlotRing) -> None:
+    assert ring.high_water_bytes == 0
+    first, second, third = (layer(name, (4,)) for name in "abc")
+    load(ring, first, 1.0)
+    assert ring.high_water_bytes == SLOT_BYTES
+    load(ring, second, 1.0)
+    ring.forget([first, second])
+    load(ring, third, 1.0)
+    assert ring.high_water_bytes == 2 * SLOT_BYTES
+
+
+def test_releasing_records_the_end_of_the_reading(ring: SlotRing, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[tuple[Lane, int]] = []
+    record = DEVICE.record
+
+    def noted(lane: Lane, *, reads: Sequence[torch.Tensor]) -> Event:
+        recorded.extend((lane, tensor.data_ptr()) for tensor in reads)
+        return record(lane, reads=reads)
+
+    block = layer("a", (4,))
+    load(ring, block, 1.0)
+    pin(ring, block)
+    monkeypatch.setattr(DEVICE, "record", noted)
+    ring.unpin(block)
+    assert recorded == [(Lane.COMPUTE, ring.slot_of(block).weights.data_ptr())]
+
+
+def test_updates_wait_for_weights_that_are_still_on_their_way() -> None:
+    """The block was loaded again, but not used, since its gradient came."""
+    device = AsyncDevice(max_delay_s=2e-2)
+    block = layer("a", (8,))
+    ring = SlotRing(device, slots_only(1, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL), torch.float32)
+    (slot,) = ring.slots[SizeClass.LAYER]
+    slot.last_use = device.record(Lane.COMPUTE, reads=[slot.weights])
+    for value in range(5):
+        with ring.lock:
+            ring.claim(slot, block)
+            device.wait(Lane.H2D, slot.last_use)
+            device.copy(Lane.H2D, slot.weights, torch.full_like(slot.weights, value))
+            ring.publish(slot, device.record(Lane.H2D))
+            assert ring.renew(block) is slot
+        out = torch.empty(8)
+        WeightLoan(device, slot.weights, lambda: None).read(0, out).arrive()
+        assert bool((out == value).all())
+        with ring.lock:
+            ring.abandon(slot)
+    assert device.num_races == 0
