@@ -62,7 +62,6 @@ class OffloadEngine:
             config,
             group_of=self._optimizer.group_of,
             submit=self._submit,
-            renew=lambda block: self._prefetcher.renew(block),
         )
         self._pipeline, self.transaction = path.pipeline, path.transaction
         loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
@@ -178,7 +177,7 @@ class OffloadEngine:
         self._step.begin_finish()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self.transaction.commit(group_of)
-        self._ring.forget(result.changed - result.renewed)
+        self._ring.forget(result.changed)
         self._prefetcher.foresee(is_training=True)
         self._clip_guesses.end_step(result)
         self.last_step, self.step_was_skipped = result, result.not_finite is not None

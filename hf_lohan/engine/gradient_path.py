@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine.tiers import Tiers
-from hf_lohan.model import Block, OffloadLayout
+from hf_lohan.model import OffloadLayout
 from hf_lohan.updates import (
     ArrivedChunk,
     GradientArrivals,
@@ -17,7 +17,6 @@ from hf_lohan.updates import (
     GradientNorms,
     GradientPipeline,
     GroupOf,
-    Renewal,
     StateUpdater,
     StepTransaction,
 )
@@ -41,10 +40,8 @@ def lay_gradient_path(
     *,
     group_of: GroupOf,
     submit: Callable[[ArrivedChunk], None],
-    renew: Callable[[Block], Renewal | None],
 ) -> GradientPath:
-    """``group_of`` gives the present hyperparameters; ``submit`` is to put what has arrived into the pipeline;
-    ``renew``: see `GradientPipeline`."""
+    """``group_of`` gives the present hyperparameters; ``submit`` is to put what has arrived into the pipeline."""
     plan, device = layout.plan, tiers.device
     place = {parameter: index for index, parameter in enumerate(model.parameters())}
     parts = (part for block in layout.blocks for part in block.slices)
@@ -68,7 +65,6 @@ def lay_gradient_path(
         schedule=config.schedule,
         hold_gradients=layout.holds_gradients,
         drafts=tiers.store,
-        renew=renew,
     )
     arrivals = GradientArrivals(
         device,
@@ -76,6 +72,5 @@ def lay_gradient_path(
         layout.chunks(),
         norms,
         submit,
-        may_stay=layout.master.is_float32 and not layout.holds_gradients,
     )
     return GradientPath(arrivals, pipeline, StepTransaction(pipeline, norms))

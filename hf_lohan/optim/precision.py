@@ -36,11 +36,6 @@ class MasterFormat:
         return moment_codec(self.moment_dtype)
 
     @property
-    def is_float32(self) -> bool:
-        """Whether all records hold what AdamW computes with."""
-        return not self.has_residual and self.moment_codec is None
-
-    @property
     def moment_kinds(self) -> tuple[str, ...]:
         """Record kinds that hold moments."""
         codec = self.moment_codec

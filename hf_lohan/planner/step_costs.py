@@ -161,15 +161,12 @@ class StepCosts:
         if not self._setup.hands_over:
             return load
         handed_over = np.maximum(0.0, self._gradient_bytes - choice.resident_param_bytes)
-        # Copies in RAM are spread evenly over the model, and an update takes the weights from the slot even so.
-        renewed = self._setup.renewed_bytes * (1 - choice.resident_param_bytes / self._param_bytes)
         # Copied they are in any case: here by the update, else by the forward, which counts it already.
         copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
         return replace(
             load,
-            ssd_read_bytes=load.ssd_read_bytes - handed_over - renewed,
+            ssd_read_bytes=load.ssd_read_bytes - handed_over,
             h2d_bytes=load.h2d_bytes + copied_bytes,
-            d2h_bytes=load.d2h_bytes + self._setup.renewed_bytes,
         )
 
     def _lent(self, choice: Choice) -> Load:

@@ -41,8 +41,6 @@ class TrainingSetup:
     """Of the trainable weights that the optimizer has from their slots, if it runs in backward."""
     hands_over: bool = False
     """Whether updates under the forward bring their new weights into the slots, which then need not be read."""
-    renewed_bytes: int = 0
-    """Of the weights that those updates have from the slots in which backward left them."""
     clip: ClipRequest = "auto"
     """`defer`: updates run under the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
     `speculate`."""

@@ -37,7 +37,6 @@ def training_setup(
         activations=config.activations,
         lent_bytes=_lent_bytes(layout),
         hands_over=config.schedule == "optimized",
-        renewed_bytes=_renewed_bytes(layout),
         state_bytes_per_param=master.state_bytes_per_param,
         clip=clip,
         clip_rate=clip_rate,
@@ -47,19 +46,6 @@ def training_setup(
         turnaround_bytes=sum(block.numel * master.working_dtype.itemsize for block in in_slots),
         hold_resident_records=config.resident_records == "auto",
     )
-
-
-def _renewed_bytes(layout: OffloadLayout) -> int:
-    """Of the trainable weights that are in the slots when a backward ends and needed first in the next forward."""
-    numel = 0
-    for size_class, num_slots in layout.plan.num_slots.items():
-        blocks = [block for block in layout.blocks if block.size_class is size_class]
-        if size_class is SizeClass.LAYER:
-            blocks = blocks[:num_slots]  # without a slot for each of the outer ones, the last has it, not the first
-        elif num_slots < len(blocks):
-            blocks = []
-        numel += sum(block.state_numel for block in blocks)
-    return numel * layout.master.working_dtype.itemsize
 
 
 def _lent_bytes(layout: OffloadLayout) -> int:

@@ -181,16 +181,6 @@ class BlocksInUpdate:
             raise
         return delivery
 
-    def renew(self, block: Block, weights: Tensor) -> Delivery:
-        """As `order`, but ``weights`` are the block's as they were before: only what is still to be updated comes."""
-        with self._lock:
-            before = self._deliveries.get(block)
-            assert before is None or self._has_ended(before), f"{block} was never there as it was before"
-            coming = set(self._to_come.get(block, ()))
-            in_order = sorted(coming, key=lambda chunk: chunk.start)
-            delivery = self._deliveries[block] = Delivery(weights, in_order, self, coming)
-        return delivery
-
     def wait_for(self, delivery: Delivery) -> None:
         """See `Delivery.wait`."""
         with self._lock:

@@ -1,7 +1,4 @@
-"""From autograd to the host: a gradient leaves the device the moment it is complete.
-
-Where the device's memory is the host's it has nowhere to go: if it is applied at once, it stays where autograd put it.
-"""
+"""From autograd to the host: a gradient leaves the device the moment it is complete."""
 
 from __future__ import annotations
 
@@ -28,9 +25,6 @@ class ArrivedChunk:
     dtype: torch.dtype
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    parts: dict[ChunkPiece, Tensor] | None = None
-    """float32 [piece.numel] of each piece where autograd put it, if they stay there. The buffer is untouched then: it
-    stands for the memory that they take."""
     loan: WeightLoan | None = None
     """Of the block's weights, if the optimizer is to have them from the device."""
 
@@ -42,9 +36,6 @@ class ArrivedChunk:
 
     def wait(self) -> Tensor:
         """Have all of it in the buffer: the gradient as float32 [chunk.numel], with zeros in the padding."""
-        for piece, part in (self.parts or {}).items():
-            self.landing[piece.start_in_chunk : piece.stop_in_chunk] = part
-        self.parts = None
         for event in self.events:
             event.synchronize()
         self.events.clear()
@@ -71,11 +62,7 @@ class GradientArrivals:
         chunks: Iterable[Chunk],
         norms: GradientNorms,
         hand_on: Callable[[ArrivedChunk], None],
-        *,
-        may_stay: bool = False,
     ) -> None:
-        """`may_stay`: whether gradients are float32, seldom have to wait, and may be updated from where they are."""
-        self._stays = may_stay and device.memory_is_host
         self._device = device
         self._pool = pool
         self._norms = norms
@@ -98,8 +85,6 @@ class GradientArrivals:
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)
-        if self._stays and flat.untyped_storage().nbytes() > flat.nbytes:
-            flat = flat.clone()  # it would keep more in memory than itself
         self._norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
@@ -114,13 +99,9 @@ class GradientArrivals:
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
                 buffer = self._pool.acquire()
             arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype)
-            arrived.parts = {} if self._stays else None
         source = flat[piece.start_in_param : piece.start_in_param + piece.numel]
-        if arrived.parts is not None:
-            arrived.parts[piece] = source
-        else:
-            self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
-            arrived.events.append(self._device.record(Lane.D2H))
+        self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
+        arrived.events.append(self._device.record(Lane.D2H))
         arrived.pieces.append(piece)
         return arrived
 

@@ -17,7 +17,6 @@ from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.guessed_blocks import GuessedBlocks
 from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.renewal import Renewal
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.step_gradients import Outcome, StepGradients
 from hf_lohan.updates.update_pipeline import Schedule
@@ -28,8 +27,6 @@ class FinishedStep(NamedTuple):
 
     changed: set[Block]
     """Whose records are others than before, or will be."""
-    renewed: set[Block]
-    """Those of them whose slots keep them, and get their new weights."""
     outcome: Outcome
 
 
@@ -56,9 +53,7 @@ class GradientPipeline:
         schedule: Schedule,
         hold_gradients: bool,
         drafts: Drafts | None = None,
-        renew: Callable[[Block], Renewal | None] = lambda _block: None,
     ) -> None:
-        """`renew`: see `Renewals`; called on this pipeline's thread."""
         self.holds_gradients = hold_gradients
         self._can_speculate = (
             hold_gradients and schedule != "serial" and drafts is not None and drafts.num_homes > 1
@@ -81,11 +76,9 @@ class GradientPipeline:
             group_of,
             norms,
             self._applying,
-            device=device,
             schedule=schedule,
             are_held=hold_gradients,
             drafts=drafts,
-            renew=renew,
             failed=self._thread.fail,
         )
         self._thread.start()
@@ -111,14 +104,14 @@ class GradientPipeline:
         are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
         of this step also then. Call `measure` before.
         """
-        outcome, renewed = self._thread.call(lambda: self._gradients.decide(clip_coefficient, group_of))
+        outcome = self._thread.call(lambda: self._gradients.decide(clip_coefficient, group_of))
         self._guesses.forget()
         self._thread.put(lambda: self._gradients.apply_held(clip_coefficient, group_of))
         # Only now: if an interrupt ends this method before, `drop` still finds what there is to drop.
         chunks, self._announced = self._announced, set()
         if self._waits_for_updates:
             self.settle()
-        return FinishedStep({chunk.block for chunk in chunks}, renewed, outcome)
+        return FinishedStep({chunk.block for chunk in chunks}, outcome)
 
     def settle(self) -> None:
         """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""

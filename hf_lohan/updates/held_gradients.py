@@ -24,15 +24,12 @@ class HeldGradients:
         self._held: dict[tuple[int, int], ChunkGradient] = {}
         self._unmeasured: set[tuple[int, int]] = set()
 
-    def add(self, arrived: ArrivedChunk, *, may_stay: bool = False) -> ChunkGradient:
-        """Add an arrived chunk to what is held of it. The result, which is not held any more, is in a buffer, unless it
-        `may_stay` where it is."""
+    def add(self, arrived: ArrivedChunk) -> ChunkGradient:
+        """Add an arrived chunk to what is held of it. The result is not held any more."""
         slices = {piece.param_slice for piece in arrived.pieces}
         key = self._key(arrived.chunk)
         gradient = self._held.pop(key, None)
         self._unmeasured.discard(key)
-        if gradient is None and may_stay and arrived.parts is not None:
-            return ChunkGradient(arrived.chunk, arrived.buffer, slices, parts=arrived.parts)
         if gradient is not None or arrived.dtype != torch.float32:
             use_all_cores()  # there is more to do than to hold it, and sums are to be measured as torch would
         values = arrived.wait()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -22,13 +21,6 @@ from hf_lohan.threads import KernelThreads
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
 
 
-class GradientRun(NamedTuple):
-    """Neighbouring elements of a chunk's gradient: ``values`` float32 [numel] from element ``start`` on."""
-
-    start: int
-    values: Tensor
-
-
 @dataclass(frozen=True)
 class SplitUpdate:
     """The update of one chunk whose inputs have arrived, all [numel] but for records of which an element goes with many
@@ -37,9 +29,8 @@ class SplitUpdate:
     form: MasterFormat
     records: Mapping[str, Tensor]
     """By kind; they are updated in place."""
-    gradient: Sequence[GradientRun]
-    """One run, or for records that are all float32 any number of them. It is scaled in place; what is in none of them
-    does not change."""
+    gradient: Tensor
+    """float32; it is scaled in place."""
     position: int
     """Of the chunk in its block's records."""
     reads: Sequence[RecordRead]
@@ -68,24 +59,20 @@ class SplitUpdate:
         granules = start // GRANULE_NUMEL, -(-stop // GRANULE_NUMEL)
         for read in self.reads:
             read.verify(*granules)
-        for run in self.gradient:
-            first, last = max(start, run.start), min(stop, run.start + run.values.numel())
-            if first < last:
-                self._update_run(first, last, run.values[first - run.start : last - run.start])
-        return {kind: self.checksums_of(kind, record) for kind, record in self._records(start, stop).items()}
-
-    def _update_run(self, start: int, stop: int, gradient: Tensor) -> None:
+        gradient = self.gradient[start:stop]
         if self.clip_coefficient != 1.0:  # also where it is NaN, as torch does
             gradient.mul_(self.clip_coefficient)
         is_last = stop == self.numel  # what is left of the buffers is its
+        records = self._records(start, stop)
         update_records_(
-            self._records(start, stop),
+            records,
             gradient,
             within(self.segments, start, stop),
             self.form,
             position=self.position + start,
             private=[buffer[4 * start : None if is_last else 4 * stop] for buffer in self.private],
         )
+        return {kind: self.checksums_of(kind, record) for kind, record in records.items()}
 
     def _records(self, start: int, stop: int) -> dict[str, Tensor]:
         """What goes with these parameters."""

@@ -18,7 +18,7 @@ from hf_lohan.threads import KernelThreads
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT, Timeline
 from hf_lohan.updates.non_finite import NonFiniteGradientError
 from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.split_update import GradientRun, SplitUpdate
+from hf_lohan.updates.split_update import SplitUpdate
 from hf_lohan.updates.until_written import UntilWritten
 from hf_lohan.updates.weight_loan import WeightLoan
 
@@ -53,8 +53,7 @@ HandOver = Callable[[Chunk, Tensor, UntilWritten], Event | None]
 
 @dataclass(eq=False)
 class ChunkGradient:
-    """The gradient of one chunk, summed over a step's backwards: in a buffer, spilled to the SSD, or, if it is of one
-    backward and applied at once, in parts where autograd put it."""
+    """The gradient of one chunk, summed over a step's backwards: in a buffer, or spilled to the SSD."""
 
     chunk: Chunk
     buffer: Buffer | None
@@ -65,24 +64,16 @@ class ChunkGradient:
     is_measured: bool = False
     """Whether the norms of those that were summed are known."""
     spill_write: IoRequest | None = None
-    parts: dict[ChunkPiece, Tensor] | None = None
 
     @property
     def values(self) -> Tensor:
         """float32 [chunk.numel], in its buffer."""
-        assert self.buffer is not None and self.parts is None
+        assert self.buffer is not None
         return self.buffer.view(torch.float32, self.chunk.numel)
-
-    @property
-    def runs(self) -> list[GradientRun]:
-        """All of it that there is."""
-        if self.parts is None:
-            return [GradientRun(0, self.values)]
-        return [GradientRun(piece.start_in_chunk, part) for piece, part in self.parts.items()]
 
     def of(self, piece: ChunkPiece) -> Tensor:
         """float32 [piece.numel] of one that has a gradient."""
-        return self.parts[piece] if self.parts is not None else self.values[piece.start_in_chunk : piece.stop_in_chunk]
+        return self.values[piece.start_in_chunk : piece.stop_in_chunk]
 
     def refuse_not_finite(self) -> None:
         """Raises NonFiniteGradientError, for where an update cannot be undone."""
@@ -199,7 +190,7 @@ class StateUpdater:
         split = SplitUpdate(
             form=self._master,
             records=update.records,
-            gradient=gradient.runs,
+            gradient=gradient.values,
             position=gradient.chunk.start,
             reads=update.reads,
             segments=merge_segments(gradient, group_of),
@@ -210,7 +201,6 @@ class StateUpdater:
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self.timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
             checksums = split.run(self._threads)
-        gradient.parts = None
         assert gradient.buffer is not None
         for buffer in update.private if update.keeps_gradient else (gradient.buffer, *update.private):
             buffer.release()

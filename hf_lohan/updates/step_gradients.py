@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal
 
-from hf_lohan.device import Device
 from hf_lohan.model import Block
 from hf_lohan.updates.blocks_in_update import BlocksInUpdate
 from hf_lohan.updates.gradient_arrival import ArrivedChunk
@@ -13,7 +12,6 @@ from hf_lohan.updates.gradient_home import GradientHome
 from hf_lohan.updates.gradient_norms import GradientNorms
 from hf_lohan.updates.held_gradients import HeldGradients
 from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.renewal import Renewal, Renewals
 from hf_lohan.updates.speculation import Speculation
 from hf_lohan.updates.state_update import Drafts, StateUpdater
 from hf_lohan.updates.update_pipeline import Schedule, UpdatePipeline
@@ -36,15 +34,13 @@ class StepGradients:
         norms: GradientNorms,
         applying: BlocksInUpdate,
         *,
-        device: Device,
         schedule: Schedule,
         are_held: bool,
         drafts: Drafts | None,
-        renew: Callable[[Block], Renewal | None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """`are_held`: until the norm is known, unless it is guessed; `applying`: for those who read blocks meanwhile;
-        `renew`: see `Renewals`; `failed`: called on I/O threads."""
+        `failed`: called on I/O threads."""
         self.last_update_s = 0.0
         """How long the last step's updates took."""
         self.undone_s = 0.0
@@ -58,7 +54,6 @@ class StepGradients:
         self._speculation = Speculation(group_of, drafts)
         self._held = HeldGradients(home, norms, block_order)
         self._applying = applying
-        self._renewals = Renewals(device, applying, renew)
         self._updates = UpdatePipeline(
             updater,
             home,
@@ -98,7 +93,7 @@ class StepGradients:
     def _apply_or_hold(self, arrived: ArrivedChunk, is_final: bool, speculate: bool) -> None:
         if arrived.chunk in self._updates.chunks:
             self._take_back(arrived)
-        gradient = self._held.add(arrived, may_stay=is_final and not self._are_held)
+        gradient = self._held.add(arrived)
         if not is_final:
             self._held.hold(gradient)
             return
@@ -138,10 +133,13 @@ class StepGradients:
 
     # At the step's end.
 
-    def decide(self, clip_coefficient: float, group_of: GroupOf) -> tuple[Outcome, set[Block]]:
-        """What becomes of the step, and the blocks that are renewed: `apply_held` is still to come."""
+    def decide(self, clip_coefficient: float, group_of: GroupOf) -> Outcome:
+        """What becomes of the step: `apply_held` is still to come. From here on, whoever reads a block waits for what
+        is held of it."""
         outcome = self._judge(clip_coefficient, group_of)
-        return outcome, self._foretell_held() if self._is_lazy else set()
+        if self._is_lazy:
+            self._applying.add(self._held.chunks)
+        return outcome
 
     def _judge(self, clip_coefficient: float, group_of: GroupOf) -> Outcome:
         """Accept or undo guesses. What is still held then is to be applied: with a right guess, those gradients that
@@ -158,24 +156,13 @@ class StepGradients:
         self._undo()
         return "redone"
 
-    def _foretell_held(self) -> set[Block]:
-        """From here on, whoever reads a block waits for what is held of it. Returns the blocks that are renewed: what
-        else a slot holds is out of date."""
-        waiting = self._held.chunks
-        self._applying.add(waiting)
-        return self._renewals.begin(
-            {chunk.block for chunk in waiting} - {chunk.block for chunk in self._updates.chunks}
-        )
-
     def apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
         """What is held, scaled, in forward order: the first blocks are needed first by the next forward. The step is
         over then."""
         for gradient in self._held.take_all():
             if not self._are_held and self._speculation.can_undo is False:
                 gradient.refuse_not_finite()
-            loan = self._renewals.loan_of(gradient.chunk.block)
-            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, loan=loan, may_borrow=True)
-        self._renewals.end_step()
+            self._updates.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
         self.last_update_s = self._updates.end_step()
         self._speculation.end_step()
 
@@ -185,7 +172,6 @@ class StepGradients:
         if updated and self._speculation.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
-        self._renewals.end_step()
         touched, remains = self.dropped
         self.dropped = touched | updated, remains or bool(self._updates.chunks)
         self._updates.end_step()

@@ -24,8 +24,6 @@ class StepResult:
 
     changed: set[Block]
     """Blocks whose records are others than before."""
-    renewed: set[Block]
-    """Those of them whose new parameters come into the slots that hold the old ones."""
     outcome: Outcome | None
     """How it was applied; None if it was skipped."""
     clipped: bool
@@ -68,11 +66,11 @@ class StepTransaction:
         if not math.isfinite(self._norms.total()) and not self._pipeline.is_past_undoing:
             not_finite = self._norms.first_not_finite() or "all parameters together"
             changed, _ = self.drop()
-            return StepResult(changed, set(), None, clipped=False, not_finite=not_finite)
+            return StepResult(changed, None, clipped=False, not_finite=not_finite)
         clipped = self._clip_coefficient != 1.0
         finished = self._pipeline.finish_step(self._clip_coefficient, group_of)
         self._reset()
-        return StepResult(finished.changed, finished.renewed, finished.outcome, clipped)
+        return StepResult(finished.changed, finished.outcome, clipped)
 
     def drop(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients and undo its updates if the store can. Returns the blocks that were touched, and

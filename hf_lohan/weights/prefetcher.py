@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from functools import partial
 
@@ -11,7 +10,6 @@ from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.threads import start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import Renewal
 from hf_lohan.weights.parameter_loader import ParameterLoader
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
@@ -123,28 +121,6 @@ class Prefetcher:
                 self._loader.load(block, slot).when_ended(partial(self._end_load, block, slot))
             except BaseException as error:
                 self._end_load(block, slot, error)
-
-    def renew(self, block: Block) -> Renewal | None:
-        """Have the block's new weights come into the slot that holds the old ones, if it is needed so soon that no
-        other block should have the slot before. On the thread that updates."""
-        with self._ring.lock:
-            is_wanted = self._ring.is_here(block) and self._is_among_first(block)
-            slot = self._ring.renew(block) if is_wanted else None
-        return None if slot is None else Renewal(slot.weights[: block.numel], partial(self._end_renewal, block, slot))
-
-    def _is_among_first(self, block: Block) -> bool:
-        """Whether it is one of the blocks that have the slots of its size when a training pass begins."""
-        of_its_size = (other for other in self._orders[True] if other.size_class is block.size_class)
-        first = itertools.islice(dict.fromkeys(of_its_size), len(self._ring.slots[block.size_class]))
-        return block in first
-
-    def _end_renewal(self, block: Block, slot: Slot, error: BaseException | None) -> None:
-        """As `_end_load`; but if it is called off and nobody waits for it, the block is loaded as any other."""
-        with self._ring.lock:
-            if error is None or slot.num_pins:
-                self._end_load(block, slot, error)
-            else:
-                self._ring.abandon(slot)
 
     def _end_load(self, block: Block, slot: Slot, error: BaseException | None) -> None:
         """All of the block is on its way into the slot, or never will be; on this thread, or as `Delivery` says. The

@@ -47,8 +47,8 @@ class SlotRing:
     the right shape: a forgotten fetch turns the loss into NaN instead of a quiet wrong number. A released slot keeps
     its block until it is claimed for another, so what is needed again soon is not read again.
 
-    Threads: the compute thread pins and releases, the prefetch thread claims and publishes, the thread that updates
-    renews; `lock` guards them, and `changed` tells them of each other.
+    Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `lock` guards them, and
+    `changed` tells them of each other.
     """
 
     def __init__(self, device: Device, plan: PoolPlan, dtype: torch.dtype) -> None:
@@ -152,7 +152,7 @@ class SlotRing:
                     assert slot.num_pins == 0, f"{block} went stale while it was in use"
                     self._empty(slot)
 
-    # The prefetch thread's side, and that of the one that updates; the caller holds `lock`.
+    # The prefetch thread's side; the caller holds `lock`.
 
     def is_here(self, block: Block) -> bool:
         return block in self._holder
@@ -169,22 +169,6 @@ class SlotRing:
         held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
         self._high_water_bytes = max(self._high_water_bytes, held)
         self.changed.notify_all()
-
-    def renew(self, block: Block) -> Slot | None:
-        """Let the block stay where it is while it gets its new weights, as if it were loaded; None if it is not here,
-        or in use."""
-        slot = self._holder.get(block)
-        if slot is None or slot.ready is None or not slot.is_claimable:
-            return None
-        assert slot.last_use is not None, f"{block} was never used, but has a gradient"
-        self.device.wait(Lane.H2D, slot.last_use)
-        self._let_updates_read(slot.ready)
-        slot.ready, slot.is_loading = None, True
-        return slot
-
-    def _let_updates_read(self, ready: Event) -> None:
-        """A block may have been loaded once more since compute used it and waited for it."""
-        self.device.wait(Lane.D2H, ready)
 
     def publish(self, slot: Slot, ready: Event) -> None:
         """The load of the claimed slot is enqueued; `ready` says when it is done."""

@@ -199,14 +199,6 @@ def test_weights_that_are_still_in_their_slots_are_not_read_again() -> None:
     assert plain.backward.h2d_s - turned.backward.h2d_s == pytest.approx(120 / 50)
 
 
-def test_updates_under_the_forward_read_no_weights_that_are_in_the_slots() -> None:
-    """They copy them from there."""
-    setup = paper_setup(clip="defer", hands_over=True, update_reads_param=True)
-    plain, renewed = (predict(machine(), replace(setup, renewed_bytes=size)) for size in (0, 120))
-    assert plain.ssd_read_bytes_per_step - renewed.ssd_read_bytes_per_step == 120
-    assert renewed.forward.d2h_s - plain.forward.d2h_s == pytest.approx(120 / 50)
-
-
 def test_filling_the_pipeline_takes_one_block_of_each_other_lane() -> None:
     model = tiny_model([(600.0, 100), (400.0, 200)], num_layers=2)
     step = predict(machine(), paper_setup(counts_fill=True), model, swapped_bytes=300)

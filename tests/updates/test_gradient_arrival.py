@@ -61,13 +61,8 @@ def test_other_hyperparameters_or_another_step_part_a_run() -> None:
 # Arrival and norms.
 
 
-def arrivals_for(
-    block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool, *, may_stay: bool = False
-) -> GradientArrivals:
-    norms = GradientNorms(block.slices)
-    return GradientArrivals(
-        CpuDevice(), buffers, block.cut(CHUNK_NUMEL), norms, handed_on.append, may_stay=may_stay
-    )
+def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
+    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), GradientNorms(block.slices), handed_on.append)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -94,30 +89,6 @@ def test_chunks_are_handed_on_when_complete_with_zeros_in_the_padding(dtype: tor
         assert torch.equal(whole[part.start : part.stop], gradient.flatten().float())
         whole[part.start : part.stop] = 0
     assert not whole.any()
-
-
-def test_what_is_in_host_memory_stays_where_it_is_until_it_has_to_wait() -> None:
-    block, _ = block_of(64, 100)
-    handed_on: list[ArrivedChunk] = []
-    buffers = pool("gradients", 1)
-    arrivals = arrivals_for(block, handed_on, buffers, may_stay=True)
-    large = torch.randn(5 * 64)
-    gradients = [large[64:128].view(64, 1), torch.randn(100, 1)]
-    for part, gradient in zip(block.slices, gradients, strict=True):
-        part.parameter.grad = gradient
-        arrivals.take(part, part.parameter)
-    (arrived,) = handed_on
-    arrived.buffer.bytes.fill_(0xFF)
-    assert arrived.parts is not None
-    view, whole = arrived.parts.values()
-    assert whole.data_ptr() == gradients[1].data_ptr()
-    assert view.untyped_storage().nbytes() == view.nbytes, "a view of something larger keeps only itself in memory"
-    in_buffer = arrived.wait()
-    assert arrived.parts is None
-    for part, gradient in zip(block.slices, gradients, strict=True):
-        assert torch.equal(in_buffer[part.start : part.stop], gradient.flatten())
-        in_buffer[part.start : part.stop] = 0
-    assert not in_buffer.any()
 
 
 def test_flush_hands_on_what_some_parameter_never_reached() -> None:

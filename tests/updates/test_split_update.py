@@ -24,7 +24,7 @@ from hf_lohan.optim import (
 )
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.threads import KernelThreads
-from hf_lohan.updates.split_update import MIN_PART_NUMEL, GradientRun, SplitUpdate
+from hf_lohan.updates.split_update import MIN_PART_NUMEL, SplitUpdate
 
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)
@@ -93,16 +93,13 @@ def split(
     form: MasterFormat,
     segments: tuple[Segment, ...] = SEGMENTS,
     clip: float = 1.0,
-    runs: tuple[tuple[int, int], ...] | None = None,
 ) -> SplitUpdate:
-    """With `runs`, elements [start, stop) of the gradient lie in places of their own."""
     records, reads = read_all(store)
     for read in reads:
         read.arrive()
     values = gradient(store)
     private = [mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)]
-    parts = [GradientRun(start, values[start:stop].clone()) for start, stop in runs or ((0, values.numel()),)]
-    return SplitUpdate(form, records, parts, POSITION, reads, segments, clip, private, store.checksums)
+    return SplitUpdate(form, records, values, POSITION, reads, segments, clip, private, store.checksums)
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
@@ -155,17 +152,6 @@ def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int,
         found = update.records[kind]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
-        assert checksums[kind].tolist() == store.checksums(kind, expected).tolist()
-
-
-@pytest.mark.parametrize("form", FORMS[:1], ids=str, indirect=True)  # only such are updated from several places
-@pytest.mark.parametrize("clip", [1.0, 0.3])
-def test_gradients_in_several_places_change_no_bit(store: Store, form: MasterFormat, clip: float) -> None:
-    assert form.is_float32
-    update = split(store, form, clip=clip, runs=tuple((segment.start, segment.stop) for segment in SEGMENTS))
-    checksums = update.run(KernelThreads(2))
-    for kind, expected in in_one_piece(store, form, clip).items():
-        assert torch.equal(update.records[kind], expected)
         assert checksums[kind].tolist() == store.checksums(kind, expected).tolist()
 
 

@@ -13,8 +13,6 @@ from hf_lohan.device import CpuDevice, Event, Lane
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
-from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.updates import WeightLoan
 from hf_lohan.weights import SlotRing
 
 SLOT_BYTES = 2 * RECORD_ALIGN_NUMEL * 4
@@ -178,25 +176,3 @@ def test_releasing_records_the_end_of_the_reading(ring: SlotRing, monkeypatch: p
     monkeypatch.setattr(DEVICE, "record", noted)
     ring.unpin(block)
     assert recorded == [(Lane.COMPUTE, ring.slot_of(block).weights.data_ptr())]
-
-
-def test_updates_wait_for_weights_that_are_still_on_their_way() -> None:
-    """The block was loaded again, but not used, since its gradient came."""
-    device = AsyncDevice(max_delay_s=2e-2)
-    block = layer("a", (8,))
-    ring = SlotRing(device, slots_only(1, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL), torch.float32)
-    (slot,) = ring.slots[SizeClass.LAYER]
-    slot.last_use = device.record(Lane.COMPUTE, reads=[slot.weights])
-    for value in range(5):
-        with ring.lock:
-            ring.claim(slot, block)
-            device.wait(Lane.H2D, slot.last_use)
-            device.copy(Lane.H2D, slot.weights, torch.full_like(slot.weights, value))
-            ring.publish(slot, device.record(Lane.H2D))
-            assert ring.renew(block) is slot
-        out = torch.empty(8)
-        WeightLoan(device, slot.weights, lambda: None).read(0, out).arrive()
-        assert bool((out == value).all())
-        with ring.lock:
-            ring.abandon(slot)
-    assert device.num_races == 0
