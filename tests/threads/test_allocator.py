@@ -9,7 +9,7 @@ from hf_lohan.threads import keep_freed_memory
 
 FAULTS_OF_A_STEP = """
 import resource, sys, torch
-from hf_lohan.device import keep_freed_memory
+from hf_lohan.threads import keep_freed_memory
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
 def step():
