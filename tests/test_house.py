@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
-    "timeline": -1,
+    **dict.fromkeys(("timeline", "wording"), -1),
     **dict.fromkeys(("config", "planner", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "report"), 1),
     "store": 2,
@@ -34,18 +34,19 @@ FLOORS = {
     "cli": 11,
 }
 NARROWER = {
-    "config": set[str](),
-    "planner": set[str](),
+    "config": {"wording"},
+    "planner": {"wording"},
     "threads": set[str](),
-    "files": {"threads", "timeline"},
+    "files": {"threads", "timeline", "wording"},
     "store": {"device", "files", "threads", "timeline"},
     "optim": set[str](),
-    "report": {"config", "timeline"},
+    "report": {"config", "timeline", "wording"},
 }
 """Rooms that may use less than all the floors below theirs."""
 
 PACKAGES_FLOOR_0_AND_1 = {
     "timeline": set[str](),
+    "wording": set[str](),
     "config": {"yaml"},
     "planner": {"numpy"},
     "threads": {"torch"},
@@ -53,7 +54,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "files": {"torch", "numpy", "kvikio"},
     "store": {"torch", "numpy", "safetensors", "xxhash"},
     "optim": {"torch"},
-    "report": {"matplotlib"},
+    "report": set[str](),
 }
 """The only packages outside the standard library that the two lowest floors may use."""
 

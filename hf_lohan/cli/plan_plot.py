@@ -10,7 +10,7 @@ from hf_lohan.cli.plan_report import machine
 from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import Resource, bottleneck_label, resources_of
 from hf_lohan.planner import sweep_swapped_bytes
-from hf_lohan.report import count, seconds
+from hf_lohan.wording import count, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -13,7 +13,7 @@ from hf_lohan.cli.plan_request import PlannedRun
 from hf_lohan.cli.plan_resources import bottleneck_label, resources_of
 from hf_lohan.config import format_bytes
 from hf_lohan.planner import HardwareProfile, drive_life, what_hardware_buys
-from hf_lohan.report import count, seconds
+from hf_lohan.wording import count, seconds
 
 _BAR_WIDTH = 20
 _WORTH_BUYING = 1.01

@@ -11,7 +11,7 @@ from hf_lohan.cli.plan_report import heading, print_plan, summary, without_offlo
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.config import format_bytes
 from hf_lohan.planner import BudgetError
-from hf_lohan.report import seconds
+from hf_lohan.wording import seconds
 
 _LABEL_WIDTH = 10
 

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from hf_lohan.config.description import describe
-from hf_lohan.config.errors import ConfigError, refuse_unknown_keys
-from hf_lohan.config.sources import ALL_AUTO, file_named, read_file, unnest
-from hf_lohan.config.ssd_path import SsdPath, ssd_paths
-from hf_lohan.config.value_checks import (
+import yaml
+
+from hf_lohan.config.values import (
     AUTO,
+    ConfigError,
+    SsdPath,
     check_choice,
     check_count,
     check_flag,
     check_number,
     check_piece_size,
     check_size,
+    refuse_unknown_keys,
+    ssd_paths,
 )
+from hf_lohan.wording import format_bytes
 
 Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
@@ -28,6 +31,10 @@ OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
+
+ALL_AUTO = "lohan"
+"""The word for offloading with every setting at its default, and the key to nest settings under."""
+_SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 
 
 @dataclass(kw_only=True, slots=True, frozen=True)
@@ -119,10 +126,10 @@ class OffloadConfig:
             case OffloadConfig():
                 return value
             case Mapping():
-                return cls._from_settings(unnest(value))
+                return cls._from_settings(_unnest(value))
             case str() | os.PathLike():
-                path = file_named(value)
-                settings = read_file(path)
+                path = _file_named(value)
+                settings = _read_file(path)
                 try:
                     return cls._from_settings(settings)
                 except ConfigError as error:
@@ -168,7 +175,9 @@ class OffloadConfig:
 
     def describe(self) -> str:
         """The settings as a table, one line each, sizes in human units; for printing once as a run starts."""
-        return describe(self.to_dict())
+        width = max(map(len, SETTINGS))
+        rows = (f"  {name:<{width}}  {text}" for name, text in setting_rows(self.to_dict()))
+        return "\n".join(["offload config", *rows])
 
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
@@ -196,3 +205,58 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "trace": check_flag,
 }
 assert tuple(_CHECKS) == SETTINGS, "every setting has its check"
+
+
+def setting_rows(settings: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """(name, value) for reading; a second SSD has a row of its own, without a name."""
+    for name, value in settings.items():
+        for row, text in enumerate(_texts(name, value)):
+            yield "" if row else name, text
+
+
+def _texts(name: str, value: Any) -> list[str]:
+    if name == "ssd" and isinstance(value, list):
+        return [f"{ssd['path']} ({_capacity(ssd['capacity'])})" for ssd in value]
+    return [format_bytes(value) if name in _SIZES and isinstance(value, int) else str(value)]
+
+
+def _capacity(capacity: int | str) -> str:
+    return f"at most {format_bytes(capacity)}" if isinstance(capacity, int) else "free space"
+
+
+def _read_file(path: str) -> Mapping[object, object]:
+    """The settings in a YAML file. Raises ConfigError where there is no such file or no settings in it."""
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot read the offload config {path!r}: {error.strerror}; give the path of a YAML file"
+        ) from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise ConfigError(f"the offload config {path!r} is not YAML: {problem}") from None
+    return _unnest({} if content is None else content, where=f"{path}: ")
+
+
+def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:
+    """The settings in ``content``: at top level or all under the one key "lohan". Raises ConfigError."""
+    if not isinstance(content, Mapping):
+        raise ConfigError(
+            f"{where}{content!r} is not a table of settings; write 'key: value', e.g. 'cpu_memory: 32GiB'"
+        )
+    if ALL_AUTO not in content:
+        return content
+    if len(content) > 1:
+        others = ", ".join(repr(key) for key in content if key != ALL_AUTO)
+        raise ConfigError(f"{where}{others} beside the key {ALL_AUTO!r}; put every setting under {ALL_AUTO!r}, or none")
+    inner = content[ALL_AUTO]
+    return _unnest({} if inner is None else inner, where=where)
+
+
+def _file_named(value: str | os.PathLike[str]) -> str:
+    """The config file that ``value`` names. Raises ConfigError for a word that names none."""
+    path = os.path.expanduser(os.fspath(value))
+    if isinstance(value, os.PathLike) or path.endswith((".yaml", ".yml")) or os.path.isfile(path):
+        return path
+    raise ConfigError(f"offload={value!r} is neither {ALL_AUTO!r} (everything automatic) nor an existing YAML file")

@@ -13,7 +13,8 @@ from collections.abc import Callable, Sequence
 
 from hf_lohan.files.buffers import SECTOR_BYTES
 from hf_lohan.files.directories import free_bytes_beside
-from hf_lohan.files.errors import NO_ROOM, StorageError, format_bytes
+from hf_lohan.files.errors import NO_ROOM, StorageError
+from hf_lohan.wording import exact_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -205,8 +206,8 @@ class DataFile:
     ) -> StorageError:
         advice = "check the disk, its free space and the permissions of this path"
         if error.errno in NO_ROOM:
-            free = format_bytes(free_bytes_beside(self.path))
-            advice = f"it needs {format_bytes(needed_bytes)} and {free} are free; free some space"
+            free = exact_bytes(free_bytes_beside(self.path))
+            advice = f"it needs {exact_bytes(needed_bytes)} and {free} are free; free some space"
         return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
 
 

@@ -7,17 +7,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hf_lohan.wording import exact_bytes
+
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 """What the system calls a full disk, or a quota that is used up."""
-
-
-def format_bytes(num_bytes: int) -> str:
-    """``num_bytes`` exactly and, from 1 KiB on, also at a glance: ``2,097,152 bytes (2.00 MiB)``."""
-    exact = f"{num_bytes:,} bytes"
-    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if num_bytes >= 1 << power:
-            return f"{exact} ({num_bytes / (1 << power):.2f} {unit})"
-    return exact
 
 
 class StorageError(OSError):
@@ -63,8 +56,8 @@ class Shortfall:
     limit: str
 
     def __str__(self) -> str:
-        available = format_bytes(self.available_bytes)
-        return f"{self.path} needs {format_bytes(self.needed_bytes)} but its {self.limit} is {available}"
+        available = exact_bytes(self.available_bytes)
+        return f"{self.path} needs {exact_bytes(self.needed_bytes)} but its {self.limit} is {available}"
 
 
 class CapacityError(ValueError):

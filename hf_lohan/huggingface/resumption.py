@@ -11,8 +11,8 @@ from pathlib import Path
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.huggingface.step_journal import STORE_FOLDER
-from hf_lohan.report.files import CONFIG_NAME
-from hf_lohan.report.files import FOLDER as RUN_FOLDER
+from hf_lohan.report import CONFIG_NAME
+from hf_lohan.report import FOLDER as RUN_FOLDER
 from hf_lohan.store import Commit, last_commit
 
 

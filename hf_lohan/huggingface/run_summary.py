@@ -20,7 +20,7 @@ from hf_lohan.files import CapacityError, StorageError, replace_durably, write_f
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import OffloadPlan
-from hf_lohan.report.files import CONFIG_NAME, FOLDER, SUMMARY_NAME
+from hf_lohan.report import CONFIG_NAME, FOLDER, SUMMARY_NAME
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.huggingface.run_summary import RunSummary
 from hf_lohan.record.trace_file import StepMark, write_trace
-from hf_lohan.report.files import FOLDER, STEPS_NAME, TRACE_NAME
+from hf_lohan.report import FOLDER, STEPS_NAME, TRACE_NAME
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals
 
 logger = logging.getLogger(__name__)

@@ -9,6 +9,7 @@ from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.step_costs import GRADIENT_ITEMSIZE_BYTES
 from hf_lohan.planner.training_setup import TrainingSetup
+from hf_lohan.wording import format_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,10 +158,8 @@ def _largest_batch(model: ModelProfile, needed_bytes: int, available_bytes: int)
 
 
 def _shown(num_bytes: int) -> str:
-    for unit, size in (("TiB", 1024**4), ("GiB", 1024**3), ("MiB", 1024**2)):
-        if num_bytes >= size:
-            return f"{num_bytes} bytes ({num_bytes / size:.2f} {unit})"
-    return f"{num_bytes} bytes"
+    """All digits without commas, to be pasted into a setting."""
+    return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
 
 
 @dataclass(frozen=True, slots=True)

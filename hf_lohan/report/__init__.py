@@ -1,13 +1,11 @@
 """What a run wrote about itself, read back and shown: one HTML page for somebody who was not there.
 
-`files` names what is written (`integrations` writes it), `run_data` reads it, `findings` computes what it says,
-`sentences` says it, `charts`, `step_chart` and `tables` show it, and `page` puts it together. Imports matplotlib only
-where something is drawn.
+`run_data` names the files that a run writes and reads them, `findings` computes what they say, `sentences` says it,
+`charts` draws it with `svg`, and `page` puts it together in the frame of `page.html`.
 """
 
-from hf_lohan.report.files import CONFIG_NAME, FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, TRACE_NAME
 from hf_lohan.report.page import write_report
-from hf_lohan.report.wording import count, seconds
+from hf_lohan.report.run_data import CONFIG_NAME, FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, TRACE_NAME
 
 __all__ = [
     "CONFIG_NAME",
@@ -16,7 +14,5 @@ __all__ = [
     "STEPS_NAME",
     "SUMMARY_NAME",
     "TRACE_NAME",
-    "count",
-    "seconds",
     "write_report",
 ]

@@ -3,31 +3,14 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias
 
-from hf_lohan.config import format_bytes
-from hf_lohan.report.findings import Findings, Wait
-from hf_lohan.report.lanes import LANES
-from hf_lohan.report.svg import (
-    BLUE,
-    FULL_WIDTH,
-    GREEN,
-    HALF_WIDTH,
-    MUTED,
-    ORANGE,
-    PURPLE,
-    TEAL,
-    TEXT,
-    new_figure,
-    plain_axes,
-    to_svg,
-)
-from hf_lohan.report.wording import percent, seconds
+from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
+from hf_lohan.report.svg import FULL_WIDTH, HALF_WIDTH, Panel, svg
+from hf_lohan.wording import BINARY_UNITS, format_bytes, percent, seconds
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
+BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN = "#4a86cf", "#df8a3c", "#4fa378", "#9a7bd0", "#3fa3ad", "#b3702f"
 _MAX_POINTS = 500
 """In a line; beyond that a point is the median of some steps."""
 _MAX_BARS = 7
@@ -36,38 +19,45 @@ _TOO_SHORT = 0.005
 """Of the longest bar."""
 _FAR_ABOVE = 3.0
 """A limit that is further above the data is not drawn: the data would be flat."""
+_HALF_HEIGHT = 310
+_SHADES = (1.0, 0.6, 0.35, 0.2)
+"""Of a lane's color, for its kinds of tasks, the longest first."""
+_MAX_KINDS = 3
+"""In the legend beside a lane."""
 
 
 def step_time_chart(findings: Findings) -> str:
     """Step time over steps, with plan and floor. What is far above the rest is marked at the upper edge."""
-    figure = new_figure(FULL_WIDTH, 2.9)
-    axes = plain_axes(figure)
     steps, times_s = findings.values("step_s")
     levels = [(findings.floor[1], "floor", GREEN)] if findings.floor else []
     levels += [(findings.predicted_s, "planned", ORANGE)] if findings.predicted_s else []
-    levels += [(findings.corrected_s, "planned again", "#b3702f")] if findings.corrected_s else []
-    top = 1.3 * max(_quantile(findings.step_times_s, 0.98), *(level for level, _, _ in levels), 0.0)
-    _line(axes, steps, times_s, BLUE, band=True)
-    beyond = [step for step, time_s in zip(steps, times_s, strict=True) if time_s > top]
-    if beyond:
-        axes.plot(beyond, [0.985 * top] * len(beyond), "^", color=BLUE, markersize=5, clip_on=False)
-    for level_s, _, color in levels:
-        axes.axhline(level_s, color=color, linewidth=1.4, linestyle=(0, (5, 3)))
-    _label_levels(axes, [(level_s, f"{name} {seconds(level_s)}", color) for level_s, name, color in levels], top)
-    axes.set_ylim(0, top)
-    _steps_axis(axes, steps)
-    axes.set_ylabel("seconds a step")
-    return to_svg(figure, "time", "step time over steps")
+    levels += [(findings.corrected_s, "planned again", BROWN)] if findings.corrected_s else []
+    typical = sorted(findings.step_times_s)[min(len(findings.later) - 1, int(0.98 * len(findings.later)))]
+    top = 1.3 * max(typical, *(level for level, _, _ in levels), 0.0)
+    panel = Panel(60, 30, FULL_WIDTH - 150, 240, x=_steps_range(findings), y=(0.0, top))
+    panel.x_axis("step", whole=True)
+    panel.y_axis("seconds a step")
+    _line(panel, steps, times_s, BLUE, band=True)
+    for step, time_s in zip(steps, times_s, strict=True):
+        if time_s > top:
+            x, y = panel.place(step, top)
+            panel.parts.append(f'<path d="M{x - 4:.1f},{y + 3:.1f}h8l-4,-7z" fill="{BLUE}"/>')
+    lowest = panel.bottom + 15.0
+    for level_s, name, color in sorted(levels):
+        panel.level(level_s, color)
+        lowest = min(panel.place(0.0, level_s)[1], lowest - 15.0)  # apart where they would lie on each other
+        panel.text(panel.right + 6, lowest, f"{name} {seconds(level_s)}", color=color)
+    return svg("step time over steps", FULL_WIDTH, 280, [panel])
 
 
 def lanes_chart(findings: Findings) -> str:
     """Busy share of each lane."""
-    works = findings.lanes
     bars = [
         (LANES[work.lane].label, work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", LANES[work.lane].color)
-        for work in works
+        for work in findings.lanes
     ]
-    return _bars(bars, "lanes", "busy share of each lane", axis_label="share of a step's time", are_shares=True)
+    marks = [(share, percent(share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    return _bars(bars, "busy share of each lane", axis_label="share of a step's time", marks=marks)
 
 
 def waits_chart(findings: Findings) -> str:
@@ -76,7 +66,7 @@ def waits_chart(findings: Findings) -> str:
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
     bars = [(_wait_label(wait), wait.seconds / unit_s, seconds(wait.seconds), LANES[wait.lane].color) for wait in waits]
-    return _bars(bars, "waits", "time waited in a step, by cause", axis_label=f"{unit} a step")
+    return _bars(bars, "time waited in a step, by cause", axis_label=f"{unit} a step")
 
 
 def _wait_label(wait: Wait) -> str:
@@ -84,184 +74,140 @@ def _wait_label(wait: Wait) -> str:
     return f"{LANES[wait.lane].label.split()[0]}: {wait.cause}"
 
 
-def memory_chart(findings: Findings) -> str:
-    """What the process held, and below it, on a scale of their own, the host pools and the device slots."""
-    figure = new_figure(HALF_WIDTH, 3.1)
-    above, below = figure.subplots(2, 1, sharex=True)
-    config, steps = findings.run.config, [step for step in findings.steps if "cpu_pool_bytes" in step]
-    pools: list[float] = [sum(step["cpu_pool_bytes"].values()) for step in steps]
-    numbers = [step["step"] for step in steps]
-    _memory_lines(above, [("the whole process", BLUE, *findings.values("anon_rss_bytes"), None)])
-    lines: list[MemoryLine] = [
-        ("host buffers and copies", GREEN, numbers, pools, config.get("cpu_memory")),
-        ("device slots", PURPLE, *findings.values("device_slots_bytes"), config.get("gpu_memory")),
-    ]
-    _memory_lines(below, lines)
-    _steps_axis(below, findings.values("step_s")[0])
-    return to_svg(figure, "memory", "memory over steps")
-
-
-MemoryLine: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
+Series: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
 """Label, color, steps, bytes, and how many were allowed."""
 
 
-def _memory_lines(axes: Axes, lines: Sequence[MemoryLine]) -> None:
-    axes.patch.set_alpha(0)
-    most = max((max(held) for _, _, _, held, _ in lines if held), default=0.0)
-    unit_bytes, unit = _unit(most)
-    for label, color, numbers, held, limit in lines:
-        if not held:
-            continue
-        is_drawn = isinstance(limit, int) and limit < _FAR_ABOVE * most
-        _line(axes, numbers, [value / unit_bytes for value in held], color, label=label)
-        if is_drawn and limit is not None:
-            axes.axhline(limit / unit_bytes, color=color, linewidth=1.1, linestyle=(0, (2, 2)), label="allowed")
-    axes.set_ylim(bottom=0)
-    axes.set_ylabel(unit)
-    _legend(axes)
+def memory_chart(findings: Findings) -> str:
+    """What the process held, and below it, on a scale of their own, the host pools and the device slots."""
+    config, steps = findings.run.config, [step for step in findings.steps if "cpu_pool_bytes" in step]
+    pools: list[float] = [sum(step["cpu_pool_bytes"].values()) for step in steps]
+    process: Series = ("the whole process", BLUE, *findings.values("anon_rss_bytes"), None)
+    below: list[Series] = [
+        ("host buffers and copies", GREEN, [step["step"] for step in steps], pools, config.get("cpu_memory")),
+        ("device slots", PURPLE, *findings.values("device_slots_bytes"), config.get("gpu_memory")),
+    ]
+    panels = [_bytes_panel(findings, [process], 30, 125), _bytes_panel(findings, below, 170, 270)]
+    panels[-1].x_axis("step", whole=True)
+    return svg("memory over steps", HALF_WIDTH, _HALF_HEIGHT, panels)
 
 
 def bytes_chart(findings: Findings) -> str:
     """Bytes read and written in each step."""
-    figure = new_figure(HALF_WIDTH, 3.1)
-    axes = plain_axes(figure)
-    lines = [("read", TEAL, "ssd_read_bytes"), ("written", ORANGE, "ssd_write_bytes")]
-    most = max((max(findings.values(name)[1], default=0) for _, _, name in lines), default=0)
-    unit_bytes, unit = _unit(most)
-    for label, color, name in lines:
-        steps, moved = findings.values(name)
-        _line(axes, steps, [value / unit_bytes for value in moved], color, label=label)
-    axes.set_ylim(bottom=0)
-    _steps_axis(axes, findings.values("step_s")[0])
-    axes.set_ylabel(f"{unit} a step")
-    _legend(axes)
-    return to_svg(figure, "bytes", "bytes read and written in each step")
+    series: list[Series] = [
+        ("read", TEAL, *findings.values("ssd_read_bytes"), None),
+        ("written", ORANGE, *findings.values("ssd_write_bytes"), None),
+    ]
+    panel = _bytes_panel(findings, series, 30, 270)
+    panel.x_axis("step", whole=True)
+    return svg("bytes read and written in each step", HALF_WIDTH, _HALF_HEIGHT, [panel])
+
+
+def _bytes_panel(findings: Findings, series: Sequence[Series], top: float, bottom: float) -> Panel:
+    most = max((max(held) for _, _, _, held, _ in series if held), default=0.0)
+    unit = format_bytes(most).split()[-1]
+    unit_bytes = 1024 ** BINARY_UNITS.index(unit)
+    allowed = [limit if isinstance(limit, int) and limit < _FAR_ABOVE * most else 0 for *_, limit in series]
+    panel = Panel(
+        60, top, HALF_WIDTH - 10, bottom, x=_steps_range(findings), y=(0.0, 1.05 * max(most, *allowed) / unit_bytes)
+    )
+    panel.y_axis(unit)
+    legend = []
+    for (label, color, steps, held, _), limit in zip(series, allowed, strict=True):
+        if held:
+            _line(panel, steps, [value / unit_bytes for value in held], color)
+            legend.append((label, color))
+            if limit:
+                panel.level(limit / unit_bytes, color)
+                legend[-1] = (f"{label} (dashed: allowed)", color)
+    panel.legend(legend)
+    return panel
 
 
 def loss_chart(findings: Findings) -> str:
     """Loss and gradient norm as they were logged."""
-    figure = new_figure(FULL_WIDTH, 2.6)
     names = [("loss", "loss", BLUE), ("grad_norm", "gradient norm", PURPLE)]
     shown = [entry for entry in names if findings.values(entry[0])[0]]
-    for axes, (name, label, color) in zip(figure.subplots(1, len(shown), squeeze=False)[0], shown, strict=True):
-        axes.patch.set_alpha(0)
+    panels = []
+    for number, (name, label, color) in enumerate(shown):
         steps, values = findings.values(name)
-        _line(axes, steps, values, color, marker="o" if len(steps) < 40 else "", label=label)
-        eval_steps, eval_losses = findings.values("eval_loss")
-        if name == "loss" and eval_steps:
-            axes.plot(eval_steps, eval_losses, "D-", color=ORANGE, markersize=4, linewidth=1, label="held-out loss")
-            _legend(axes)
-        if name == "grad_norm":
-            axes.set_ylim(bottom=0)
-        _steps_axis(axes, findings.values("step_s")[0])
-        axes.set_ylabel(label)
-    return to_svg(figure, "loss", "loss and gradient norm over steps")
+        others = findings.values("eval_loss") if name == "loss" else ([], [])
+        low, high = min(*values, *others[1], values[0]), max(*values, *others[1], values[0])
+        margin = 0.06 * (high - low) or 0.5
+        low = 0.0 if name == "grad_norm" else low - margin
+        width = FULL_WIDTH / len(shown)
+        panel = Panel(
+            60 + number * width, 30, (number + 1) * width - 10, 210, x=_steps_range(findings), y=(low, high + margin)
+        )
+        panel.x_axis("step", whole=True)
+        panel.y_axis("")
+        _line(panel, steps, values, color, dots=len(steps) < 40)
+        if others[0]:
+            panel.line(others[0], others[1], ORANGE, dots=True)
+        panel.legend([(label, color), *([("held-out loss", ORANGE)] if others[0] else [])])
+        panels.append(panel)
+    return svg("loss and gradient norm over steps", FULL_WIDTH, 250, panels)
+
+
+def step_chart(picture: StepPicture) -> str:
+    """One step, a row a lane and a bar for what ran when: all lanes in which something ran."""
+    lanes = [lane for lane in LANES if any(kind[0] == lane for kind in picture.spans)]
+    unit_s, unit = _time_unit(picture.step_s)
+    row_height = 40.0
+    bottom = 10 + row_height * len(lanes)
+    panel = Panel(160, 10, FULL_WIDTH - 150, bottom, x=(0.0, picture.step_s / unit_s), y=(0.0, 1.0))
+    panel.x_axis(f"{unit} from the end of the step before")
+    for lane, middle in zip(lanes, panel.rows([LANES[lane].label for lane in lanes], row_height), strict=True):
+        kinds = [(name, spans) for (of_lane, name), spans in picture.spans.items() if of_lane == lane]
+        for number, (name, spans) in enumerate(kinds):
+            color, shade = LANES[lane].color, _SHADES[min(number, len(_SHADES) - 1)]
+            for begin, end in spans:
+                panel.bar(begin / unit_s, end / unit_s, middle, 28, color, opacity=shade)
+            if number < _MAX_KINDS:
+                beside = middle + 12 * (number - (min(len(kinds), _MAX_KINDS) - 1) / 2)
+                square = f'x="{panel.right + 6:.1f}" y="{beside - 4:.1f}" width="7" height="7"'
+                panel.parts.append(f'<rect {square} fill="{color}" opacity="{shade:g}"/>')
+                panel.text(panel.right + 18, beside, name, css="small")
+    return svg(f"what each lane did in step {picture.step}", FULL_WIDTH, int(bottom) + 40, [panel])
 
 
 Bar = tuple[str, float, str, str]
 """Label, value, the value in words, color."""
 
 
-def _bars(bars: Sequence[Bar], name: str, description: str, *, axis_label: str, are_shares: bool = False) -> str:
-    figure = new_figure(HALF_WIDTH, 0.75 + 0.27 * _MAX_BARS)
-    axes = plain_axes(figure)
-    longest = max(value for _, value, _, _ in bars)
-    for row, (_, value, words, color) in enumerate(bars):
-        axes.barh(row, value, height=0.62, color=color)
-        axes.annotate(words, (value, row), (4, 0), textcoords="offset points", va="center", color=TEXT, fontsize=8.5)
-    axes.set_yticks(range(len(bars)), [label for label, _, _, _ in bars])
-    axes.tick_params(axis="y", labelcolor=TEXT, length=0)
-    axes.set_ylim(_MAX_BARS - 0.4, -0.6)
-    axes.set_xlim(0, 1.28 * (max(1.0, longest) if are_shares else longest))
-    if are_shares:
-        ticks = [0.0, 0.25, 0.5, 0.75, 1.0]
-        axes.set_xticks(ticks, [percent(tick) for tick in ticks])
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel(axis_label)
-    return to_svg(figure, name, description)
+def _bars(
+    bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequence[tuple[float, str]] = ()
+) -> str:
+    row_height = 27.0
+    longest = max(*(value for _, value, _, _ in bars), *(mark for mark, _ in marks), bars[0][1])
+    bottom = 10 + row_height * _MAX_BARS
+    panel = Panel(160, 10, HALF_WIDTH - 10, bottom, x=(0.0, 1.35 * longest), y=(0.0, 1.0))
+    panel.x_axis(axis_label, marks=marks)
+    middles = panel.rows([label for label, _, _, _ in bars], row_height)
+    for (_, value, words, color), middle in zip(bars, middles, strict=True):
+        panel.bar(0.0, value, middle, 17, color)
+        panel.text(panel.place(value, 0.0)[0] + 4, middle, words, css="strong")
+    return svg(description, HALF_WIDTH, int(bottom) + 40, [panel])
 
 
 def _line(
-    axes: Axes,
-    steps: Sequence[int],
-    values: Sequence[float],
-    color: str,
-    *,
-    band: bool = False,
-    label: str = "",
-    marker: str = "",
+    panel: Panel, steps: Sequence[int], values: Sequence[float], color: str, *, band: bool = False, dots: bool = False
 ) -> None:
     """Of many steps, medians; with ``band`` also the range."""
-    size = -(-len(steps) // _MAX_POINTS)
-    groups = [values[start : start + size] for start in range(0, len(values), max(1, size))]
+    size = max(1, -(-len(steps) // _MAX_POINTS))
+    groups = [values[start : start + size] for start in range(0, len(values), size)]
     middles = [steps[min(len(steps) - 1, number * size + size // 2)] for number in range(len(groups))]
     if band and size > 1:
-        low, high = _each(groups, min), _each(groups, max)
-        axes.fill_between(middles, low, high, color=color, alpha=0.25, linewidth=0)
-    axes.plot(
-        middles,
-        _each(groups, statistics.median),
-        color=color,
-        linewidth=1.4,
-        label=label,
-        marker=marker,
-        markersize=3.5,
-    )
+        panel.band(middles, [min(group) for group in groups], [max(group) for group in groups], color)
+    panel.line(middles, [statistics.median(group) for group in groups], color, dots=dots)
 
 
-def _each(groups: Sequence[Sequence[float]], figure: Callable[[Sequence[float]], float]) -> list[float]:
-    return [figure(group) for group in groups]
-
-
-def _label_levels(axes: Axes, levels: Sequence[tuple[float, str, str]], top: float) -> None:
-    """At the right edge, moved apart where they would lie on each other."""
-    least, below = 0.085 * top, float("-inf")
-    for level, text, color in sorted(levels):
-        below = max(level, below + least)
-        axes.annotate(
-            text,
-            (1.0, below),
-            xycoords=("axes fraction", "data"),
-            xytext=(6, 0),
-            textcoords="offset points",
-            va="center",
-            color=color,
-            fontsize=9,
-            annotation_clip=False,
-        )
-
-
-def _steps_axis(axes: Axes, steps: Sequence[int]) -> None:
-    from matplotlib.ticker import MaxNLocator
-
+def _steps_range(findings: Findings) -> tuple[float, float]:
+    steps, _ = findings.values("step_s")
     margin = max(0.5, 0.01 * (steps[-1] - steps[0]))
-    axes.set_xlim(steps[0] - margin, steps[-1] + margin)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins="auto", integer=True))
-    axes.set_xlabel("step")
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(
-        loc="lower left",
-        bbox_to_anchor=(0, 1.0),
-        ncols=4,
-        borderaxespad=0.2,
-        columnspacing=1.2,
-        labelcolor=MUTED,
-        handlelength=1.4,
-    )
-
-
-def _quantile(values: Sequence[float], fraction: float) -> float:
-    return sorted(values)[min(len(values) - 1, int(fraction * len(values)))]
+    return steps[0] - margin, steps[-1] + margin
 
 
 def _time_unit(value_s: float) -> tuple[float, str]:
     """As `wording.seconds` chooses it."""
     return (0.001, "milliseconds") if value_s < 1 else (1.0, "seconds")
-
-
-def _unit(num_bytes: float) -> tuple[int, str]:
-    """A unit in which the number has few digits."""
-    unit = format_bytes(num_bytes).split()[-1]
-    return 1024 ** ("B", "KiB", "MiB", "GiB", "TiB", "PiB").index(unit), unit

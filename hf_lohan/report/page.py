@@ -2,41 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
+from importlib import resources
 from pathlib import Path
+from string import Template
+from typing import Any
 
-from hf_lohan.config import format_bytes
-from hf_lohan.report import charts, sentences, tables
-from hf_lohan.report.files import FOLDER, REPORT_NAME
-from hf_lohan.report.findings import Findings
-from hf_lohan.report.page_frame import PAGE
-from hf_lohan.report.run_data import read_run
-from hf_lohan.report.step_chart import step_chart
-from hf_lohan.report.step_picture import picture_of
-from hf_lohan.report.svg import style
-from hf_lohan.report.wording import count, duration, seconds
+from hf_lohan.config import setting_rows
+from hf_lohan.report import charts, sentences
+from hf_lohan.report.findings import Findings, picture_of
+from hf_lohan.report.run_data import FOLDER, REPORT_NAME, read_run
+from hf_lohan.wording import count, duration, format_bytes, rate, seconds
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """Write the report of the run in an output folder; returns its path, by default `lohan/report.html` in that folder.
 
-    Raises ValueError if no run wrote there or matplotlib is missing, OSError if the page cannot be written.
+    Raises ValueError if no run wrote there, OSError if the page cannot be written.
     """
     data = read_run(run)
     path = Path(output) if output is not None else data.output_dir / FOLDER / REPORT_NAME
-    with style():
-        page = render(Findings(data))
-    path.write_text(page, encoding="utf-8")
+    page = render(Findings(data))
+    with open(path, "w", encoding="utf-8", opener=_open_private) as file:
+        file.write(page)
     return path
+
+
+def _open_private(path: str, flags: int) -> int:
+    """Whatever the umask, nobody else may write what a run tells of itself."""
+    return os.open(path, flags, 0o644)
 
 
 def render(findings: Findings) -> str:
     """The page. What the run has no figures for is left out."""
     summary, run = findings.summary, findings.run
     title = summary.get("model_class") or run.output_dir.name
-    return PAGE.substitute(
+    page = resources.files("hf_lohan.report").joinpath("page.html").read_text(encoding="utf-8")
+    return Template(page).substitute(
         title=escape(f"{title} - {run.output_dir.name}" if title != run.output_dir.name else title),
         heading=escape(str(title)),
         subtitle=escape(", ".join(_subtitle(findings))),
@@ -89,7 +94,7 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, str]]:
 def _sections(findings: Findings) -> Iterator[str]:
     if findings.steps:
         yield _chart("Step time", sentences.on_step_time(findings), charts.step_time_chart(findings))
-    comparison = list(tables.comparison(findings))
+    comparison = list(_comparison(findings))
     if findings.predicted_s and comparison:
         yield _table("Planned and measured", ("", "planned", "measured", "floor"), comparison)
     pair = []
@@ -100,7 +105,7 @@ def _sections(findings: Findings) -> Iterator[str]:
     yield from _side_by_side(pair)
     picture = picture_of(findings.run.trace)
     if picture is not None:
-        yield _chart("One step", sentences.on_picture(picture), step_chart(picture))
+        yield _chart("One step", sentences.on_picture(picture), charts.step_chart(picture))
     pair = []
     if findings.steps and findings.steps[-1].get("cpu_pool_bytes"):
         pair.append(_chart("Memory", sentences.on_memory(findings), charts.memory_chart(findings)))
@@ -109,7 +114,8 @@ def _sections(findings: Findings) -> Iterator[str]:
     yield from _side_by_side(pair)
     if findings.values("loss")[0]:
         yield _chart("Loss", sentences.on_loss(findings), charts.loss_chart(findings))
-    settings, hardware = list(tables.config(findings)), list(tables.hardware(findings))
+    settings = list(setting_rows(findings.run.config or findings.summary.get("config") or {}))
+    hardware = list(_hardware(findings))
     pair = [_table("Hardware", (), hardware)] if hardware else []
     pair += [_table("Configuration", (), settings)] if settings else []
     yield from _side_by_side(pair)
@@ -138,3 +144,52 @@ def _side_by_side(sections: Sequence[str]) -> Iterator[str]:
         yield f'<div class="pair">{"".join(sections)}</div>'
     else:
         yield from sections
+
+
+def _comparison(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """What was planned, what was measured, and the floor."""
+    planned: Mapping[str, Any] = findings.summary.get("prediction") or {}
+    floor = findings.floor
+    if findings.step_s:
+        corrected = f", then {seconds(findings.corrected_s)}" if findings.corrected_s else ""
+        predicted = seconds(findings.predicted_s) + corrected if findings.predicted_s else "-"
+        yield "a step", predicted, seconds(findings.step_s), seconds(floor[1]) if floor else "-"
+    tokens = findings.tokens_per_s
+    if tokens:
+        tokens_floor = f"{planned['num_tokens'] / floor[1]:.4g}" if floor and planned else "-"
+        yield "tokens a second", f"{planned['tokens_per_s']:.4g}" if planned else "-", f"{tokens:.4g}", tokens_floor
+    for label, name in (("read from the SSDs a step", "read"), ("written to the SSDs a step", "write")):
+        moved = findings.mean_of(f"ssd_{name}_bytes")
+        if moved is not None:
+            expected = format_bytes(planned[f"ssd_{name}_bytes_per_step"]) if planned else "-"
+            yield label, expected, format_bytes(moved), "-"
+
+
+def _hardware(findings: Findings) -> Iterator[tuple[str, ...]]:
+    """The device as it names itself, and the rates that were measured."""
+    facts: Mapping[str, Any] = findings.summary.get("hardware") or {}
+    measured: Mapping[str, Any] = findings.summary.get("measured_hardware") or {}
+    device, cpu = measured.get("device", {}), measured.get("cpu", {})
+    name = device.get("name") or facts.get("name")
+    if name:
+        yield "device", f"{name} ({facts['kind']})" if facts.get("kind") else str(name)
+    for label, value in facts.items():
+        if label not in ("kind", "name"):
+            yield _words(label), format_bytes(value) if label.endswith("_bytes") else str(value)
+    if "flops_per_s" in device:
+        yield "matrix products", rate(device["flops_per_s"], "FLOP")
+    for label, name in (("copies to the device", "h2d_bytes_per_s"), ("copies from the device", "d2h_bytes_per_s")):
+        if name in measured:
+            yield label, rate(measured[name], "B")
+    for ssd in measured.get("ssd", ()):
+        speeds = f"reads {rate(ssd['read_bytes_per_s'], 'B')}, writes {rate(ssd['write_bytes_per_s'], 'B')}"
+        yield f"SSD {ssd.get('path', '')}".rstrip(), speeds
+    if "optimizer_params_per_s" in cpu:
+        yield "AdamW on the CPU", f"{count(cpu['optimizer_params_per_s'])} parameters/s"
+    for package, version in (findings.summary.get("versions") or {}).items():
+        yield package, str(version)
+
+
+def _words(name: str) -> str:
+    """ "host_memory_bytes" -> "host memory"."""
+    return name.removesuffix("_bytes").replace("num_", "").replace("_", " ")

@@ -1,4 +1,7 @@
-"""A run's files, read back. What is not there is left out: old runs, and runs that are not over, have less."""
+"""A run's files: their names, and how they are read back. They lie in `lohan` in the run's output folder.
+
+What is not there is left out: old runs, and runs that are not over, have less.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_lohan.report.files import CONFIG_NAME, FOLDER, STEPS_NAME, SUMMARY_NAME, TRACE_NAME
+FOLDER = Path("lohan")
+CONFIG_NAME = "config.json"
+"""The resolved settings."""
+SUMMARY_NAME = "summary.json"
+"""Model, hardware, plan and the figures of the whole run."""
+STEPS_NAME = "steps.jsonl"
+"""A line a step. Where a step has several, the last one counts."""
+TRACE_NAME = "trace.json"
+"""Chrome's trace JSON, of runs with `trace: true`."""
+REPORT_NAME = "report.html"
 
 
 @dataclass(frozen=True, slots=True)

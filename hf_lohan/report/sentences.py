@@ -5,12 +5,9 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from hf_lohan.config import format_bytes
-from hf_lohan.report.findings import Findings, Wait
-from hf_lohan.report.lanes import LANES
-from hf_lohan.report.step_picture import StepPicture
-from hf_lohan.report.wording import drive_bytes, listed, percent, seconds, times
+from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
+from hf_lohan.wording import drive_bytes, format_bytes, listed, percent, seconds, times
 
 RESOURCE_LABELS = {
     "compute": "computing",

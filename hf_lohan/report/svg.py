@@ -1,88 +1,118 @@
-"""Charts as SVG that takes its colors and its font from the page it stands in."""
+"""Axes, lines and bars as SVG elements. Colors of text and grid, and the font, are classes of the page around them."""
 
 from __future__ import annotations
 
-import contextlib
-import io
-import re
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Sequence
+from html import escape
 
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-
-TEXT, MUTED, GRID, PAPER = "#010101", "#020202", "#030303", "#040404"
-"""Stand for the page's colors, light or dark."""
-BLUE, ORANGE, GREEN, RED, PURPLE, TEAL, GRAY = (
-    *("#4a86cf", "#df8a3c", "#4fa378", "#d8605b", "#9a7bd0", "#3fa3ad", "#8d949e"),
-)
-FULL_WIDTH, HALF_WIDTH = 10.6, 5.2
-"""Inches: with them letters are as large in a wide chart as in a narrow one."""
-_VARIABLES = {TEXT: "var(--text)", MUTED: "var(--muted)", GRID: "var(--grid)", PAPER: "var(--card)"}
-_FONT = re.compile(r"'DejaVu Sans'[^;\"]*")
-_STYLE = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "lohan",
-    "font.family": "sans-serif",
-    "font.size": 9.0,
-    "text.color": TEXT,
-    "axes.labelcolor": MUTED,
-    "axes.edgecolor": GRID,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": GRID,
-    "grid.linewidth": 0.6,
-    "xtick.color": GRID,
-    "ytick.color": GRID,
-    "xtick.labelcolor": MUTED,
-    "ytick.labelcolor": MUTED,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "path.simplify": True,
-    "path.simplify_threshold": 0.5,
-}
+FULL_WIDTH, HALF_WIDTH = 1030, 500
+"""Pixels, at which letters are as large in a wide chart as in a narrow one."""
+_LETTER_WIDTH = 6.4
+"""Of the page's 12-pixel font, about: enough to place a legend."""
 
 
-@contextlib.contextmanager
-def style() -> Iterator[None]:
-    """Charts that are made and written within look alike. Raises ValueError where matplotlib is missing."""
-    try:
-        import matplotlib
-    except ImportError:
-        raise ValueError("lohan report needs matplotlib; pip install 'hf-lohan[plot]'") from None
-    with matplotlib.rc_context(_STYLE):  # type: ignore[arg-type]
-        yield
+def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> str:
+    """An `svg` element for a page."""
+    parts = "".join(part for panel in panels for part in panel.parts)
+    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">{parts}</svg>'
 
 
-def new_figure(width: float, height: float) -> Figure:
-    """Inches."""
-    from matplotlib.figure import Figure
+class Panel:
+    """One pair of axes in a box of pixels."""
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.patch.set_alpha(0)
-    return figure
+    def __init__(
+        self, left: float, top: float, right: float, bottom: float, *, x: tuple[float, float], y: tuple[float, float]
+    ) -> None:
+        self.left, self.top, self.right, self.bottom = left, top, right, bottom
+        self._x, self._y = x, y
+        self.parts: list[str] = []
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """In pixels; a `y` beyond the axis lies on its end."""
+        (x_low, x_high), (y_low, y_high) = self._x, self._y
+        height = min(1.0, max(0.0, (y - y_low) / ((y_high - y_low) or 1.0)))
+        across = (x - x_low) / ((x_high - x_low) or 1.0)
+        return self.left + across * (self.right - self.left), self.bottom - height * (self.bottom - self.top)
+
+    def text(self, x: float, y: float, words: str, *, anchor: str = "start", css: str = "", color: str = "") -> None:
+        """At a place in pixels, its middle at the height `y`."""
+        look = f'text-anchor="{anchor}" class="{css}" style="{f"fill:{color}" if color else ""}"'
+        self.parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" {look}>{escape(words)}</text>')
+
+    def x_axis(self, label: str, *, whole: bool = False, marks: Sequence[tuple[float, str]] = ()) -> None:
+        """Grid, figures and what they are; `marks` are (value, words) in place of round figures."""
+        low, high = self._x
+        for tick, words in marks or [(tick, f"{tick:,.12g}") for tick in ticks(low, high, 8, whole=whole)]:
+            at, _ = self.place(tick, 0.0)
+            self._grid(at, self.top, at, self.bottom)
+            self.text(at, self.bottom + 13, words, anchor="middle")
+        self._grid(self.left, self.bottom, self.right, self.bottom)
+        self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
+
+    def y_axis(self, label: str) -> None:
+        """Grid, figures, and above them what they are."""
+        for tick in ticks(*self._y, max(2, int((self.bottom - self.top) / 30))):
+            _, at = self.place(0.0, tick)
+            self._grid(self.left, at, self.right, at)
+            self.text(self.left - 6, at, f"{tick:,.12g}", anchor="end")
+        self.text(self.left - 6, self.top - 13, label, anchor="end" if len(label) < 7 else "middle")
+
+    def rows(self, labels: Sequence[str], row_height: float) -> list[float]:
+        """Labels at the left, one below the other; returns the heights of their middles."""
+        middles = [self.top + row_height * (row + 0.5) for row in range(len(labels))]
+        for label, middle in zip(labels, middles, strict=True):
+            self.text(self.left - 6, middle, label, anchor="end", css="strong")
+        return middles
+
+    def line(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dots: bool = False) -> None:
+        """Through all points, in order; with `dots` each is marked."""
+        places = [self.place(x, y) for x, y in zip(xs, ys, strict=True)]
+        self.parts.append(f'<polyline points="{_points(places)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
+        if dots or len(places) == 1:
+            self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in places]
+
+    def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str) -> None:
+        """What lies between two lines."""
+        above = [self.place(x, y) for x, y in zip(xs, highs, strict=True)]
+        below = [self.place(x, y) for x, y in zip(xs, lows, strict=True)]
+        self.parts.append(f'<polygon points="{_points([*above, *below[::-1]])}" fill="{color}" opacity="0.25"/>')
+
+    def level(self, y: float, color: str) -> None:
+        """A dashed line from side to side."""
+        _, at = self.place(0.0, y)
+        place = f'x1="{self.left:.1f}" y1="{at:.1f}" x2="{self.right:.1f}" y2="{at:.1f}"'
+        self.parts.append(f'<line {place} stroke="{color}" stroke-width="1.4" stroke-dasharray="6 4"/>')
+
+    def bar(self, begin: float, end: float, middle: float, height: float, color: str, *, opacity: float = 1.0) -> None:
+        """From `begin` to `end` on the x axis, at a height in pixels."""
+        (left, _), (right, _) = self.place(begin, 0.0), self.place(end, 0.0)
+        size = f'width="{max(0.2, right - left):.1f}" height="{height:.1f}"'
+        place = f'x="{left:.1f}" y="{middle - height / 2:.1f}"'
+        self.parts.append(f'<rect {place} {size} fill="{color}" opacity="{opacity:g}"/>')
+
+    def legend(self, entries: Sequence[tuple[str, str]]) -> None:
+        """(label, color) in a row above the box."""
+        at, above = self.left + 14, self.top - 13
+        for label, color in entries:
+            self.parts.append(f'<rect x="{at:.1f}" y="{above - 1.5:.1f}" width="14" height="3" fill="{color}"/>')
+            self.text(at + 19, above, label)
+            at += 33 + _LETTER_WIDTH * len(label)
+
+    def _grid(self, x1: float, y1: float, x2: float, y2: float) -> None:
+        self.parts.append(f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" class="grid"/>')
 
 
-def plain_axes(figure: Figure, **options: Any) -> Axes:
-    """The only axes of a figure."""
-    axes = figure.subplots(**options)
-    axes.patch.set_alpha(0)
-    return axes  # type: ignore[no-any-return]
+def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
+    """Round figures from `low` to `high`, about `most` of them."""
+    if not high > low:
+        return [low]
+    size = 10.0 ** math.floor(math.log10((high - low) / most))
+    size = next(size * factor for factor in (1, 2, 5, 10) if (high - low) / (size * factor) <= most)
+    if whole:
+        size = max(1.0, round(size))
+    return [number * size for number in range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)]
 
 
-def to_svg(figure: Figure, name: str, description: str) -> str:
-    """An `svg` element for a page; ``name`` makes its ids its own."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'(?<=\s)(width|height)="[\d.]+pt"', "", text, count=2)
-    text = re.sub(r'(id="|url\(#|xlink:href="#)', rf"\g<1>{name}-", text)
-    text = _FONT.sub("var(--font)", text)
-    for color, variable in _VARIABLES.items():
-        text = text.replace(color, variable)
-    return text.replace("<svg", f'<svg role="img" aria-label="{description}"', 1).strip()
+def _points(places: Sequence[tuple[float, float]]) -> str:
+    return " ".join(f"{x:.1f},{y:.1f}" for x, y in places)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-import builtins
 import json
+import os
+import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from typer.testing import CliRunner
 
 from hf_lohan.cli import app
+from hf_lohan.report import write_report
+from hf_lohan.report.svg import ticks
 
 runner = CliRunner()
 OLD_SUMMARY = {
@@ -84,16 +89,57 @@ def test_an_output_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     assert "missing" in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_without_matplotlib_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    importing = builtins.__import__
+def test_charts_need_nothing_that_is_not_installed(tmp_path: Path) -> None:
+    line = {
+        "step_s": 2.0,
+        "busy_s": {"compute": 1.5, "ssd read": 1.0},
+        "waits_s": {"compute waits": {"weights": 0.4}},
+        "cpu_pool_bytes": {"states": 3 << 20},
+        "anon_rss_bytes": 1 << 30,
+        "device_slots_bytes": 1 << 20,
+        "ssd_read_bytes": 1 << 20,
+        "ssd_write_bytes": 0,
+        "grad_norm": 1.0,
+    }
+    steps = [{"step": number, "loss": 3.0 / number, **line} for number in range(1, 1200)]
+    steps[700]["step_s"] = 90.0
+    run = write_run(tmp_path / "run", summary=OLD_SUMMARY, steps="".join(f"{json.dumps(step)}\n" for step in steps))
+    page = tmp_path / "page.html"
+    code = f"""
+import sys
+sys.modules["matplotlib"] = None  # importing it fails, as after a plain install
+from hf_lohan.report import write_report
+write_report({str(run)!r}, {str(page)!r})
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    charts = re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)
+    assert len(charts) == 6
+    for chart in charts:
+        for element in ElementTree.fromstring(chart).iter():
+            numbers = [element.get(name) for name in ("x", "y", "width", "height", "x1", "y1", "x2", "y2", "cx", "cy")]
+            points = (element.get("points") or "").replace(",", " ").split()
+            assert all(-50 <= float(number) <= 1080 for number in [*filter(None, numbers), *points])
 
-    def without_matplotlib(name: str, *rest: Any, **options: Any) -> Any:
-        if name.partition(".")[0] == "matplotlib":
-            raise ImportError(name)
-        return importing(name, *rest, **options)
 
-    monkeypatch.delitem(sys.modules, "matplotlib", raising=False)
-    monkeypatch.setattr(builtins, "__import__", without_matplotlib)
-    result = runner.invoke(app, ["report", str(write_run(tmp_path / "run", summary=OLD_SUMMARY))])
-    assert result.exit_code == 2
-    assert "pip install 'hf-lohan[plot]'" in result.stderr
+def test_nobody_else_may_write_the_page(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
+    before = os.umask(0)
+    try:
+        page = write_report(run)
+    finally:
+        os.umask(before)
+    assert page.stat().st_mode & 0o022 == 0
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "expected"),
+    [
+        (0.0, 1.0, [0, 0.2, 0.4, 0.6, 0.8, 1.0]),
+        (0.5, 3.5, [1, 2, 3]),
+        (7.0, 7.0, [7.0]),
+        (-0.5, 2600.0, [0, 500, 1000, 1500, 2000, 2500]),
+    ],
+)
+def test_figures_on_an_axis_are_round(low: float, high: float, expected: list[float]) -> None:
+    assert ticks(low, high, 6, whole=low % 1 != 0) == pytest.approx(expected)

@@ -226,4 +226,4 @@ def test_the_page_about_settings_names_each_with_its_default() -> None:
 
 def test_the_misspelling_shown_in_the_docs_is_what_is_printed() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
-    assert f"hf_lohan.config.errors.ConfigError: {refusal({'cpu_memroy': '32GiB'})}" in page
+    assert f"hf_lohan.config.values.ConfigError: {refusal({'cpu_memroy': '32GiB'})}" in page

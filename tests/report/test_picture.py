@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from hf_lohan.report.findings import merged, overlap_s, picture_of
 from hf_lohan.report.run_data import TracedTask
-from hf_lohan.report.step_picture import merged, overlap_s, picture_of
 
 
 def step(number: int, began_s: float, ended_s: float) -> TracedTask:

@@ -1,13 +1,19 @@
-"""Tasks by lane: counted always, kept one by one while tracing."""
+"""What a run did when: seconds busy and bytes moved for each lane, always; each single task, while a trace is wanted.
+
+Every room that does work notes it here, under the lane of the resource that does it. The counters cost a lock and two
+clock readings a task. A trace keeps every task and writes them as Chrome's trace JSON, which Perfetto
+(ui.perfetto.dev) and chrome://tracing open. Uses the standard library alone.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
+from typing import Any
 
 logger = logging.getLogger(__name__)
 
@@ -27,6 +33,7 @@ LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, U
 
 MAX_TASKS = 400_000
 """A trace keeps the first so many: some hundred steps of a large model."""
+_PID = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,30 +104,6 @@ class _LaneCounter:
             return LaneTotals(self.busy_s + running_s, self.num_bytes, self.num_tasks, dict(self.task_s))
 
 
-class _Running:
-    """A task that is under way while the context is open."""
-
-    __slots__ = ("_began_s", "_block", "_counter", "_lane", "_name", "_num_bytes", "_timeline")
-
-    def __init__(self, timeline: Timeline, lane: str, name: str, block: str, num_bytes: int) -> None:
-        self._timeline = timeline
-        self._counter = timeline._counters[lane]
-        self._lane = lane
-        self._name = name
-        self._block = block
-        self._num_bytes = num_bytes
-        self._began_s = 0.0
-
-    def __enter__(self) -> None:
-        self._began_s = self._counter.begin()
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        ended_s = self._counter.end(self._name, self._began_s, self._num_bytes)
-        self._timeline._keep(self._lane, self._name, self._block, self._began_s, ended_s, self._num_bytes)
-
-
 class Timeline:
     """What ran when. Any thread may note tasks; tasks of one lane may overlap."""
 
@@ -138,10 +121,17 @@ class Timeline:
         """All of them so far, if they are traced."""
         return list(self._tasks or ())
 
-    def task(self, lane: str, name: str, *, block: str = "", num_bytes: int = 0) -> _Running:
-        """A context: what runs in it, on this thread, is one task of ``lane``. ``name`` is of one of few kinds, what it
+    @contextmanager
+    def task(self, lane: str, name: str, *, block: str = "", num_bytes: int = 0) -> Iterator[None]:
+        """What runs in this context, on this thread, is one task of ``lane``. ``name`` is of one of few kinds, what it
         is about is the ``block``."""
-        return _Running(self, lane, name, block, num_bytes)
+        counter = self._counters[lane]
+        began_s = counter.begin()
+        try:
+            yield
+        finally:
+            ended_s = counter.end(name, began_s, num_bytes)
+            self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
     def add(
         self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0
@@ -161,3 +151,39 @@ class Timeline:
         tasks.append(Task(lane, name, block, began_s, ended_s, num_bytes, threading.current_thread().name))
         if len(tasks) == MAX_TASKS:
             logger.warning("the trace is full with %d tasks; later ones are counted only", MAX_TASKS)
+
+
+def trace_events(tasks: Iterable[Task], *, began_s: float) -> Iterator[dict[str, Any]]:
+    """The `traceEvents` of a trace, one at a time, for there may be millions. Their clock starts at ``began_s`` and
+    counts microseconds.
+
+    Tasks of a lane that overlap without one holding the other are drawn in rows of their own, for the format allows
+    only nested ones in a row.
+    """
+    rows: dict[tuple[str, int], int] = {}
+    yield _metadata("process_name", 0, {"name": "hf_lohan"})
+    by_lane: dict[str, list[Task]] = {lane: [] for lane in LANES}
+    for task in tasks:
+        by_lane[task.lane].append(task)
+    for lane, of_lane in by_lane.items():
+        ends_s: list[float] = []
+        for task in sorted(of_lane, key=lambda task: (task.began_s, -task.ended_s)):
+            row = next((row for row, end_s in enumerate(ends_s) if end_s <= task.began_s), len(ends_s))
+            ends_s[row : row + 1] = [task.ended_s]
+            yield {
+                "ph": "X",
+                "pid": _PID,
+                "tid": rows.setdefault((lane, row), len(rows) + 1),
+                "name": f"{task.name} {task.block}".rstrip(),
+                "cat": task.lane,
+                "ts": (task.began_s - began_s) * 1e6,
+                "dur": (task.ended_s - task.began_s) * 1e6,
+                "args": {"block": task.block, "bytes": task.num_bytes, "thread": task.thread},
+            }
+    for (lane, row), thread in rows.items():
+        yield _metadata("thread_name", thread, {"name": lane if row == 0 else f"{lane} ({row + 1})"})
+        yield _metadata("thread_sort_index", thread, {"sort_index": LANES.index(lane) * 100 + row})
+
+
+def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:
+    return {"ph": "M", "pid": _PID, "tid": thread, "name": name, "args": args}

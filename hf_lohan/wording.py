@@ -1,6 +1,35 @@
-"""Numbers as people read them."""
+"""Numbers as people read them. The one place that turns bytes, seconds and counts into words."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+
+BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+
+
+def format_bytes(num_bytes: float) -> str:
+    """In binary units with at most two decimals: 1536 -> "1.5 KiB"."""
+    size, power = float(abs(num_bytes)), 0
+    while round(size, 2) >= 1024 and power < len(BINARY_UNITS) - 1:
+        size, power = size / 1024, power + 1
+    sign = "-" if num_bytes < 0 else ""
+    return f"{sign}{size:.2f}".rstrip("0").rstrip(".") + f" {BINARY_UNITS[power]}"
+
+
+def exact_bytes(num_bytes: int) -> str:
+    """All digits and, from 1 KiB on, also at a glance: "2,097,152 bytes (2 MiB)"."""
+    exact = f"{num_bytes:,} bytes"
+    return exact if num_bytes < 1024 else f"{exact} ({format_bytes(num_bytes)})"
+
+
+def drive_bytes(num_bytes: float) -> str:
+    """Decimal, as drives are sold: "1.2 TB"."""
+    return f"{_decimal(num_bytes)}B"
+
+
+def rate(per_s: float, unit: str) -> str:
+    """1.2e9 "B" -> "1.2 GB/s". Decimal, as data sheets have it."""
+    return f"{_decimal(per_s)}{unit}/s"
 
 
 def seconds(value: float) -> str:
@@ -26,16 +55,6 @@ def count(number: float) -> str:
     return f"{number:.0f}"
 
 
-def rate(per_s: float, unit: str) -> str:
-    """1.2e9 "B" -> "1.2 GB/s". Decimal, as data sheets have it."""
-    return f"{_decimal(per_s)}{unit}/s"
-
-
-def drive_bytes(num_bytes: float) -> str:
-    """Decimal, as drives are sold: "1.2 TB"."""
-    return f"{_decimal(num_bytes)}B"
-
-
 def percent(fraction: float) -> str:
     """0.123 -> "12%"."""
     value = 100 * fraction
@@ -47,7 +66,7 @@ def times(number: int, word: str) -> str:
     return f"{number:,} {word}{'' if number == 1 else 's'}"
 
 
-def listed(words: list[str]) -> str:
+def listed(words: Sequence[str]) -> str:
     """["a", "b", "c"] -> "a, b and c"."""
     return " and ".join(filter(None, (", ".join(words[:-1]), words[-1]))) if words else ""
 

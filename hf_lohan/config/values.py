@@ -1,0 +1,184 @@
+"""The values of settings: one check per kind. It returns what to store, or raises ConfigError."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Literal
+
+from hf_lohan.wording import BINARY_UNITS
+
+AUTO: Literal["auto"] = "auto"
+SECTOR_BYTES = 4096
+"""O_DIRECT moves whole sectors, so no budget or piece can be smaller than one."""
+_DECIMAL_UNITS = ("KB", "MB", "GB", "TB", "PB")
+_UNIT_BYTES = {
+    "": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY_UNITS)},
+    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS, start=1)},
+}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
+_EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
+_UNSET_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
+_EXPECTED_PATHS = "give a directory, a list of directories, a list of {path, capacity}, or 'auto'"
+
+
+class ConfigError(ValueError):
+    """A setting is misspelt or its value is not allowed; one line: what was wrong, the value, what to do."""
+
+
+def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: str) -> None:
+    """Raise ConfigError for the first of ``keys`` that is not in ``known``, naming the nearest known one.
+
+    ``what`` says what kind of key it is, e.g. "offload setting".
+    """
+    known_keys = list(known)
+    for key in keys:
+        if key in known_keys:
+            continue
+        nearest = difflib.get_close_matches(str(key).lower(), known_keys, n=1, cutoff=0.4)
+        hint = f"; did you mean {nearest[0]!r}?" if nearest else "."
+        raise ConfigError(f"unknown {what} {key!r}{hint} Known: {', '.join(known_keys)}")
+
+
+def parse_bytes(value: object) -> int:
+    """The number of bytes that ``value`` stands for: an int, or a number with a unit ("1.5GiB", "24GB").
+
+    Units are read without regard to case; a part of a byte is dropped. Raises ConfigError for anything else,
+    for negative sizes and for "24G", which could mean either unit.
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
+        return value
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None:
+        raise ConfigError(f"{value!r} is not a size; {_EXPECTED_SIZE}")
+    number, unit = match.groups()
+    unit_bytes = _UNIT_BYTES.get(unit.lower())
+    if unit_bytes is None:
+        raise ConfigError(f"{value!r} has the unknown unit {unit!r}; {_EXPECTED_SIZE}")
+    return int(Decimal(number) * unit_bytes)
+
+
+def check_size(name: str, value: object) -> int | Literal["auto"]:
+    """A size of at least one sector, or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    try:
+        num_bytes = parse_bytes(value)
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {error}, or 'auto'") from None
+    if num_bytes < SECTOR_BYTES:
+        raise ConfigError(
+            f"{name}: {value!r} means {num_bytes} bytes, less than one sector ({SECTOR_BYTES}); "
+            "did you forget the unit, as in '24GiB'?"
+        )
+    return num_bytes
+
+
+def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
+    """A size that is a whole number of sectors, or "auto". Raises ConfigError."""
+    num_bytes = check_size(name, value)
+    if num_bytes != AUTO and num_bytes % SECTOR_BYTES:
+        raise ConfigError(f"{name}: {value!r} must be a multiple of {SECTOR_BYTES} bytes; use e.g. '8MiB'")
+    return num_bytes
+
+
+def check_count(name: str, value: object) -> int | Literal["auto"]:
+    """A whole number of at least 1, or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return check_number(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or 'auto'") from None
+
+
+def check_number(name: str, value: object) -> int:
+    """A whole number of at least 1. Raises ConfigError."""
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1")
+
+
+def check_flag(name: str, value: object) -> bool:
+    """True or False. Raises ConfigError."""
+    if isinstance(value, bool):
+        return value
+    raise ConfigError(f"{name}: {value!r} is not allowed; give true or false")
+
+
+def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
+    """One of the ``allowed`` words. Raises ConfigError."""
+    if isinstance(value, str) and value in allowed:
+        return value
+    raise ConfigError(f"{name}: {value!r} is not allowed; choose {' or '.join(map(repr, allowed))}")
+
+
+@dataclass(frozen=True, slots=True)
+class SsdPath:
+    """A directory on an SSD and the bytes that may be used there.
+
+    ``~`` and environment variables in ``path`` are expanded and the result is made absolute. Raises
+    ConfigError for an unset variable, an unknown user, or a capacity that is not a size.
+    """
+
+    path: str
+    """Absolute path of the directory; it is created when the store is."""
+
+    capacity: int | Literal["auto"] = AUTO
+    """Most bytes that the store may occupy there; "auto" is the free space of the file system."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", _absolute(self.path))
+        object.__setattr__(self, "capacity", check_size("ssd capacity", self.capacity))
+
+
+def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
+    """The setting ``ssd`` in any of its spellings, as a tuple of `SsdPath`, or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    entries = value if isinstance(value, list | tuple) else (value,)
+    if not entries:
+        raise ConfigError(f"ssd: {value!r} names no directory; {_EXPECTED_PATHS}")
+    paths = tuple(_ssd_path(entry) for entry in entries)
+    seen: set[str] = set()
+    for ssd in paths:
+        place = os.path.realpath(ssd.path)
+        if place in seen:
+            raise ConfigError(f"ssd: the directory {ssd.path!r} is named twice; name each directory once")
+        seen.add(place)
+    return paths
+
+
+def _ssd_path(entry: object) -> SsdPath:
+    match entry:
+        case SsdPath():
+            return entry
+        case str() | os.PathLike():
+            return SsdPath(os.fspath(entry))
+        case Mapping():
+            refuse_unknown_keys(entry, ("path", "capacity"), what="key of an ssd entry")
+            if "path" in entry:
+                return SsdPath(entry["path"], entry.get("capacity", AUTO))
+    raise ConfigError(f"ssd: {entry!r} is not allowed; {_EXPECTED_PATHS}")
+
+
+def _absolute(path: object) -> str:
+    if not isinstance(path, str | os.PathLike):
+        raise ConfigError(f"ssd: {path!r} is not a path; {_EXPECTED_PATHS}")
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text.strip() or "\0" in text:
+        raise ConfigError(f"ssd: {path!r} is not a path; {_EXPECTED_PATHS}")
+    expanded = os.path.expandvars(text)
+    if unset := _UNSET_VARIABLE.search(expanded):
+        raise ConfigError(
+            f"ssd: the environment variable {unset[0]} in {text!r} is not set; set it or write the directory out"
+        )
+    expanded = os.path.expanduser(expanded)
+    if expanded.startswith("~"):
+        raise ConfigError(f"ssd: {text!r} names an unknown home directory; write the directory out")
+    return os.path.abspath(expanded)
