@@ -81,7 +81,7 @@ class Contender:
             self.engine = offload_model(
                 shape.model(), config, torch_device=device, default_ssd_path=folder / side, hold_gradients=True
             )
-        self.engine.commits.each_step = False
+        self.engine.commits.leave_to_journal()
         if side == "off":
             setattr(self.engine.step_log, "commit", self._only_turn_over)  # noqa: B010 - an instance's, on purpose
 

@@ -62,7 +62,7 @@ def accumulated_step(
         else:
             for number, batch in enumerate(batches):
                 is_final = number == len(batches) - 1
-                engine.is_final_backward = lambda is_final=is_final: is_final
+                engine.announce_backward(is_final=is_final)
                 micro_batch(batch)
         if max_grad_norm:
             engine.clip_grad_norm(max_grad_norm)

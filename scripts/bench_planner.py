@@ -84,7 +84,6 @@ def measure_shape(
         for _ in range(STEPS_UNTIL_CORRECTED):
             step()
         engine.settle()
-        engine.after_step = lambda: None
         assert run.first_prediction is not None and run.plan is not None
         contenders = contenders_of(engine, num_points)
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, bytes_of
 from hf_lohan.device import Device
 from hf_lohan.planner.placement import ActivationPlacements, Placement
+
+Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
+"""Bytes of all that one micro-batch could put away: by layer, then by operation in the order of backward."""
 
 _MAX_LAYERS_LEAVING = 2
 """Layers whose swapped activations may still be on the device while the next one computes (MEMO's two buffers)."""
@@ -42,24 +45,41 @@ class ActivationTiers:
         self._device = device
         self._layer_names = layer_names
         self.swapper = ActivationSwapper(device)
-        self.placements: ActivationPlacements = {}
-        """Takes effect with the next forward."""
-        self.trace: dict[str, LayerTrace] | None = None
+        self._placements: ActivationPlacements = {}
+        self._trace: dict[str, LayerTrace] | None = None
         """Filled while it is not None."""
         self._frames: list[weakref.ref[LayerFrame]] = []
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
 
+    def watch(self) -> Mapping[str, LayerTrace]:
+        """From now on note what layers do; returns what is filled until `end_watching`."""
+        self._trace = {}
+        return self._trace
+
+    @property
+    def is_watching(self) -> bool:
+        """Whether what layers do is noted."""
+        return self._trace is not None
+
+    def end_watching(self) -> None:
+        """What was noted stays as it is."""
+        self._trace = None
+
+    def follow(self, placements: ActivationPlacements) -> None:
+        """From the next layer on."""
+        self._placements = placements
+
     def run_layer(self, function: Any, *args: Any) -> Any:
         """Stands in for `torch.utils.checkpoint.checkpoint` in a model's layers."""
         layer = _layer_of(function)
         name = self._layer_names.get(layer) if layer is not None else None
-        is_plain = name is None or (self.trace is None and not self.placements.get(name))
+        is_plain = name is None or (self._trace is None and not self._placements.get(name))
         if name is None or is_plain or not torch.is_grad_enabled():
             return checkpoint(function, *args, use_reentrant=False)
         frame = LayerFrame(
             name,
-            self.placements.get(name, {}),
+            self._placements.get(name, {}),
             self.swapper,
             self._device,
             observer=self,
@@ -68,10 +88,10 @@ class ActivationTiers:
         self._let_earlier_layers_leave()
         self._frames.append(weakref.ref(frame))
         hidden = args[0] if args and isinstance(args[0], Tensor) else None
-        if self.trace is not None:
-            seen = LayerTrace(tuple(hidden.shape), bytes_of(hidden)) if hidden is not None else LayerTrace()
-            seen.num_runs = self.trace[name].num_runs + 1 if name in self.trace else 1
-            self.trace[name] = seen
+        if self._trace is not None:
+            num_runs = self._trace[name].num_runs + 1 if name in self._trace else 1
+            shape, num_bytes = ((), 0) if hidden is None else (tuple(hidden.shape), bytes_of(hidden))
+            self._trace[name] = LayerTrace(shape, num_bytes, num_runs)
         if hidden is not None:
             self._saving = frame, hidden.data_ptr()
         try:
@@ -117,12 +137,12 @@ class ActivationTiers:
         self._saving = None
 
     def saw(self, frame: LayerFrame, name: str, output: Any) -> None:
-        if self.trace is not None:
-            self.trace[frame.block_name].note(name, output)
+        if self._trace is not None:
+            self._trace[frame.block_name].note(name, output)
 
     def saw_again(self, frame: LayerFrame, name: str) -> None:
-        if self.trace is not None:
-            self.trace[frame.block_name].recomputed.add(name)
+        if self._trace is not None:
+            self._trace[frame.block_name].recomputed.add(name)
 
     def backward_begins(self, frame: LayerFrame) -> None:
         if frame.is_in_backward:
@@ -166,25 +186,23 @@ def _layer_of(function: Any) -> nn.Module | None:
     return owner if isinstance(owner, nn.Module) else None
 
 
-def placed_bytes(trace: Mapping[str, LayerTrace], placements: ActivationPlacements) -> tuple[int, int]:
+def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, int]:
     """Bytes that a micro-batch would put in RAM and on the SSD."""
     totals = {Placement.CPU: 0, Placement.SSD: 0}
-    for name, layer in trace.items():
-        sizes = layer.sizes()
+    for name, of_layer in sizes.items():
         for operation, placement in placements.get(name, {}).items():
             if placement in totals:
-                totals[placement] += sizes.get(operation, 0)
+                totals[placement] += of_layer.get(operation, 0)
     return totals[Placement.CPU], totals[Placement.SSD]
 
 
-def swap_everything(trace: Mapping[str, LayerTrace], ram_bytes: int) -> dict[str, dict[str, Placement]]:
+def swap_everything(sizes: Sizes, ram_bytes: int) -> dict[str, dict[str, Placement]]:
     """All inputs and outputs swapped; to RAM those that are needed first in backward, as far as it reaches."""
     placements: dict[str, dict[str, Placement]] = {}
     free_bytes = ram_bytes
-    for name in reversed(list(trace)):
-        layer = trace[name]
+    for name in reversed(list(sizes)):
         placements[name] = {}
-        for operation, num_bytes in layer.sizes().items():
+        for operation, num_bytes in sizes[name].items():
             fits = num_bytes <= free_bytes
             free_bytes -= num_bytes if fits else 0
             placements[name][operation] = Placement.CPU if fits else Placement.SSD

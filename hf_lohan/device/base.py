@@ -79,6 +79,10 @@ class Device(ABC):
         """Where what this device does is noted, and what others do for it."""
         return Timeline()
 
+    def begin_trace(self) -> None:
+        """Note each task: whoever is built over the device from here on notes its work there."""
+        self.timeline = Timeline(is_tracing=True)
+
     @cached_property
     def _spans(self) -> deque[_Span]:
         return deque()

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import TypeAlias
+from dataclasses import replace
 
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
-from hf_lohan.activations.tiers import ActivationTiers, placed_bytes, swap_everything
+from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import Activations, format_bytes
 from hf_lohan.device import BufferPool
+from hf_lohan.engine.events import BatchShape, EngineEvents, StepsSoFar
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
 from hf_lohan.planner.placement import ActivationPlacements
@@ -25,30 +26,40 @@ _HEADROOM = 1.25
 """Batches differ in length: room for somewhat more than the first one left."""
 SPILL_NAME = "activations"
 
-Plan: TypeAlias = Callable[[Mapping[str, LayerTrace]], ActivationPlacements]
-"""The planner: from what the layers were seen to do to what becomes of it."""
-
 
 class ActivationMemory:
-    """Watches the first step, then decides where activations go and takes the memory for it, once.
+    """Decides where activations go, and takes the memory for it once.
 
-    The first step recomputes everything (LoHan's profiling iteration): the real batch's shapes are known only then.
+    Planned before the first layer runs, where a plan is to be had. Else the first step is watched, with everything
+    recomputed, and decided after it.
     """
 
-    def __init__(self, activations: ActivationTiers, mode: Activations, tiers: Tiers, budget_bytes: int) -> None:
-        """``budget_bytes`` of host memory may be taken."""
-        self.plan: Plan | None = None
-        """Asked after the first step; followed under "auto"."""
-        self._trace: Mapping[str, LayerTrace] = {}
+    def __init__(
+        self,
+        activations: ActivationTiers,
+        mode: Activations,
+        tiers: Tiers,
+        budget_bytes: int,
+        events: EngineEvents,
+        *,
+        settle: Callable[[], None],
+    ) -> None:
+        """``budget_bytes`` of host memory may be taken. ``settle`` waits for updates: what still runs would make the
+        hardware look slow to whoever plans."""
         self._activations = activations
-        self.num_together = 1
-        """The most micro-batches of a step that left what they leave before any of them had its backward."""
         self._mode = mode
         self._tiers = tiers
         self._budget_bytes = budget_bytes
+        self._events = events
+        self._settle = settle
+        self.num_together = 1
+        """The most micro-batches of a step that left what they leave before any of them had its backward."""
+        self.trace: Mapping[str, LayerTrace] = activations.watch() if mode != "keep" else {}
+        """What the layers of the first step were seen to do."""
+        self.sizes: Sizes = {}
+        """Bytes of all that one micro-batch could put away, once that is known."""
+        self._has_begun = False
         self._staging: BufferPool | None = None
-        if mode != "keep":
-            activations.trace = {}
 
     @property
     def ram_bytes(self) -> int:
@@ -60,50 +71,64 @@ class ActivationMemory:
         share = self._budget_bytes // _STAGING_SHARE // _NUM_STAGING_BUFFERS
         return min(self._tiers.staging.buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
 
-    @property
-    def trace(self) -> Mapping[str, LayerTrace]:
-        """What the first step was seen to do."""
-        return self._trace or self._activations.trace or {}
-
-    def _end_tracing(self) -> bool:
-        """Whether a whole step was traced until now. What had no backward does not count."""
-        trace = self._activations.trace
-        if not trace or not any(layer.recomputed for layer in trace.values()):
-            return False
-        self._activations.trace, self._trace = None, trace
-        return True
+    def begin_forward(self, batch: BatchShape | None) -> None:
+        """A training forward begins. The first one is planned, if its shape is known (a batch has token ids)."""
+        if self._has_begun or self._mode == "keep" or batch is None:
+            return
+        self._has_begun = True
+        self._settle()
+        plan = self._events.plan_activations(replace(batch, num_together=self.num_together))
+        if plan is not None:
+            self._activations.end_watching()
+            self.sizes = plan.sizes
+            self._decide(plan.placements)
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward. If they are more than ever, what was
         decided for fewer is decided anew: a step at an epoch's end may have been the first to be seen."""
         if num_micro_batches > self.num_together:
             self.num_together = num_micro_batches
-            if self._trace:
-                self._decide()
+            self._has_begun = False
+            if self.trace and not self._activations.is_watching:
+                self._decide_by_trace()
 
-    def end_step(self) -> None:
-        """Once the first step is over: decide. Before the next forward."""
-        if self._end_tracing():
-            self._decide()
+    def begin_step(self, steps: StepsSoFar) -> None:
+        """The first forward after a step begins. If that step was watched: decide."""
+        if self._end_watching():
+            self._decide_by_trace()
+        placements = self._events.step_began(steps)
+        if placements is not None and self._mode == "auto":
+            self.place(placements)
 
-    def _decide(self) -> None:
-        planned = self.plan(self.trace) if self.plan is not None else {}
+    def _end_watching(self) -> bool:
+        """Whether a whole step was watched until now. What had no backward does not count."""
+        if not self._activations.is_watching or not any(layer.recomputed for layer in self.trace.values()):
+            return False
+        self._activations.end_watching()
+        self.sizes = {name: layer.sizes() for name, layer in self.trace.items()}
+        return True
+
+    def _decide_by_trace(self) -> None:
+        self._settle()
+        self._decide(self._events.plan_watched(self.trace, self.num_together))
+
+    def _decide(self, planned: ActivationPlacements) -> None:
         if self._mode == "swap":
-            self.place(swap_everything(self.trace, self.ram_bytes // self.num_together))
+            self.place(swap_everything(self.sizes, self.ram_bytes // self.num_together))
         elif self._mode == "auto":
             self.place(planned)
 
     def place(self, placements: ActivationPlacements) -> None:
-        """Follow `placements` from the next forward on. The first that need memory take it, for all that come later."""
-        self._end_tracing()
-        ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.trace, placements))
-        all_bytes = self.num_together * sum(sum(layer.sizes().values()) for layer in self.trace.values())
+        """Follow `placements` from now on. The first that need memory take it, for all that come later."""
+        self._end_watching()
+        ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
+        all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
         swapper = self._activations.swapper
         if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
             swapper.take_ram(min(self.ram_bytes, int(all_bytes * _HEADROOM)))
         if ssd_bytes and not swapper.ssd_bytes:
             self._take_ssd(int(all_bytes * _HEADROOM))
-        self._activations.placements = placements
+        self._activations.follow(placements)
         logger.info(
             "of %s that the layers leave for backward, %s are swapped to RAM and %s to the SSD",
             format_bytes(all_bytes),
@@ -117,7 +142,7 @@ class ActivationMemory:
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
         # A tensor's last granule may be short.
-        num_tensors = self.num_together * sum(1 + len(layer.operations) for layer in self.trace.values())
+        num_tensors = self.num_together * sum(map(len, self.sizes.values()))
         numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
         record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
         try:

@@ -16,6 +16,7 @@ from hf_lohan.device import Device
 from hf_lohan.engine.activation_memory import ActivationMemory
 from hf_lohan.engine.bound_optimizer import BoundOptimizer
 from hf_lohan.engine.clip_guesses import ClipGuesses
+from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.gradient_path import lay_gradient_path
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.parameter_access import ParameterAccess
@@ -37,17 +38,20 @@ class OffloadEngine:
     """Trains a model whose parameters and optimizer states live in a store.
 
     Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
-    `is_final_backward` is asked in backward whether the step's last one is running.
     """
 
-    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
+    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig,
+        events: EngineEvents | None = None,
+    ) -> None:
         self.model = model
         self.layout = layout
         self.tiers = tiers
         self.config = config
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
-        self.is_final_backward: Callable[[], bool] = lambda: True
+        events = events or EngineEvents()
+        self._is_final_backward = events.is_final_backward
+        self._is_final_announced = True
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self._optimizer = BoundOptimizer(
@@ -80,11 +84,9 @@ class OffloadEngine:
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
         )
         self.activation_memory = ActivationMemory(
-            self.activations, config.activations, tiers, layout.activation_bytes
+            self.activations, config.activations, tiers, layout.activation_bytes, events, settle=self._pipeline.settle
         )
         self._step = StepInProgress(self.transaction, self._pipeline, self._ring, layout.blocks)
-        self.after_step: Callable[[], None] = lambda: None
-        """Called when the first forward after a step begins: what then goes wrong, or is interrupted, harms no step."""
         self._has_new_step = False
         self.is_closed = False
         self._hooks = ModelHooks(
@@ -97,6 +99,7 @@ class OffloadEngine:
             self._clock,
             self.activations,
             before_forward=self._before_forward,
+            see_batch=self.activation_memory.begin_forward,
             before_backward=self._clip_guesses.take_back,
             backward_broke=self._step.drop_broken,
         )
@@ -117,11 +120,10 @@ class OffloadEngine:
         self._clip_guesses.take_back()
         if self._has_new_step and torch.is_grad_enabled():
             self._has_new_step = False
-            self.activation_memory.end_step()
-            self.after_step()
+            self.activation_memory.begin_step(StepsSoFar(clip_rate=self.clip_history.clip_rate))
 
     def _submit(self, arrived: ArrivedChunk) -> None:
-        is_final = self.is_final_backward()
+        is_final = self._is_final_announced and self._is_final_backward()
         if not (is_final or self._pipeline.holds_gradients):
             raise RuntimeError(
                 "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
@@ -163,6 +165,10 @@ class OffloadEngine:
         """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
         fit the store."""
         self._optimizer.bind(optimizer)
+
+    def announce_backward(self, *, is_final: bool) -> None:
+        """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
+        self._is_final_announced = is_final
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's

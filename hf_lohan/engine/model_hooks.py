@@ -14,6 +14,7 @@ from torch.autograd import Variable
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.engine.compute_spans import ComputeSpans
+from hf_lohan.engine.events import BatchShape
 from hf_lohan.engine.step_clock import StepClock
 from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
@@ -41,6 +42,7 @@ class ModelHooks:
         activations: ActivationTiers,
         *,
         before_forward: Callable[[], None],
+        see_batch: Callable[[BatchShape | None], None],
         before_backward: Callable[[], None],
         backward_broke: Callable[[], None],
     ) -> None:
@@ -50,6 +52,7 @@ class ModelHooks:
         self._clock = clock
         self._activations = activations
         self._before_forward = before_forward
+        self._see_batch = see_batch
         self._begin_backward = before_backward
         self._backward_broke = backward_broke
         self._model = model
@@ -110,7 +113,7 @@ class ModelHooks:
             for name, buffer in buffer_owner._buffers.items():
                 if buffer is not None:
                     buffer_owner._buffers[name] = buffer.to(device.torch_device)
-        self._handles.append(model.register_forward_pre_hook(self._on_model_forward))
+        self._handles.append(model.register_forward_pre_hook(self._on_model_forward, with_kwargs=True))
         self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
         layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
         for module, blocks in model_blocks.needs.items():
@@ -150,8 +153,9 @@ class ModelHooks:
         self._activations.expect_backward()
         self._clock.end_forward()
 
-    def _on_model_forward(self, _module: nn.Module, _args: Any) -> None:
+    def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._joint is not None:
+            self._see_batch(_batch_shape(args, kwargs))
             self._joint.begin_model(saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations))
             return
         self.recover_if_broken()
@@ -161,6 +165,7 @@ class ModelHooks:
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)
         if is_training:
+            self._see_batch(_batch_shape(args, kwargs))
             self._activations.begin_forward()
             self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations)
             self._saved_weights.__enter__()
@@ -274,6 +279,14 @@ class ModelHooks:
         self._is_in_backward = False
         self._clock.end_backward()
         self._prefetcher.end_pass()
+
+
+def _batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape | None:
+    """Of a causal LM's forward: [batch, sequence] of token ids, or of what stands for them."""
+    for given in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
+        if isinstance(given, Tensor) and given.dim() > 1:
+            return BatchShape(*given.shape[:2])
+    return None
 
 
 @contextlib.contextmanager

@@ -20,15 +20,23 @@ class StepCommits:
         self._timeline = timeline
         self._has_begun = False
         self.each_step = True
-        """Whether each step is committed by itself; whoever has a journal to go with it turns this off and calls
-        `commit`."""
-        self.before_first: Callable[[], None] | None = None
-        """Writes what belongs beside the records of this model; until then what an earlier run wrote stays."""
+        """Whether each step is committed by itself."""
+        self._describe: Callable[[], None] | None = _nothing
 
     @property
     def are_kept(self) -> bool:
         """Whether the store holds its last commit until the next one: it has two versions."""
         return self._store.num_homes > 1
+
+    def leave_to_journal(self) -> None:
+        """From now on whoever has a journal to go with each step calls `commit`."""
+        self.each_step = False
+
+    def describe_first(self, write: Callable[[], None]) -> None:
+        """Have ``write`` put beside the records what belongs to this model, with the first commit; until then what an
+        earlier run wrote stays. Too late if there was a commit already."""
+        if self._describe is not None:
+            self._describe = write
 
     def commit_what_was_loaded(self) -> None:
         """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
@@ -50,8 +58,12 @@ class StepCommits:
             self._pipeline.when_written(lambda: self._commit_now(journal or Journal()))
 
     def _commit_now(self, journal: Journal) -> None:
-        if self.before_first is not None:
-            self.before_first()
-            self.before_first = None
+        if self._describe is not None:
+            self._describe()
+            self._describe = None
         with self._timeline.task(UPDATES_WAIT, "commit"):
             self._step_log.commit(journal)
+
+
+def _nothing() -> None:
+    """Nobody has anything to write."""

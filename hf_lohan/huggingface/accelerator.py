@@ -77,7 +77,6 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         if engine is not None:
             # Skips `.to(device)`, the autocast wrapper and DDP, none of which a streamed model survives.
             model._is_accelerate_prepared = True
-            engine.is_final_backward = lambda: bool(self.sync_gradients)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:

@@ -5,27 +5,28 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import weakref
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from accelerate.state import GradientState
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, device_for
-from hf_lohan.engine import OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
+from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
 from hf_lohan.files import StoreInUseError
 from hf_lohan.huggingface.model_description import describe_model
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import OffloadLayout, check_one_dtype, discover_blocks, lay_out
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.threads import keep_freed_memory, set_compute_threads, usable_cpus
-from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
 _ENGINE_ATTRIBUTE = "_lohan_engine"
+_PLAN_ATTRIBUTE = "_lohan_run_plan"
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
@@ -48,7 +49,7 @@ def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: s
     set_compute_threads(resolved.cpu_threads)
     keep_freed_memory()
     if resolved.trace:
-        device.timeline = Timeline(is_tracing=True)
+        device.begin_trace()
     print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
     return resolved
 
@@ -83,7 +84,7 @@ def offload_model(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
-        return attach(OffloadEngine(model, layout, tiers, config))
+        return attach(model, layout, tiers, config)
     except BaseException:
         tiers.close()
         raise
@@ -111,14 +112,20 @@ _attached: list[OffloadEngine] = []
 """Engines of this process. They own threads and files, so they do not go away by themselves."""
 
 
-def attach(engine: OffloadEngine) -> OffloadEngine:
-    """Make an engine's model behave: saved from the store, recomputing as configured, computing in one dtype."""
-    model: Any = engine.model
+def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
+    """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
+    configured, computing in one dtype."""
+    plan = RunPlan(model, layout, tiers, config)
+    events = EngineEvents(
+        is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
+        plan_watched=plan.make,
+        step_began=plan.step_began,
+    )
+    engine = OffloadEngine(model, layout, tiers, config, events)
     setattr(model, _ENGINE_ATTRIBUTE, engine)
     _attached[:] = [*(other for other in _attached if not other.is_closed), engine]
-    config = getattr(model, "config", None)
-    if config is not None:
-        config.dtype = engine.layout.master.working_dtype
+    if getattr(model, "config", None) is not None:
+        model.config.dtype = engine.layout.master.working_dtype
     if hasattr(model, "save_pretrained"):
         stock: Any = type(model).save_pretrained
         model.save_pretrained = functools.partial(save_pretrained_from_store, StoredModel.of(engine), stock)
@@ -129,17 +136,22 @@ def attach(engine: OffloadEngine) -> OffloadEngine:
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
     _warn_of_slow_bfloat16(engine)
-    _plans[engine] = RunPlan(engine)
-    engine.commits.before_first = functools.partial(describe_model, model, engine)
+    setattr(model, _PLAN_ATTRIBUTE, plan)
+    engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
 
 
-_plans: WeakKeyDictionary[OffloadEngine, RunPlan] = WeakKeyDictionary()
+def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
+    """What an `Accelerator` that has the model says; without one every backward is a step's last."""
+    is_prepared = getattr(model(), "_is_accelerate_prepared", False)
+    return not is_prepared or bool(GradientState().sync_gradients)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
     """The plan of an engine that was attached to a model."""
-    return _plans.get(engine)
+    plan = getattr(engine.model, _PLAN_ATTRIBUTE, None)
+    assert plan is None or isinstance(plan, RunPlan)
+    return plan
 
 
 _REFUSED_METHODS = {

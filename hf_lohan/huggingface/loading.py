@@ -90,7 +90,7 @@ def from_pretrained(
         _store_the_rest(model, access, working_dtype)
         final = lay_out_for_this(model)
         _check_same(layout, final)
-        return attach(OffloadEngine(model, final, tiers, config)).model
+        return attach(model, final, tiers, config).model
     except BaseException:
         tiers.close()
         raise

@@ -54,7 +54,7 @@ class StepJournal(TrainerCallback):
         self._begins_log = True
         self._resumed: Mapping[str, Any] | None = None
         self._loaded: Path | None = None
-        engine.commits.each_step = False
+        engine.commits.leave_to_journal()
 
     def resume(self, commit: Commit) -> None:
         """This run goes on from `commit`."""

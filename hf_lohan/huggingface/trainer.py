@@ -174,8 +174,9 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
     def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
-        if engine.commits.before_first is not None:
-            engine.commits.before_first = functools.partial(describe_model, self.model, engine, self.processing_class)
+        engine.commits.describe_first(
+            functools.partial(describe_model, self.model, engine, self.processing_class)
+        )
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         self._resume_point.tell(self._journal, resume_from_checkpoint)
         self.add_callback(self._journal)

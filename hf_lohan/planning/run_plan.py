@@ -9,15 +9,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from weakref import proxy
 
 from torch import nn
 
 from hf_lohan.activations import LayerTrace
-from hf_lohan.config import format_bytes
-from hf_lohan.engine import OffloadEngine
+from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.engine import StepsSoFar, Tiers
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
-from hf_lohan.model import TracedModel
+from hf_lohan.model import OffloadLayout, TracedModel
 from hf_lohan.planner import (
     ActivationPlacements,
     HardwareProfile,
@@ -49,7 +48,7 @@ _QUICK_SCRATCH_BYTES = 16 << 20
 class RunPlan:
     """Asks the planner for an engine's run, and keeps its predictions."""
 
-    def __init__(self, engine: OffloadEngine) -> None:
+    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
         self.plan: OffloadPlan | None = None
         """What the run follows, or would under `activations: auto`."""
         self.first_prediction: StepPrediction | None = None
@@ -62,42 +61,38 @@ class RunPlan:
         """That the run will take; None if nobody knows."""
         self.num_micro_batches = 1
         """That move weights of their own."""
-        self._engine = proxy(engine)  # the engine outlives nobody who plans it
+        self._offloaded, self._layout, self._tiers, self._config = model, layout, tiers, config
+        self._clip_rate = 0.0
         self.model: ModelProfile | None = None
         self.hardware: HardwareProfile | None = None
         self._began_s = time.perf_counter()
         self._step_s: list[float] = []
         self._ended_s: float | None = None
-        engine.activation_memory.plan = self.make
-        engine.after_step = self._after_step
 
     def begin(self, *, num_steps: int) -> None:
         """Training begins now, and will take so many steps."""
         self.num_steps = num_steps
         self._began_s = time.perf_counter()
 
-    # Called by the engine.
+    # `EngineEvents`.
 
-    def make(self, trace: Mapping[str, LayerTrace]) -> ActivationPlacements:
+    def make(self, trace: Mapping[str, LayerTrace], num_together: int) -> ActivationPlacements:
         """Plan for batches as the first one. What goes wrong here costs the plan, not the run."""
         is_short = self._is_short()
-        if is_short and self._engine.config.activations != "auto":
+        if is_short and self._config.activations != "auto":
             return {}  # nobody needs a plan, and to predict the step would take longer than the step
-        # What still runs would make the hardware look slow, and see a model whose tensors are fake.
-        self._engine.settle()
         try:
-            self._make(trace, is_short)
+            self._make(trace, num_together, is_short)
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return {}
         return self._placements()
 
-    def _make(self, trace: Mapping[str, LayerTrace], is_short: bool) -> None:
+    def _make(self, trace: Mapping[str, LayerTrace], num_together: int, is_short: bool) -> None:
         first = next(iter(trace.values()))
         batch_size, sequence_length = first.input_shape[:2]
         traced = self._trace(batch_size, sequence_length)
         self.hardware = self._measured(traced, is_short)
-        num_together = self._engine.activation_memory.num_together
         if num_together > 1:
             # What moves and what waits for backward is as with one micro-batch of their size together.
             self.model = self._trace(num_together * batch_size, sequence_length).profile
@@ -112,23 +107,22 @@ class RunPlan:
         self._announce("planned")
 
     def _trace(self, batch_size: int, sequence_length: int) -> TracedModel:
-        engine = self._engine
-        with hooks_taken_off(engine.model):
+        with hooks_taken_off(self._offloaded):
             return trace_blocks(
-                engine.model,
+                self._offloaded,
                 batch_size=batch_size,
                 sequence_length=sequence_length,
-                device=engine.device.torch_device,
+                device=self._tiers.device.torch_device,
             )
 
     def _measured(self, traced: TracedModel, is_short: bool) -> HardwareProfile:
-        engine = self._engine
-        dtype = engine.layout.master.working_dtype
+        config, device = self._config, self._tiers.device
+        dtype = self._layout.master.working_dtype
         shapes = traced.matrix_shapes
-        if is_short and not has_cached_hardware(engine.config, engine.device, matrix_shapes=shapes, dtype=dtype):
+        if is_short and not has_cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype):
             effort = MeasuringEffort(budget_s=_QUICK_S, scratch_bytes=_QUICK_SCRATCH_BYTES)
-            return cached_hardware(engine.config, engine.device, matrix_shapes=shapes, dtype=dtype, effort=effort)
-        return cached_hardware(engine.config, engine.device, matrix_shapes=shapes, dtype=dtype)
+            return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype, effort=effort)
+        return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype)
 
     def _is_short(self) -> bool:
         """Whether to measure the hardware well would take a good part of the run."""
@@ -139,17 +133,18 @@ class RunPlan:
 
     def setup(self) -> TrainingSetup:
         """The engine's budgets and ways, as the planner wants them."""
-        engine = self._engine
         return training_setup(
-            engine.config,
-            engine.layout,
-            clip=engine.config.clip if engine.layout.holds_gradients else "none",
-            durability=engine.tiers.store.durability,
-            clip_rate=engine.clip_history.clip_rate,
+            self._config,
+            self._layout,
+            clip=self._config.clip if self._layout.holds_gradients else "none",
+            durability=self._tiers.store.durability,
+            clip_rate=self._clip_rate,
             num_micro_batches=self.num_micro_batches,
         )
 
-    def _after_step(self) -> None:
+    def step_began(self, steps: StepsSoFar) -> ActivationPlacements | None:
+        """Time the step before; once enough of them were timed, correct the plan by what they took."""
+        self._clip_rate = steps.clip_rate
         now_s = time.perf_counter()
         if self._ended_s is not None:
             self._step_s.append(now_s - self._ended_s)
@@ -157,20 +152,20 @@ class RunPlan:
         if len(self._step_s) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED and self.plan is not None:
             timed_s = self._step_s[NUM_STEPS_BEFORE - 1 :]
             has_more_than_a_step = max(timed_s) > _MOST_SPREAD * min(timed_s)
-            self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s))
+            return self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s))
+        return None
 
-    def _correct(self, measured_s: float) -> None:
+    def _correct(self, measured_s: float) -> ActivationPlacements | None:
         """Scale what bounds the step to what was measured, and plan once more."""
         assert self.plan is not None and self.model is not None and self.hardware is not None
         predicted = self.plan.prediction
         factor = measured_s / predicted.step_s
         if abs(factor - 1) < _GOOD_ENOUGH:
-            return
+            return None
         self.hardware = slowed(self.hardware, predicted.bottleneck, factor)
         self.plan = plan_offload(self.model, self.hardware, self.setup())
-        if self._engine.config.activations == "auto":
-            self._engine.activation_memory.place(self._placements())
         self._announce(f"a step took {measured_s:.3g} s, so it was planned again")
+        return self._placements()
 
     def _placements(self) -> ActivationPlacements:
         return self.plan.activations if self.plan is not None else {}

@@ -76,7 +76,7 @@ class LayeredModel(nn.Module):
         names = {layer: str(number) for number, layer in enumerate(self.layers)}
         self.tiers = ActivationTiers(device or CpuDevice(), names)
         self.tiers.swapper.take_ram(1 << 20)
-        self.tiers.placements = dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place))
+        self.tiers.follow(dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place)))
 
     def close(self) -> None:
         if self.tiers is not None:

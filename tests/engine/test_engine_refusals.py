@@ -50,10 +50,10 @@ def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineF
     model = tiny_model("llama").train()
     engine = build_engine(model, hold_gradients=False)
     optimizer = OffloadAdamW(model.parameters(), engine=engine)
-    engine.is_final_backward = lambda: False
+    engine.announce_backward(is_final=False)
     with pytest.raises(RuntimeError, match=r"accumulated, .* gradient_accumulation_steps .*max_grad_norm > 0"):
         model(**tiny_batch(seed=1)).loss.backward()
-    engine.is_final_backward = lambda: True
+    engine.announce_backward(is_final=True)
     model(**tiny_batch(seed=2)).loss.backward()
     optimizer.step()
     engine.settle()  # the pipeline's thread counts

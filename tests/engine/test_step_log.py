@@ -113,7 +113,7 @@ def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFact
     twins.engine.settle()
     assert twins.engine.step_log.num_commits == 4
     twins.clip(CLIPS)
-    twins.engine.commits.each_step = False
+    twins.engine.commits.leave_to_journal()
     twins.step()
     twins.assert_equal()
     with reopened(twins, tmp_path) as store:
@@ -172,7 +172,7 @@ def test_parameters_that_some_steps_do_not_touch(mode: str, make_twins: TwinsFac
 @pytest.mark.parametrize("is_in_step", [False, True], ids=["between_steps", "between_backward_and_step"])
 def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", backend=SlowBackend(2e-4), **MODES[mode])
-    twins.engine.commits.each_step = False
+    twins.engine.commits.leave_to_journal()
     train(twins, 2)
     twins.engine.commits.commit(Journal(facts={"global_step": 2}, files={"rng": b"seed"}))
     weights, optimizer = copy.deepcopy(twins.stock.state_dict()), copy.deepcopy(twins.stock_optimizer.state_dict())
@@ -197,7 +197,7 @@ def test_there_is_nothing_to_go_back_to_before_the_first_commit(make_twins: Twin
 def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> None:
     """Without a commit of the step before, a guess could not be undone, so there is none."""
     twins = make_twins("llama", clip="speculate")
-    twins.engine.commits.each_step = False
+    twins.engine.commits.leave_to_journal()
     for first_seed in (100, 200):
         train(twins, 2, first_seed=first_seed)
         twins.engine.commits.commit()

@@ -51,7 +51,7 @@ def train(
             swap_here_and_there(engine.activation_memory)
         for number in range(num_backwards):
             if engine is not None:
-                engine.is_final_backward = lambda number=number: number == num_backwards - 1
+                engine.announce_backward(is_final=number == num_backwards - 1)
             model(**tiny_batch(seed=100 * step + number)).loss.backward()
         if max_norm:
             clip(max_norm)

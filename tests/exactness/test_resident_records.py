@@ -146,7 +146,7 @@ def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num
     model: Any = engine.model
     for step in range(num_steps):
         for number in range(num_backwards):
-            engine.is_final_backward = [lambda: False, lambda: True][number == num_backwards - 1]
+            engine.announce_backward(is_final=number == num_backwards - 1)
             model(**tiny_batch(seed=10 * step + number)).loss.backward()
         optimizer.step()
         optimizer.zero_grad()

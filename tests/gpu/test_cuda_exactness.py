@@ -67,7 +67,7 @@ def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
     for step in range(NUM_STEPS):
         for number in range(settings["num_backwards"]):
             is_last = number == settings["num_backwards"] - 1
-            engine.is_final_backward = lambda is_last=is_last: is_last
+            engine.announce_backward(is_final=is_last)
             expected = reference(**batches(step, number)).loss
             expected.backward()
             loss = model(**batches(step, number)).loss

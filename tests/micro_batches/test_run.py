@@ -10,6 +10,7 @@ import pytest
 import torch
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, train
 
+from hf_lohan.engine import EngineEvents
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 
@@ -92,9 +93,9 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
 
 def test_a_step_of_more_micro_batches_than_the_first_is_decided_for_anew(make_twins: TwinsFactory) -> None:
     """A resumed run may begin with the last batch of an epoch."""
-    twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB")
-    memory, decided_for = twins.engine.activation_memory, []
-    memory.plan = lambda trace: decided_for.append(memory.num_together) or {}
+    decided_for = []
+    events = EngineEvents(plan_watched=lambda _trace, num_together: decided_for.append(num_together) or {})
+    twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB", events=events)
     twins.train(2)
     train(twins, 0)
     train(twins, 1)

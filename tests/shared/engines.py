@@ -14,7 +14,7 @@ from torch import Tensor
 import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend, IoEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing, enable_recompute
 from hf_lohan.model import lay_out
@@ -57,6 +57,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         dtype: torch.dtype = torch.float32,
         device: Device | None = None,
         backend: FileBackend | None = None,
+        events: EngineEvents | None = None,
         **settings: Any,
     ) -> OffloadEngine:
         if backend is not None:
@@ -72,7 +73,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         )
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
-        engines.append(OffloadEngine(model, layout, tiers, config))
+        engines.append(OffloadEngine(model, layout, tiers, config, events))
         return engines[-1]
 
     yield build

@@ -115,7 +115,7 @@ def test_not_finite_in_one_of_several_backwards(is_final_bad: bool, make_twins: 
     twins = make_twins("llama", clip="speculate")
     twins.train(1, max_norm=CLIPS)
     for number in range(2):
-        twins.engine.is_final_backward = lambda number=number: number == 1
+        twins.engine.announce_backward(is_final=number == 1)
         with spoiled(twins.model, NAN if bool(number) == is_final_bad else 0.0, EARLY):
             twins.model(**tiny_batch(seed=77 + number)).loss.backward()
     twins.engine.clip_grad_norm(CLIPS)

@@ -109,7 +109,7 @@ def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, ma
     twins = make_twins("mixtral", clip="speculate")
     for step in range(3):
         for number in range(3):
-            twins.engine.is_final_backward = lambda number=number: number == 2
+            twins.engine.announce_backward(is_final=number == 2)
             twins.backward(10 * step + number, scale=1 / 3)
         twins.clip(max_norm)
         twins.step()
@@ -125,7 +125,7 @@ def test_gradients_that_only_an_earlier_backward_brought_are_applied(max_norm: f
     early_only = [name for name in names if "layers.1." in name or name.endswith("layers.2.mlp.up_proj.weight")]
     for step in range(3):
         for number in range(2):
-            twins.engine.is_final_backward = lambda number=number: number == 1
+            twins.engine.announce_backward(is_final=number == 1)
             for model, name in itertools.product(twins.models, early_only):
                 model.get_parameter(name).requires_grad_(number == 0)
             twins.backward(10 * step + number)
