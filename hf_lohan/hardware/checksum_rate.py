@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from hf_lohan.hardware.timing import median_s
-from hf_lohan.store import GRANULE_NUMEL
+from hf_lohan.store import MAX_GRANULE_NUMEL
 from hf_lohan.store.granules import checksums
 
-_GRANULE_BYTES = 4 * GRANULE_NUMEL
-_TILE_BYTES = 16 * _GRANULE_BYTES
+_GRANULE_BYTES = 2 * MAX_GRANULE_NUMEL
+_TILE_BYTES = 2 * _GRANULE_BYTES
 """Most of what is hashed was just used, or is just going to be: it is in a core's cache."""
 _NUM_ROUNDS = 8
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -10,13 +10,17 @@ import torch
 from torch import nn
 
 from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_units
-from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
+from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
 
 PARAM_ALIGN_NUMEL = 32
 """Parameters start at 64-byte boundaries or better: vector loads and grouped matmuls want aligned pointers. Larger
 ones start at a granule, so that a chunk can begin there, and smaller ones lie within one."""
+
+
+MIN_GRANULES = 64
+_MAX_PADDING = 0.01
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -100,6 +104,8 @@ class Block:
     slices: list[ParamSlice]
     align_numel: int = 1
     """`state_numel` is a multiple of this."""
+    granule_numel: int = GRANULE_NUMEL
+    """Elements in a granule of its records, or parameters that go with one."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -115,7 +121,7 @@ class Block:
     def state_numel(self) -> int:
         trained = max((part.stop for part in self.trainable_slices), default=0)
         # Frozen weights share no granule with trainable ones: no step writes them.
-        whole = GRANULE_NUMEL if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
+        whole = self.granule_numel if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
         return round_up(trained, max(whole, self.align_numel))
 
     @property
@@ -125,7 +131,7 @@ class Block:
     @property
     def unit_numels(self) -> tuple[int, ...]:
         """Sizes of the units, of whole granules each, that the records with states are made of (see `cut_units`)."""
-        starts = [part.start for part in self.trainable_slices if part.start % GRANULE_NUMEL == 0]
+        starts = [part.start for part in self.trainable_slices if part.start % self.granule_numel == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
     def shape(self, param_itemsize: int) -> BlockShape:
@@ -161,11 +167,15 @@ def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
 
 
 def lay_out_block(
-    name: str, size_class: SizeClass, named_parameters: dict[str, nn.Parameter], align_numel: int = 1
+    name: str,
+    size_class: SizeClass,
+    named_parameters: dict[str, nn.Parameter],
+    align_numel: int = 1,
+    granule_numel: int = GRANULE_NUMEL,
 ) -> Block:
     """Place parameters in a block. The order is stable for one model and one set of frozen weights. `align_numel` (see
-    `Block`) is 1 or the granule."""
-    assert align_numel in (1, GRANULE_NUMEL)
+    `Block`) is 1 or the smallest granule."""
+    assert align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
     order = sorted(
         named_parameters.items(),
         key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within
@@ -174,10 +184,30 @@ def lay_out_block(
     start = 0
     was_trainable = True
     for param_name, parameter in order:
-        room_numel = -start % GRANULE_NUMEL
+        room_numel = -start % granule_numel
         if parameter.numel() > room_numel or (was_trainable and not parameter.requires_grad):
             start += room_numel
         was_trainable = parameter.requires_grad
         slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
         start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
-    return Block(name, size_class, slices, align_numel)
+    return Block(name, size_class, slices, align_numel, granule_numel)
+
+
+def with_good_granules(blocks: Sequence[Block]) -> list[Block]:
+    """The same blocks laid out with the largest granules that suit them: the largest block has at least
+    `MIN_GRANULES`, and what is left free so that parameters begin at one is a hundredth at most."""
+    largest_numel = max(block.numel for block in blocks)
+    num_parameters = sum(part.numel for block in blocks for part in block.slices)
+    granule_numel = MAX_GRANULE_NUMEL
+    while granule_numel > GRANULE_NUMEL:
+        if largest_numel >= MIN_GRANULES * granule_numel:
+            laid_out = [_with_granules(block, granule_numel) for block in blocks]
+            if sum(block.numel for block in laid_out) <= num_parameters * (1 + _MAX_PADDING):
+                return laid_out
+        granule_numel //= 2
+    return list(blocks)
+
+
+def _with_granules(block: Block, granule_numel: int) -> Block:
+    parameters = {part.name: part.parameter for part in block.slices}
+    return lay_out_block(block.name, block.size_class, parameters, block.align_numel, granule_numel)

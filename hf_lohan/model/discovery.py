@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from hf_lohan.model.block import Block, lay_out_block, round_up
+from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
@@ -97,6 +97,8 @@ def discover_blocks(model: nn.Module, align_numel: int = 1) -> ModelBlocks:
     if small:
         add("resident", SizeClass.RESIDENT, list(small))
 
+    blocks = with_good_granules(blocks)
+    owned = {part.parameter: block for block in blocks for part in block.slices}
     return ModelBlocks(_in_forward_order(blocks, model), _needs(model, layers, outer, owned), list(layers.values()))
 
 

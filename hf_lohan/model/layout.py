@@ -69,7 +69,13 @@ class OffloadLayout:
         """Scratch records for the gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(
-            RecordSpec(block.name, "gradient", _dtype_name(torch.float32), block.state_numel)
+            RecordSpec(
+                block.name,
+                "gradient",
+                _dtype_name(torch.float32),
+                block.state_numel,
+                granule_numel=block.granule_numel,
+            )
             for block in self.blocks
             if block.name in spilled
         )
@@ -121,6 +127,7 @@ def lay_out(
         num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
         hold_gradients=hold_gradients,
         stages_params=not memory_is_host,
+        min_chunk_numel=max(block.granule_numel for block in model_blocks.blocks),
     )
     try:
         plan = plan_pools(replace(request, cpu_memory_bytes=config.cpu_memory - activation_bytes))
@@ -144,12 +151,14 @@ def lay_out(
 
 
 def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
-    specs = [RecordSpec(block.name, "param", _dtype_name(master.working_dtype), block.numel, block.state_numel)]
+    dtype, granule_numel = _dtype_name(master.working_dtype), block.granule_numel
+    specs = [RecordSpec(block.name, "param", dtype, block.numel, block.state_numel, granule_numel)]
     if block.state_numel:
         for kind in master.state_kinds:
             assert master.params_per_element(kind) == PARAMS_PER_ELEMENT.get(kind, 1), kind
             numel = master.numel(kind, block.state_numel)
-            specs.append(RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), numel))
+            granule = granule_numel // master.params_per_element(kind)
+            specs.append(RecordSpec(block.name, kind, _dtype_name(master.state_dtype(kind)), numel, numel, granule))
     return specs
 
 

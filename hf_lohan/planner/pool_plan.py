@@ -71,6 +71,8 @@ class PoolRequest:
     hold_gradients: bool
     stages_params: bool = True
     """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
+    min_chunk_numel: int = MIN_CHUNK_NUMEL
+    """Chunks are this large or twice, four times, ... as large: whole granules."""
 
     @property
     def min_staging_buffers(self) -> int:
@@ -204,7 +206,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
 
 
 def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
-    buffers_bytes = _minimum_bytes(request, MIN_CHUNK_NUMEL)
+    buffers_bytes = _minimum_bytes(request, request.min_chunk_numel)
     needed = max(two_blocks_bytes, buffers_bytes)
     if request.cpu_memory_bytes < two_blocks_bytes:
         why = f"is smaller than two blocks of this model ({two_blocks_bytes} bytes)"
@@ -221,13 +223,13 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
     """The largest chunk whose minimal pools fit the budget; larger than the largest record would only waste memory."""
     largest = max(sum(block.unit_numels) for block in request.blocks)
     chunk_numel = MAX_CHUNK_NUMEL
-    while chunk_numel > MIN_CHUNK_NUMEL and chunk_numel // 2 >= largest:
+    while chunk_numel > request.min_chunk_numel and chunk_numel // 2 >= largest:
         chunk_numel //= 2
     # Half of the budget for what must be there leaves the other half to hold gradients; small chunks cost more I/O
     # calls than that is worth, and are taken only where nothing larger fits.
     while chunk_numel > GOOD_CHUNK_NUMEL and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel //= 2
-    while chunk_numel > MIN_CHUNK_NUMEL and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+    while chunk_numel > request.min_chunk_numel and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel //= 2
     return chunk_numel
 

@@ -8,7 +8,7 @@ here knows of models, steps or devices; whoever reads or writes brings the memor
 """
 
 from hf_lohan.store.commit import Commit
-from hf_lohan.store.granules import GRANULE_NUMEL, Checksums
+from hf_lohan.store.granules import GRANULE_NUMEL, MAX_GRANULE_NUMEL, Checksums
 from hf_lohan.store.last_commit import committed_log, last_commit
 from hf_lohan.store.layout import (
     DEFAULT_STRIPE_BYTES,
@@ -28,6 +28,7 @@ __all__ = [
     "DEFAULT_STRIPE_BYTES",
     "GRANULE_NUMEL",
     "KINDS",
+    "MAX_GRANULE_NUMEL",
     "PARAMS_PER_ELEMENT",
     "RECORD_ALIGN_NUMEL",
     "Checksums",

@@ -7,25 +7,30 @@ from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 from torch import Tensor
 
-from hf_lohan.store.xxh3 import granule_hashing
+from hf_lohan.files.buffers import byte_tensor
 
 GRANULE_NUMEL = 16 * 1024
-"""Small enough that small parameters waste little when they are rewritten, large enough that 8 bytes of checksum and
-one of version are nothing beside it: 32 or 64 KiB of data."""
+"""Elements in the smallest granule that a model's records have. Small models have these."""
+MAX_GRANULE_NUMEL = 256 * 1024
+"""Large models have these: their tables of versions stay small, and `xxhash` lets other threads run while it hashes
+one. (It does so above 64 KiB.)"""
 
 Checksums = npt.NDArray[np.uint64]
 
 
-def granules_of(numel: int, granule_numel: int = GRANULE_NUMEL) -> int:
+def granules_of(numel: int, granule_numel: int) -> int:
     """How many granules hold ``numel`` elements; the last may be short."""
     return -(-numel // granule_numel)
 
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
     """xxh3 (64 bits) of each granule of ``source``, contiguous and in RAM, the last of which may be short."""
-    return granule_hashing()(source.data_ptr(), source.nbytes, granule_bytes)
+    content = byte_tensor(source).numpy().data
+    starts = range(0, len(content), granule_bytes)
+    return np.array([xxhash.xxh3_64_intdigest(content[start : start + granule_bytes]) for start in starts], np.uint64)
 
 
 def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:

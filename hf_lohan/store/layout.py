@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_lohan.files import SECTOR_BYTES, CapacityError, Shortfall
 from hf_lohan.files.places import Extent, StorePath
-from hf_lohan.store.granules import GRANULE_NUMEL
+from hf_lohan.store.granules import GRANULE_NUMEL, granules_of
 
 RECORD_ALIGN_NUMEL = 2048
 """Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
@@ -20,11 +20,6 @@ DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
 """One element of these kinds goes with so many parameters, not with one; their granules have as many fewer, so that
 granules with the same number go with the same parameters."""
-
-
-def granule_numel_of(kind: str, granule_numel: int = GRANULE_NUMEL) -> int:
-    """Elements in a granule of records of a kind, where it is ``granule_numel`` of most."""
-    return granule_numel // PARAMS_PER_ELEMENT.get(kind, 1)
 
 
 @dataclass(frozen=True)
@@ -38,6 +33,8 @@ class RecordSpec:
     versioned_numel: int = -1
     """So many elements, from the first on, have a second home in a store with two; default: all. The others are
     frozen weights, which no step writes."""
+    granule_numel: int = 0
+    """Elements in a granule; default: what goes with `GRANULE_NUMEL` parameters."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -47,6 +44,13 @@ class RecordSpec:
         if self.dtype not in DTYPE_BYTES:
             raise ValueError(
                 f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}"
+            )
+        if self.granule_numel < 1:
+            object.__setattr__(self, "granule_numel", GRANULE_NUMEL // PARAMS_PER_ELEMENT.get(self.kind, 1))
+        if self.granule_numel * self.itemsize % SECTOR_BYTES:
+            raise ValueError(
+                f"record {self.block!r} has granules of {self.granule_numel} elements: choose whole sectors of "
+                f"{SECTOR_BYTES} bytes"
             )
         if self.numel < 1 or self.numel % self.align_numel:
             raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
@@ -68,15 +72,15 @@ class RecordSpec:
         return self.numel * self.itemsize
 
     @property
-    def granule_numel(self) -> int:
-        """Elements in one of its granules."""
-        return granule_numel_of(self.kind)
+    def num_granules(self) -> int:
+        """How many it has; the last may be short."""
+        return granules_of(self.numel, self.granule_numel)
 
     @property
     def align_numel(self) -> int:
-        """Its numel is a multiple of this: whole sectors, or whole granules where those go with many parameters."""
+        """Its numel is a multiple of this: whole sectors."""
         if self.kind in PARAMS_PER_ELEMENT:
-            return self.granule_numel
+            return SECTOR_BYTES // self.itemsize
         return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.itemsize)
 
 

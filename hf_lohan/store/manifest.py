@@ -15,7 +15,7 @@ from hf_lohan.files.durable_file import read_whole, remove_durably
 from hf_lohan.store.layout import StoreLayout
 
 MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from hf_lohan.files import CorruptionError, Extent, IoEngine, IoRequest, Storage
 from hf_lohan.files.buffers import byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content
 from hf_lohan.files.requests_under_way import RequestsUnderWay
-from hf_lohan.store.granules import GRANULE_NUMEL, Checksums, checksums, granules_of
+from hf_lohan.store.granules import Checksums, checksums, granules_of
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import RecordSpec, StoreLayout
 from hf_lohan.store.record_read import RecordRead
@@ -48,11 +48,10 @@ class RecordFiles:
         engine: IoEngine,
         *,
         is_scratch: bool = False,
-        granule_numel: int = GRANULE_NUMEL,
     ) -> RecordFiles:
         """New files, of one home, in place of any old ones. See `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
-        return cls([home], Versions(layout.records, num_homes=1, granule_numel=granule_numel), engine)
+        return cls([home], Versions(layout.records, num_homes=1), engine)
 
     @property
     def records(self) -> tuple[RecordSpec, ...]:
@@ -85,7 +84,7 @@ class RecordFiles:
         content = byte_tensor(out)
         view = sector_view(content)
         homes, expected = self.versions.live(block, kind, first, stop)
-        granule_numel = self.versions.granule_numel_of(kind)
+        granule_numel = self.layout.record(block, kind).granule_numel
         granule_bytes = granule_numel * out.element_size()
         transfers = []
         for run in homes:
@@ -118,9 +117,9 @@ class RecordFiles:
         first, stop = self._granules(block, kind, start_numel, source)
         assert checksums is None or len(checksums) == stop - first, "a checksum for each granule"
         view = sector_view(source)
-        granule_bytes = self.versions.granule_numel_of(kind) * source.element_size()
+        granule_bytes = self._granule_bytes(block, kind)
         if self.versions.overwrites(block, kind, first, stop):
-            checksums = self.checksums(kind, source) if checksums is None else checksums
+            checksums = self.checksums(block, kind, source) if checksums is None else checksums
             self._announce_write(block, kind, first, checksums)
         else:
             self._announce_write(block, kind, first, None)
@@ -131,16 +130,16 @@ class RecordFiles:
             transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
 
         def note() -> None:
-            of_source = self.checksums(kind, source) if checksums is None else checksums
+            of_source = self.checksums(block, kind, source) if checksums is None else checksums
             self.versions.end_write(block, kind, first, targets, of_source)
 
         return self._requests.add(self._engine.write(transfers, note, of=Content(block, kind)))
 
-    def checksums(self, kind: str, source: Tensor) -> Checksums:
-        """Of each granule of ``source`` [numel], of a record of that kind. To be given to `write`, by who has it in his
+    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
+        """Of each granule of ``source`` [numel], of that record. To be given to `write`, by who has it in his
         cache just now."""
         assert source.is_contiguous() and source.device.type == "cpu"
-        return self.hash_granules(source, self.versions.granule_numel_of(kind) * source.element_size())
+        return self.hash_granules(source, self._granule_bytes(block, kind))
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done.
@@ -162,11 +161,11 @@ class RecordFiles:
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
         """Files and places of a whole record as it is now; None if some of it is being written, or never was."""
         record = self.layout.record(block, kind)
-        num_granules = self.versions.num_granules(record)
+        num_granules = record.num_granules
         if not self.versions.is_written(block, kind, 0, num_granules):
             return None
         found: list[tuple[str, Extent]] = []
-        granule_bytes = self.versions.granule_numel_of(kind) * record.itemsize
+        granule_bytes = self._granule_bytes(block, kind)
         for run in self.versions.live(block, kind, 0, num_granules)[0]:
             start, stop = run.first * granule_bytes, min(run.stop * granule_bytes, record.num_bytes)
             found += self._homes[run.home].extents(block, kind, start, stop - start)
@@ -182,7 +181,7 @@ class RecordFiles:
             block, kind, granule = found
             path, offset = self._place(block, kind, Home.FIRST, granule)
             raise StorageError(
-                f"{kind} of {block} was not written whole, from element {self._element(kind, granule)} on, to",
+                f"{kind} of {block} was not written whole, from element {self._element(block, kind, granule)} on, to",
                 path=path,
                 offset=offset,
                 advice="write it again before you commit, or resume from a checkpoint",
@@ -225,7 +224,7 @@ class RecordFiles:
 
     def _granules(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> tuple[int, int]:
         self._start_byte(block, kind, start_numel, tensor)
-        granule_numel = self.versions.granule_numel_of(kind)
+        granule_numel = self.layout.record(block, kind).granule_numel
         stop_numel = start_numel + tensor.numel()
         if start_numel == stop_numel:
             return 0, 0
@@ -233,6 +232,10 @@ class RecordFiles:
         is_end = stop_numel == self.layout.record(block, kind).numel
         assert is_end or stop_numel % granule_numel == 0, f"element {stop_numel} of {kind} of {block} ends no granule"
         return start_numel // granule_numel, granules_of(stop_numel, granule_numel)
+
+    def _granule_bytes(self, block: str, kind: str) -> int:
+        record = self.layout.record(block, kind)
+        return record.granule_numel * record.itemsize
 
     def _start_byte(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> int:
         assert not self.closed, "the files are closed"
@@ -244,7 +247,7 @@ class RecordFiles:
 
     def _units(self, block: str, kind: str) -> Units:
         record = self.layout.record(block, kind)
-        return Units(self.versions.granule_numel_of(kind) * record.itemsize, record.num_bytes)
+        return Units(self._granule_bytes(block, kind), record.num_bytes)
 
     def _mover(
         self, move: Callable[[str, str, int, Tensor], IoRequest | RecordRead], block: str, kind: str, like: Tensor
@@ -268,17 +271,17 @@ class RecordFiles:
     def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
         """Path and offset of the first byte of a granule."""
         itemsize = self.layout.record(block, kind).itemsize
-        return self._homes[home].place(block, kind, self._element(kind, granule) * itemsize)
+        return self._homes[home].place(block, kind, self._element(block, kind, granule) * itemsize)
 
-    def _element(self, kind: str, granule: int) -> int:
+    def _element(self, block: str, kind: str, granule: int) -> int:
         """The first one of a granule."""
-        return granule * self.versions.granule_numel_of(kind)
+        return granule * self.layout.record(block, kind).granule_numel
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
         path, offset = self._place(block, kind, home, granule)
         return CorruptionError(
             f"{kind} of {block} is damaged: the checksum of its elements from "
-            f"{self._element(kind, granule)} on is not that of what was written to",
+            f"{self._element(block, kind, granule)} on is not that of what was written to",
             path=path,
             offset=offset,
             advice="check the drive and the memory; resume from a checkpoint",

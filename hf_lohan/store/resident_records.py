@@ -39,10 +39,9 @@ class ResidentStore(Store):
             return
         memory = host_empty(sum(record.num_bytes for record in records))
         stops = list(accumulate(record.num_bytes for record in records))
-        granule_numel_of = self.files.versions.granule_numel_of
         self._copies = {
             (record.block, record.kind): ResidentCopy(
-                memory[stop - record.num_bytes : stop], granule_numel_of(record.kind) * record.itemsize
+                memory[stop - record.num_bytes : stop], record.granule_numel * record.itemsize
             )
             for record, stop in zip(records, stops, strict=True)
         }

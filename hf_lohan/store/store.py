@@ -165,9 +165,9 @@ class Store:
         """See `RecordFiles.write`. A draft, until `commit`."""
         return self._files.write(block, kind, start_numel, source, checksums=checksums)
 
-    def checksums(self, kind: str, source: Tensor) -> Checksums:
+    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
         """See `RecordFiles.checksums`."""
-        return self._files.checksums(kind, source)
+        return self._files.checksums(block, kind, source)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """See `RecordFiles.read_unaligned`."""

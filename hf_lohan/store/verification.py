@@ -9,11 +9,10 @@ import torch
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError
-from hf_lohan.store.granules import GRANULE_NUMEL
 from hf_lohan.store.layout import RecordSpec
 from hf_lohan.store.store import Store
 
-_PIECE_GRANULES = 64
+_PIECE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,12 +25,13 @@ class VerifiedRecord:
 
 def verify(store: Store) -> Iterator[VerifiedRecord]:
     """Read the records of a store one after the other. Raises `StorageError` if the drive fails to read."""
-    memory = mapped_empty(_PIECE_GRANULES * GRANULE_NUMEL * 4)
+    memory = mapped_empty(_PIECE_BYTES)
     for record in store.records:
         errors: list[CorruptionError] = []
         granule_numel = record.granule_numel
-        for start in range(0, record.numel, _PIECE_GRANULES * granule_numel):
-            stop = min(start + _PIECE_GRANULES * granule_numel, record.numel)
+        piece_numel = _PIECE_BYTES // (granule_numel * record.itemsize) * granule_numel
+        for start in range(0, record.numel, piece_numel):
+            stop = min(start + piece_numel, record.numel)
             if _error(store, record, start, stop, memory) is not None:
                 for first in range(start, stop, granule_numel):
                     error = _error(store, record, first, min(first + granule_numel, stop), memory)

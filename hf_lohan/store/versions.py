@@ -11,8 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.store.granules import GRANULE_NUMEL, Checksums, granules_of, runs
-from hf_lohan.store.layout import RecordSpec, granule_numel_of
+from hf_lohan.store.granules import Checksums, granules_of, runs
+from hf_lohan.store.layout import RecordSpec
 
 Homes = npt.NDArray[np.uint8]
 
@@ -46,14 +46,10 @@ class Versions:
     in place: once they have changed what is committed (`mark_torn`), there is nothing to go back to.
     """
 
-    def __init__(
-        self, records: Sequence[RecordSpec], *, num_homes: int, granule_numel: int = GRANULE_NUMEL
-    ) -> None:
-        """Raises ValueError where only a part of a granule would have a second home. ``granule_numel``: see
-        `granule_numel_of`."""
-        self._granule_numel = granule_numel
+    def __init__(self, records: Sequence[RecordSpec], *, num_homes: int) -> None:
+        """Raises ValueError where only a part of a granule would have a second home."""
         self.num_homes = num_homes
-        starts = list(accumulate(map(self.num_granules, records), initial=0))
+        starts = list(accumulate((record.num_granules for record in records), initial=0))
         self._names = [(record.block, record.kind) for record in records]
         self._first = dict(zip(self._names, starts, strict=False))
         self._live_home: Homes = np.full(starts[-1], _NOWHERE)
@@ -69,20 +65,12 @@ class Versions:
         """Records that are never written over what is committed."""
         for record, start in zip(records, starts, strict=False):
             in_granules = _versioned_granules if num_homes > 1 else _trained_granules
-            trained = slice(start, start + in_granules(record, self.granule_numel_of(record.kind)))
+            trained = slice(start, start + in_granules(record))
             self._has_second[trained] = num_homes > 1
             self._is_frozen[trained] = False
         self._has_drafts = False
         self._is_torn = False
         self._lock = Lock()
-
-    def granule_numel_of(self, kind: str) -> int:
-        """Elements in a granule of records of that kind."""
-        return granule_numel_of(kind, self._granule_numel)
-
-    def num_granules(self, record: RecordSpec) -> int:
-        """How many a record has; the last may be short."""
-        return granules_of(record.numel, self.granule_numel_of(record.kind))
 
     @property
     def has_drafts(self) -> bool:
@@ -212,17 +200,17 @@ class Versions:
         return slice(start + first, start + stop)
 
 
-def _trained_granules(record: RecordSpec, granule_numel: int) -> int:
-    return granules_of(record.versioned_numel, granule_numel)
+def _trained_granules(record: RecordSpec) -> int:
+    return granules_of(record.versioned_numel, record.granule_numel)
 
 
-def _versioned_granules(record: RecordSpec, granule_numel: int) -> int:
-    if record.versioned_numel % granule_numel and record.versioned_numel != record.numel:
+def _versioned_granules(record: RecordSpec) -> int:
+    if record.versioned_numel % record.granule_numel and record.versioned_numel != record.numel:
         raise ValueError(
             f"record {record.block!r} has versioned_numel {record.versioned_numel} of {record.numel}: round it to a "
-            f"multiple of {granule_numel}, so that no granule is versioned in part"
+            f"multiple of {record.granule_numel}, so that no granule is versioned in part"
         )
-    return granules_of(record.versioned_numel, granule_numel)
+    return _trained_granules(record)
 
 
 def _runs(homes: Homes, first: int) -> list[HomeRun]:

@@ -40,6 +40,8 @@ class SplitUpdate:
     private: Sequence[Tensor]
     """`MasterFormat.num_private_buffers`, each with 4 * numel bytes, or more: uint8."""
     checksums_of: Callable[[str, Tensor], Checksums]
+    granule_numel: int = GRANULE_NUMEL
+    """Parameters that go with a granule."""
 
     @property
     def numel(self) -> int:
@@ -49,14 +51,14 @@ class SplitUpdate:
     def run(self, threads: KernelThreads) -> dict[str, Checksums]:
         """Update the records. Returns checksums of their granules by kind. Raises CorruptionError; what the records
         hold then is of no use."""
-        part_numel = max(MIN_PART_NUMEL, round_up(-(-self.numel // threads.num_threads), GRANULE_NUMEL))
+        part_numel = max(MIN_PART_NUMEL, round_up(-(-self.numel // threads.num_threads), self.granule_numel))
         found = threads.map(lambda part: self._update(*part), list(ranges(self.numel, part_numel)))
         assert all(read.is_verified for read in self.reads)
         return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in self.records}
 
     @torch.no_grad()
     def _update(self, start: int, stop: int) -> dict[str, Checksums]:
-        granules = start // GRANULE_NUMEL, -(-stop // GRANULE_NUMEL)
+        granules = start // self.granule_numel, -(-stop // self.granule_numel)
         for read in self.reads:
             read.verify(*granules)
         gradient = self.gradient[start:stop]

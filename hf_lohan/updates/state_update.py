@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -44,7 +45,7 @@ class RecordStore(Protocol):
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
     ) -> IoRequest: ...
 
-    def checksums(self, kind: str, source: Tensor) -> Checksums: ...
+    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums: ...
 
 
 HandOver = Callable[[Chunk, Tensor, UntilWritten], Event | None]
@@ -196,7 +197,8 @@ class StateUpdater:
             segments=merge_segments(gradient, group_of),
             clip_coefficient=clip_coefficient,
             private=[buffer.bytes for buffer in update.private],
-            checksums_of=self._store.checksums,
+            checksums_of=partial(self._store.checksums, block),
+            granule_numel=gradient.chunk.block.granule_numel,
         )
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self.timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):

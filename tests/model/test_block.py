@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_lohan.model import Block, ChunkPiece, lay_out_block, ranges, round_up
-from hf_lohan.model.block import PARAM_ALIGN_NUMEL
+from hf_lohan.model.block import PARAM_ALIGN_NUMEL, with_good_granules
 from hf_lohan.planner import SizeClass
-from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL
+from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 often = settings(max_examples=150, deadline=None)
 CHUNK_NUMELS = st.integers(1, 12).map(lambda n: n * GRANULE_NUMEL)
@@ -143,3 +143,23 @@ def test_a_frozen_block_has_no_states() -> None:
 def test_ranges_cover(numel: int, step: int) -> None:
     assert [i for start, stop in ranges(numel, step) for i in range(start, stop)] == list(range(numel))
     assert round_up(numel, step) == len(list(ranges(numel, step))) * step
+
+
+def layer(**shapes: tuple[int, ...]) -> Block:
+    parameters = {name: nn.Parameter(torch.empty(shape, device="meta")) for name, shape in shapes.items()}
+    return lay_out_block("layer", SizeClass.LAYER, parameters)
+
+
+def test_large_models_have_large_granules_where_they_waste_little() -> None:
+    llama_8b = layer(q=(4096, 4096), k=(1024, 4096), gate=(14336, 4096), norm=(4096,))
+    norm = layer(norm=(4096,))
+    small = layer(q=(256, 256), gate=(1024, 256), norm=(256,))
+    odd = layer(**{f"p{index}": (896, 896) for index in range(32)})  # 3.06 granules of the largest kind
+    for block, granule_numel in ((llama_8b, MAX_GRANULE_NUMEL), (small, GRANULE_NUMEL), (odd, GRANULE_NUMEL)):
+        (found,) = with_good_granules([block])
+        assert found.granule_numel == granule_numel
+        assert found.numel <= 1.01 * sum(part.numel for part in block.slices)
+        assert [chunk.start % granule_numel for chunk in found.cut(4 * MAX_GRANULE_NUMEL)].count(0) > 0
+    layer_block, norm_block = with_good_granules([llama_8b, norm])
+    assert layer_block.granule_numel == norm_block.granule_numel == MAX_GRANULE_NUMEL
+    assert norm_block.numel == 4096, "a record that is smaller than a granule is not padded to one"

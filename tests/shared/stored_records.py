@@ -48,11 +48,11 @@ def model() -> ModelIdentity:
 def records() -> tuple[RecordSpec, ...]:
     """Two blocks, three dtypes, 88 KiB."""
     return (
-        RecordSpec("layers.0", "param", "bfloat16", 8192),
-        RecordSpec("layers.0", "master_residual", "int16", 8192),
-        RecordSpec("layers.0", "exp_avg", "float32", 8192),
-        RecordSpec("layers.1", "param", "bfloat16", 4096),
-        RecordSpec("layers.1", "exp_avg", "float32", 4096),
+        RecordSpec("layers.0", "param", "bfloat16", 8192, granule_numel=2048),
+        RecordSpec("layers.0", "master_residual", "int16", 8192, granule_numel=2048),
+        RecordSpec("layers.0", "exp_avg", "float32", 8192, granule_numel=2048),
+        RecordSpec("layers.1", "param", "bfloat16", 4096, granule_numel=2048),
+        RecordSpec("layers.1", "exp_avg", "float32", 4096, granule_numel=2048),
     )
 
 

@@ -9,8 +9,9 @@ import torch
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
+from xxhash import _xxhash
 
-from hf_lohan.store import GRANULE_NUMEL
+from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL
 from hf_lohan.store.granules import checksums, granules_of, runs
 
 
@@ -18,7 +19,7 @@ from hf_lohan.store.granules import checksums, granules_of, runs
     ("numel", "expected"), [(0, 0), (1, 1), (GRANULE_NUMEL, 1), (GRANULE_NUMEL + 1, 2), (10 * GRANULE_NUMEL, 10)]
 )
 def test_the_last_granule_may_be_short(numel: int, expected: int) -> None:
-    assert granules_of(numel) == expected
+    assert granules_of(numel, GRANULE_NUMEL) == expected
 
 
 def bytes_of(content: bytes | bytearray) -> torch.Tensor:
@@ -31,6 +32,10 @@ def test_each_granule_has_the_hash_of_its_own_bytes(num_bytes: int, granule_byte
     found = checksums(bytes_of(content), granule_bytes)
     parts = [content[start : start + granule_bytes] for start in range(0, num_bytes, granule_bytes)]
     assert found.dtype == np.uint64 and found.tolist() == [xxhash.xxh3_64_intdigest(part) for part in parts]
+
+
+def test_xxhash_lets_other_threads_run_while_it_hashes_a_large_granule() -> None:
+    assert MAX_GRANULE_NUMEL * torch.bfloat16.itemsize > _xxhash._GIL_MINSIZE  # type: ignore[attr-defined]
 
 
 @given(st.binary(min_size=1, max_size=2000), st.data())

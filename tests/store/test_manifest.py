@@ -31,7 +31,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
     assert (first.pop("path_index"), second.pop("path_index")) == (0, 1)
     assert first.pop("xxh3") != second.pop("xxh3")
     assert first == second
-    assert (first["format_version"], first["num_homes"]) == (2, 1)
+    assert (first["format_version"], first["num_homes"]) == (3, 1)
     assert first["model"] == {
         "model_class": "LlamaForCausalLM",
         "num_parameters": 12345,
@@ -42,7 +42,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
 
 
 @pytest.mark.parametrize(
-    ("version", "advice"), [(3, "upgrade"), (1, r"delete the store \(checkpoints still resume\)")]
+    ("version", "advice"), [(4, "upgrade"), (2, r"delete the store \(checkpoints still resume\)")]
 )
 def test_another_format_is_refused(
     manifests: list[Path],
@@ -61,13 +61,13 @@ def test_another_format_is_refused(
         lambda: Store.open_or_create(paths, records, model=model, engine=engine),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 2: {advice}"):
+        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 3: {advice}"):
             attempt()
     assert manifests[1].read_text() == before
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", "{}", "null", '{"format_version": 2}', "\x00\xff", '{"format_version": "x"}']
+    "text", ["", "[]", "{}", "null", '{"format_version": 3}', "\x00\xff", '{"format_version": "x"}']
 )
 def test_a_damaged_manifest_is_refused(
     manifests: list[Path],

@@ -34,9 +34,7 @@ def new_files(
     for directory in directories:
         directory.mkdir(parents=True)
     paths = tuple(StorePath(str(d), c) for d, c in zip(directories, capacities, strict=True))
-    return RecordFiles.create(
-        StoreLayout(records, paths, 5 * 4096), list(map(str, directories)), "r.bin", engine, granule_numel=2048
-    )
+    return RecordFiles.create(StoreLayout(records, paths, 5 * 4096), list(map(str, directories)), "r.bin", engine)
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

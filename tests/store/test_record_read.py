@@ -11,15 +11,15 @@ import torch
 from hf_lohan.files import CorruptionError, IoEngine, StorePath
 from hf_lohan.store import RecordFiles, RecordRead, RecordSpec, StoreLayout
 
-RECORD = RecordSpec("block", "exp_avg", "float32", 8192)
 GRANULE = 2048
+RECORD = RecordSpec("block", "exp_avg", "float32", 8192, granule_numel=GRANULE)
 Values = Callable[[RecordSpec, int], torch.Tensor]
 
 
 @pytest.fixture
 def files(tmp_path: Path, engine: IoEngine) -> Iterator[RecordFiles]:
     layout = StoreLayout((RECORD,), (StorePath(str(tmp_path), 1),))
-    with RecordFiles.create(layout, [str(tmp_path)], "r.bin", engine, granule_numel=GRANULE) as files:
+    with RecordFiles.create(layout, [str(tmp_path)], "r.bin", engine) as files:
         yield files
 
 
@@ -58,7 +58,7 @@ def test_only_granules_that_were_read_are_verified(damaged: RecordRead) -> None:
 
 def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
     values, out = random_values(RECORD, RECORD.numel), random_values(RECORD, RECORD.numel)
-    files.write("block", "exp_avg", 0, values, checksums=files.checksums("exp_avg", values)).wait()
+    files.write("block", "exp_avg", 0, values, checksums=files.checksums("block", "exp_avg", values)).wait()
     read = files.read("block", "exp_avg", GRANULE, out[: 3 * GRANULE])
     read.arrive()
     for granule in (2, 0, 1):
@@ -70,7 +70,7 @@ def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
 
 def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, random_values: Values) -> None:
     values = random_values(RECORD, RECORD.numel)
-    wrong = files.checksums("exp_avg", values)
+    wrong = files.checksums("block", "exp_avg", values)
     wrong[1] += 1
     files.write("block", "exp_avg", 0, values, checksums=wrong).wait()
     with pytest.raises(CorruptionError, match="elements from 2048 on"):

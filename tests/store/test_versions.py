@@ -7,14 +7,14 @@ from hf_lohan.store import RecordSpec
 from hf_lohan.store.versions import Home, HomeRun, Versions
 
 GRANULE = 2048
-A = RecordSpec("a", "param", "float32", 5 * GRANULE)
-FROZEN_TAIL = RecordSpec("b", "param", "float32", 4 * GRANULE, versioned_numel=2 * GRANULE)
-FROZEN = RecordSpec("c", "param", "float32", 2 * GRANULE, versioned_numel=0)
+A = RecordSpec("a", "param", "float32", 5 * GRANULE, granule_numel=GRANULE)
+FROZEN_TAIL = RecordSpec("b", "param", "float32", 4 * GRANULE, versioned_numel=2 * GRANULE, granule_numel=GRANULE)
+FROZEN = RecordSpec("c", "param", "float32", 2 * GRANULE, versioned_numel=0, granule_numel=GRANULE)
 RECORDS = (A, FROZEN_TAIL, FROZEN)
 
 
 def versions_of(num_homes: int) -> Versions:
-    return Versions(RECORDS, num_homes=num_homes, granule_numel=GRANULE)
+    return Versions(RECORDS, num_homes=num_homes)
 
 
 def write(versions: Versions, record: RecordSpec, first: int, stop: int, mark: int) -> list[HomeRun]:
@@ -177,8 +177,8 @@ def test_versions_of_other_records_are_refused() -> None:
 
 
 def test_a_granule_is_versioned_as_a_whole_or_not_at_all() -> None:
-    record = RecordSpec("a", "param", "float32", 3 * GRANULE, versioned_numel=GRANULE)
+    record = RecordSpec("a", "param", "float32", 3 * GRANULE, versioned_numel=GRANULE, granule_numel=2 * GRANULE)
     with pytest.raises(ValueError, match="versioned_numel 2048 of 6144: round it to a multiple of 4096"):
-        Versions([record], num_homes=2, granule_numel=2 * GRANULE)
-    Versions([record], num_homes=1, granule_numel=2 * GRANULE)
-    Versions([RecordSpec("a", "param", "float32", 3 * GRANULE)], num_homes=2, granule_numel=2 * GRANULE)
+        Versions([record], num_homes=2)
+    Versions([record], num_homes=1)
+    Versions([RecordSpec("a", "param", "float32", 3 * GRANULE, granule_numel=2 * GRANULE)], num_homes=2)

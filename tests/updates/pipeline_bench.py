@@ -101,7 +101,7 @@ class MemoryStore:
         out.copy_(self._part(kind, start_numel, out))
         return RecordRead.of_memory()
 
-    def checksums(self, kind: str, source: Tensor) -> Checksums:
+    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
         return np.zeros(source.numel() // GRANULE_NUMEL, np.uint64)
 
     def write(

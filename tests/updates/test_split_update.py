@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -99,7 +100,8 @@ def split(
         read.arrive()
     values = gradient(store)
     private = [mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)]
-    return SplitUpdate(form, records, values, POSITION, reads, segments, clip, private, store.checksums)
+    checksums_of = partial(store.checksums, "block")
+    return SplitUpdate(form, records, values, POSITION, reads, segments, clip, private, checksums_of)
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
@@ -152,7 +154,7 @@ def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int,
         found = update.records[kind]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
-        assert checksums[kind].tolist() == store.checksums(kind, expected).tolist()
+        assert checksums[kind].tolist() == store.checksums("block", kind, expected).tolist()
 
 
 @pytest.mark.parametrize("granule", [0, 5, NUMEL // GRANULE_NUMEL])
