@@ -32,6 +32,11 @@ def rate(per_s: float, unit: str) -> str:
     return f"{_decimal(per_s)}{unit}/s"
 
 
+def gb_per_s(bytes_per_s: float) -> str:
+    """As `rate`, but always in the same unit: for lines that are compared."""
+    return f"{bytes_per_s / 1e9:.3g} GB/s"
+
+
 def seconds(value: float) -> str:
     """Three digits, in a unit that suits."""
     if value < 1:

@@ -15,8 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from hf_lohan.cli.rate_verdicts import rate_checks
-from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
+from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import (

@@ -1,12 +1,13 @@
-"""What to think of the facts, line by line. Pure: facts in, verdicts out."""
+"""What to think of the facts and of the measured rates, line by line. Pure: facts in, verdicts out."""
 
 from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, replace
 
-from hf_lohan.config import format_bytes
 from hf_lohan.hardware import MachineFacts, PathFacts
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.wording import count, format_bytes, gb_per_s
 
 _LOCAL = frozenset({"ext4", "ext3", "ext2", "xfs", "btrfs", "f2fs", "zfs", "bcachefs"})
 _IN_RAM = frozenset({"tmpfs", "ramfs", "rootfs"})
@@ -19,6 +20,16 @@ _STORE_BYTES_PER_PARAM = 24
 """Two versions of weight, master and both moments."""
 _HIGH_LOAD_FRACTION = 0.5
 _WORN_PERCENT, _WORN_OUT_PERCENT = 80, 100
+_SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S = 6e9, 20e9
+"""Below what PCIe 3 x16 gives unpinned, or x8 pinned; what PCIe 4 x16 gives."""
+_DUPLEX_FRACTION = 1.2
+"""Of one direction alone: what both at once reach on a link that carries both."""
+_SLOW_READ_BYTES_PER_S, _FAST_READ_BYTES_PER_S = 0.6e9, 3e9
+_SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S = 0.5e9, 2e9
+"""What SATA gives at most; what a good NVMe drive gives."""
+_TOGETHER_FRACTION = 0.75
+_MIXED_FRACTION = 0.6
+_FAST_GPU_FLOPS_PER_S = 50e12
 
 
 class Verdict(enum.Enum):
@@ -177,7 +188,7 @@ def _direct(facts: PathFacts) -> Check:
 def _room(facts: PathFacts) -> Check:
     name = "room"
     usable = min(facts.free_bytes, facts.capacity) if facts.capacity != "auto" else facts.free_bytes
-    value = f"{format_bytes(usable)}, {_counted(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions"
+    value = f"{format_bytes(usable)}, {count(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions"
     if facts.capacity != "auto" and facts.capacity > facts.free_bytes:
         advice = f"lower its capacity ({format_bytes(facts.capacity)}), or free space if no store is there yet"
         return Check(name, value, Verdict.COULD_BE_BETTER, advice)
@@ -209,9 +220,87 @@ def _reflink(facts: PathFacts) -> Check:
     return Check(name, "none: checkpoints are copied", Verdict.COULD_BE_BETTER, advice)
 
 
-def _counted(number: float) -> str:
-    """ "1.9 billion"."""
-    for word, size in (("trillion", 1e12), ("billion", 1e9), ("million", 1e6)):
-        if number >= size:
-            return f"{number / size:.3g} {word}"
-    return f"{number:.0f}"
+def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
+    """The lines on what was measured, `dtype` being that of the products; an update reads `update_bytes` of a parameter
+    (its weight, master and moments), and writes as many."""
+    checks = [_compute(profile, dtype), *_links(profile)]
+    for ssd in profile.ssd:
+        advice = "use an NVMe drive on four lanes, or add one as a further path"
+        reads = _graded("reads", ssd.read_bytes_per_s, _SLOW_READ_BYTES_PER_S, _FAST_READ_BYTES_PER_S, advice)
+        advice = "use an NVMe drive that keeps its rate when its cache is full, or add one as a further path"
+        writes = _graded("writes", ssd.write_bytes_per_s, _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S, advice)
+        checks += [replace(check, subject=ssd.path) for check in (reads, writes)]
+    if len(profile.ssd) > 1:
+        checks.append(_together(profile))
+    if profile.ssd_mixed_bytes_per_s is not None:
+        checks.append(_mixed(profile, profile.ssd_mixed_bytes_per_s))
+    return [*checks, _optimizer(profile, update_bytes)]
+
+
+def _compute(profile: HardwareProfile, dtype: str) -> Check:
+    device = profile.device
+    value = f"{device.flops_per_s / 1e12:.3g} TFLOP/s in {dtype}"
+    if device.memory_bytes_per_s:
+        value += f", elementwise {gb_per_s(device.memory_bytes_per_s)}"
+    if device.shares_cpu:
+        return Check("compute", value, Verdict.COULD_BE_BETTER, "use a GPU: a CPU's step is bound by its products")
+    if device.flops_per_s < _FAST_GPU_FLOPS_PER_S:
+        advice = "see that nothing else uses the GPU and that it is not throttled"
+        return Check("compute", value, Verdict.COULD_BE_BETTER, advice)
+    return Check("compute", value, Verdict.GOOD)
+
+
+def _links(profile: HardwareProfile) -> list[Check]:
+    h2d, d2h, both = profile.h2d_bytes_per_s, profile.d2h_bytes_per_s, profile.duplex_bytes_per_s
+    if profile.device.shares_cpu:
+        value = f"{gb_per_s(h2d)} to it, {gb_per_s(d2h)} from it"
+        return [Check("copies to the device", f"{value}: the CPU's own memory", Verdict.GOOD)]
+    advice = "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q, Link Width) and that memory is pinned"
+    checks = [
+        _graded(name, rate, _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S, advice)
+        for name, rate in (("host to device", h2d), ("device to host", d2h))
+    ]
+    if both is not None and both < _DUPLEX_FRACTION * min(h2d, d2h):
+        advice = "none is needed: plans count with it (some links and virtual machines carry one direction at a time)"
+        checks.append(Check("both ways at once", gb_per_s(both), Verdict.COULD_BE_BETTER, advice))
+    elif both is not None:
+        checks.append(Check("both ways at once", gb_per_s(both), Verdict.GOOD))
+    return checks
+
+
+def _together(profile: HardwareProfile) -> Check:
+    read, write = profile.ssd_read_bytes_per_s, profile.ssd_write_bytes_per_s
+    value = f"{gb_per_s(read)} read, {gb_per_s(write)} written"
+    alone = (sum(ssd.read_bytes_per_s for ssd in profile.ssd), sum(ssd.write_bytes_per_s for ssd in profile.ssd))
+    if read < _TOGETHER_FRACTION * alone[0] or write < _TOGETHER_FRACTION * alone[1]:
+        advice = "put the paths on drives of their own with lanes of their own, and give faster ones more capacity"
+        return Check("all paths together", value, Verdict.COULD_BE_BETTER, advice)
+    return Check("all paths together", value, Verdict.GOOD)
+
+
+def _mixed(profile: HardwareProfile, mixed: float) -> Check:
+    name = "reads and writes mixed"
+    in_turns = 2 / (1 / profile.ssd_read_bytes_per_s + 1 / profile.ssd_write_bytes_per_s)
+    if mixed < _MIXED_FRACTION * in_turns:
+        advice = "none is needed: plans count with it; a drive with more cache suffers less"
+        return Check(name, gb_per_s(mixed), Verdict.COULD_BE_BETTER, advice)
+    return Check(name, gb_per_s(mixed), Verdict.GOOD)
+
+
+def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
+    cpu = profile.cpu
+    value, update_s = f"{cpu.optimizer_params_per_s / 1e6:,.0f} M parameters/s", 1 / cpu.optimizer_params_per_s
+    if cpu.checksum_bytes_per_s:
+        value += f", checksums {gb_per_s(cpu.checksum_bytes_per_s)}"
+        update_s += 2 * update_bytes / cpu.checksum_bytes_per_s  # of what is read and what is written
+    drives = 1 / (update_bytes / profile.ssd_read_bytes_per_s + update_bytes / profile.ssd_write_bytes_per_s)
+    if 1 / update_s < drives:
+        advice = f"give the run more cores or faster memory: the drives could feed {drives / 1e6:,.0f} M parameters/s"
+        return Check("optimizer", value, Verdict.COULD_BE_BETTER, advice)
+    return Check("optimizer", f"{value}; the drives feed {drives / 1e6:,.0f} M/s", Verdict.GOOD)
+
+
+def _graded(name: str, rate: float, slow: float, fast: float, advice: str) -> Check:
+    if rate >= fast:
+        return Check(name, gb_per_s(rate), Verdict.GOOD)
+    return Check(name, gb_per_s(rate), Verdict.BAD if rate < slow else Verdict.COULD_BE_BETTER, advice)

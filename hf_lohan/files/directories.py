@@ -40,7 +40,7 @@ def make_directory(path: str) -> None:
     try:
         if not os.path.isdir(path):
             made, nearest = os.path.abspath(path), _nearest_existing(path)
-            os.makedirs(path, mode=0o700)
+            os.makedirs(path, mode=0o700, exist_ok=True)  # another thread or process may be making it
             while made != nearest:
                 made = os.path.dirname(made)
                 sync_directory(made)

@@ -12,11 +12,9 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
 from hf_lohan.files import SECTOR_BYTES, StorePath
 from hf_lohan.files.directories import resolve_capacities
-from hf_lohan.hardware.checksum_rate import checksum_bytes_per_s
-from hf_lohan.hardware.cpu_facts import device_name
-from hf_lohan.hardware.link_rates import measure_links
-from hf_lohan.hardware.matmul_rate import MatrixShape, elementwise_bytes_per_s, matmul_flops_per_s
-from hf_lohan.hardware.optimizer_rate import optimizer_params_per_s
+from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_per_s
+from hf_lohan.hardware.machine import device_name
+from hf_lohan.hardware.rates import MatrixShape, elementwise_bytes_per_s, matmul_flops_per_s, measure_links
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.optim import MomentDtype
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile

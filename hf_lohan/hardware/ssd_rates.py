@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_lohan.device import Device
 from hf_lohan.files import SECTOR_BYTES, CapacityError, FileBackend, IoEngine, Shortfall, StorePath, write_failure
 from hf_lohan.files.directories import free_bytes
-from hf_lohan.hardware.directories import existing_directory
+from hf_lohan.hardware.paths import existing_directory
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout
 from hf_lohan.store.granules import granules_of
 

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from hf_lohan.cli.rate_verdicts import rate_checks
-from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks
+from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
 from hf_lohan.hardware import MachineFacts, PathFacts
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lohan.hardware.container_limits import ContainerLimits, container_limits
+from hf_lohan.hardware.machine import ContainerLimits, container_limits
 
 V2 = "0::/user.slice/job\n"
 V1 = "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n0::/\n"

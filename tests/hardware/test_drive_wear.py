@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from hf_lohan.hardware import drive_wear
-from hf_lohan.hardware.drive_wear import WearUnknownError, drive_wear_percent, wear_in
+from hf_lohan.hardware import paths
+from hf_lohan.hardware.paths import WearUnknownError, drive_wear_percent, wear_in
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_reasons(programs: Path) -> None:
 
 
 def test_a_program_that_hangs_is_ended(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_wear, "_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(paths, "_TIMEOUT_S", 0.05)
     install(programs, "smartctl", "while :; do :; done")
     with pytest.raises(WearUnknownError):
         drive_wear_percent("nvme7n1")
 
 
 def test_embedded_drives_tell_in_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drive_wear, "_read", lambda file: "0x02 0x0B\n")
+    monkeypatch.setattr(paths, "_read", lambda file: "0x02 0x0B\n")
     assert drive_wear_percent("mmcblk0") == 110

@@ -8,7 +8,7 @@ import pytest
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Event, Lane
-from hf_lohan.hardware.link_rates import measure_links
+from hf_lohan.hardware.rates import measure_links
 
 COPY_BYTES = 1 << 14
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.device import CpuDevice
-from hf_lohan.hardware import MatrixShape, matmul_rate
-from hf_lohan.hardware.matmul_rate import cropped, elementwise_bytes_per_s, matmul_flops_per_s
+from hf_lohan.hardware import MatrixShape, rates
+from hf_lohan.hardware.rates import cropped, elementwise_bytes_per_s, matmul_flops_per_s
 
 sides = st.integers(1, 200_000)
 shapes = st.builds(MatrixShape, sides, sides, sides, num_matrices=st.integers(1, 300))
@@ -53,13 +53,13 @@ def test_what_is_cut_first(shape: MatrixShape, max_flops: float, max_bytes: int,
 
 def test_every_shape_weighs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = MatrixShape(10, 10, 10, count=3), MatrixShape(10, 10, 20, count=2)
-    rates = {fast: 1000.0, slow: 500.0}
+    flops_per_s = {fast: 1000.0, slow: 500.0}
 
     def measured(device: Any, shape: MatrixShape, dtype: torch.dtype, **bounds: float) -> float:
         assert bounds == {"budget_s": 2.0, "max_bytes": 7}
-        return rates[shape]
+        return flops_per_s[shape]
 
-    monkeypatch.setattr(matmul_rate, "_shape_flops_per_s", measured)
+    monkeypatch.setattr(rates, "_shape_flops_per_s", measured)
     rate = matmul_flops_per_s(CpuDevice(), [fast, slow], torch.float32, budget_s=4.0, max_bytes=7)
     assert rate == pytest.approx((3 * 2000 + 2 * 4000) / (3 * 2000 / 1000 + 2 * 4000 / 500))
 
@@ -67,7 +67,7 @@ def test_every_shape_weighs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> No
 def test_of_many_shapes_the_heaviest_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[MatrixShape] = []
     monkeypatch.setattr(
-        matmul_rate, "_shape_flops_per_s", lambda device, shape, dtype, **bounds: measured.append(shape) or 10.0
+        rates, "_shape_flops_per_s", lambda device, shape, dtype, **bounds: measured.append(shape) or 10.0
     )
     many = [MatrixShape(size, 1, 1, count=2) for size in range(1, 30)]
     heavy = MatrixShape(2, 1, 1, count=1000)
@@ -87,7 +87,7 @@ def test_the_product_and_both_its_gradients_are_run(
         results.append((tuple(product.shape[-2:]), product.dtype))
         return 1.0
 
-    monkeypatch.setattr(matmul_rate, "median_s", once)
+    monkeypatch.setattr(rates, "median_s", once)
     shape = MatrixShape(2, 3, 4, num_matrices=num_matrices)
     rate = matmul_flops_per_s(CpuDevice(), [shape], dtype, budget_s=1.0, max_bytes=1 << 20)
     assert results == [((2, 4), dtype), ((2, 3), dtype), ((4, 3), dtype)]
@@ -102,7 +102,7 @@ def test_trials_grow_until_they_fill_the_budget(monkeypatch: pytest.MonkeyPatch)
         measured.append(shape.flops)
         return [shape.flops / 1e12] * num_products
 
-    monkeypatch.setattr(matmul_rate, "_product_times_s", times)
+    monkeypatch.setattr(rates, "_product_times_s", times)
     shape = MatrixShape(1 << 20, 1024, 1024)
     rate = matmul_flops_per_s(CpuDevice(), [shape], torch.float32, budget_s=1.2, max_bytes=1 << 40)
     assert rate == pytest.approx(1e12)
@@ -111,7 +111,7 @@ def test_trials_grow_until_they_fill_the_budget(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_an_addition_moves_three_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matmul_rate, "median_s", lambda run, synchronize, *, budget_s: run().numel() / 100)
+    monkeypatch.setattr(rates, "median_s", lambda run, synchronize, *, budget_s: run().numel() / 100)
     assert elementwise_bytes_per_s(CpuDevice(), 100, torch.bfloat16, budget_s=0.0) == 600
 
 

@@ -11,7 +11,7 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, available_host_memory_bytes
 from hf_lohan.hardware import MatrixShape, MeasuringEffort, measure_hardware
-from hf_lohan.hardware.cpu_facts import cpu_name
+from hf_lohan.hardware.machine import cpu_name
 from hf_lohan.hardware.measurement import with_present_room
 from hf_lohan.planner import HardwareProfile
 

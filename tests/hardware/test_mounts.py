@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lohan.hardware.directories import existing_directory
-from hf_lohan.hardware.mounts import drive_of, mount_of
+from hf_lohan.hardware.paths import drive_of, existing_directory, mount_of
 
 MOUNT_INFO = r"""
 22 27 0:21 / /proc rw,relatime - proc proc rw

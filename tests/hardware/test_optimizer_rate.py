@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Event, Lane
-from hf_lohan.hardware import optimizer_rate
-from hf_lohan.hardware.checksum_rate import checksum_bytes_per_s
-from hf_lohan.hardware.optimizer_rate import optimizer_params_per_s
+from hf_lohan.hardware import cpu_rates
+from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_per_s
 from hf_lohan.optim import MomentDtype
 from hf_lohan.threads import KernelThreads
 
@@ -28,7 +27,7 @@ def test_a_rate_in_every_format(dtype: torch.dtype, moment_dtype: MomentDtype) -
 
 @FORMATS
 def test_every_element_is_updated(dtype: torch.dtype, moment_dtype: MomentDtype) -> None:
-    chunk = optimizer_rate._Chunk(dtype, 40_001, KernelThreads(2), moment_dtype)
+    chunk = cpu_rates._Chunk(dtype, 40_001, KernelThreads(2), moment_dtype)
     chunk.update()
     moved = chunk.records["exp_avg"] != 0
     assert moved.numel() >= 40_001
@@ -63,7 +62,7 @@ def test_a_device_of_its_own_computes_meanwhile(monkeypatch: pytest.MonkeyPatch)
         return ones(4, 4, dtype=dtype)
 
     monkeypatch.setattr(torch, "ones", small_ones)
-    with optimizer_rate._kept_busy(device):
+    with cpu_rates._kept_busy(device):
         while device.num_waits < 3:
             pass
     assert device.threads == {"lohan-device-load"}
@@ -71,7 +70,7 @@ def test_a_device_of_its_own_computes_meanwhile(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_cpu_does_not() -> None:
-    with optimizer_rate._kept_busy(CpuDevice()):
+    with cpu_rates._kept_busy(CpuDevice()):
         assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
 
 

@@ -61,7 +61,7 @@ def test_reflinks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outcome: Any)
             raise outcome
         return bool(outcome)
 
-    monkeypatch.setattr("hf_lohan.hardware.path_facts.clone_range", clone)
+    monkeypatch.setattr("hf_lohan.hardware.paths.clone_range", clone)
     assert examine_path(str(tmp_path), "auto").can_reflink is (outcome is True)
 
 

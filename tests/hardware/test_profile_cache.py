@@ -18,7 +18,8 @@ import torch
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice
-from hf_lohan.hardware import MatrixShape, MeasuringEffort, cached_hardware, has_cached_hardware, profile_cache
+from hf_lohan.files.directories import make_directory
+from hf_lohan.hardware import MatrixShape, MeasuringEffort, cached_hardware, has_cached_hardware, profiles
 from hf_lohan.planner import HardwareProfile
 
 SHAPES = (MatrixShape(64, 32, 16),)
@@ -119,7 +120,7 @@ def test_other_hardware_is_measured(
     ask: Ask, measurer: Measurer, monkeypatch: pytest.MonkeyPatch, name: str, value: Any
 ) -> None:
     ask()
-    monkeypatch.setattr(profile_cache, name, value)
+    monkeypatch.setattr(profiles, name, value)
     ask()
     assert measurer.num_calls == 2
 
@@ -193,11 +194,27 @@ def test_links_in_the_cache_lead_nowhere(ask: Ask, measurer: Measurer, tmp_path:
 
 def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert profile_cache.cache_directory() == str(tmp_path / "lohan" / "hardware")
+    assert profiles.cache_directory() == str(tmp_path / "lohan" / "hardware")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     for not_allowed in ("", "relative"):
         monkeypatch.setenv("XDG_CACHE_HOME", not_allowed)
-        assert profile_cache.cache_directory() == str(tmp_path / "home" / ".cache" / "lohan" / "hardware")
+        assert profiles.cache_directory() == str(tmp_path / "home" / ".cache" / "lohan" / "hardware")
+
+
+def test_a_directory_that_somebody_else_makes_at_the_same_time_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache = tmp_path / "cache"
+    is_there = os.path.isdir
+
+    def made_after_the_look(path: str) -> bool:
+        found = is_there(path)
+        if path == str(cache):
+            cache.mkdir(exist_ok=True)
+        return found
+
+    monkeypatch.setattr(os.path, "isdir", made_after_the_look)
+    make_directory(str(cache))
 
 
 def test_of_many_at_once_one_measures(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from itertools import chain, repeat
 
 import pytest
 
-from hf_lohan.hardware.timing import median_s
+from hf_lohan.hardware.rates import median_s
 
 
 class FakeClock:

@@ -1,17 +1,21 @@
-"""How many parameters a second the CPU's AdamW updates, in the beat and the formats of a run."""
+"""What the CPU does of a step: how many parameters a second its AdamW updates, and how many bytes it hashes."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from itertools import cycle
 
 import torch
+from torch import Tensor
 
 from hf_lohan.device import Device, Lane
-from hf_lohan.hardware.timing import median_s
+from hf_lohan.hardware.rates import median_s
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
+from hf_lohan.store import MAX_GRANULE_NUMEL
+from hf_lohan.store.granules import checksums
 from hf_lohan.threads import KernelThreads
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
@@ -19,6 +23,10 @@ _NUM_CHUNKS = 3
 """As many as a run's pipeline has: one after the other they come from memory, not from the cache."""
 _MIN_PART_NUMEL = 1024
 _LOAD_SIDE = 2048
+_GRANULE_BYTES = 2 * MAX_GRANULE_NUMEL
+_TILE_BYTES = 2 * _GRANULE_BYTES
+"""Most of what is hashed was just used, or is just going to be: it is in a core's cache."""
+_NUM_ROUNDS = 8
 
 
 def optimizer_params_per_s(
@@ -100,3 +108,21 @@ def _kept_busy(device: Device) -> Iterator[None]:
     finally:
         ended.set()
         thread.join()
+
+
+def checksum_bytes_per_s(*, num_threads: int, budget_s: float) -> float:
+    """Bytes a second by all of `num_threads` together, each in its core's cache."""
+    contents = [torch.arange(_TILE_BYTES // 8).view(torch.uint8) for _ in range(num_threads)]
+
+    def hash_several(content: Tensor) -> None:
+        for _ in range(_NUM_ROUNDS):
+            checksums(content, _GRANULE_BYTES)
+
+    with ThreadPoolExecutor(num_threads, "lohan-checksums") as threads:
+
+        def hash_all() -> None:
+            for done in [threads.submit(hash_several, content) for content in contents]:
+                done.result()
+
+        num_bytes = num_threads * _NUM_ROUNDS * _TILE_BYTES
+        return num_bytes / median_s(hash_all, lambda: None, budget_s=budget_s)

@@ -1,17 +1,23 @@
-"""What the device computes a second, at the shapes and in the type of the model that is to be trained."""
+"""What the device computes a second, and what passes between it and the host. Each is repeated; the median counts."""
 
 from __future__ import annotations
 
 import math
+import statistics
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, Lane
-from hf_lohan.hardware.timing import median_s
 
+_SAMPLE_S = 0.005
+"""Runs shorter than this are sampled several at a time: then neither the clock nor the waiting shows."""
+_MAX_RUNS_PER_SAMPLE = 1000
+_MAX_SAMPLES = 25
 _MIN_SIDE = 128
 """Products are not cut below this: short sides are slower than what they stand for."""
 _FIRST_TRIAL_FLOPS = 1e8
@@ -21,6 +27,37 @@ _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
 """Each has operands to be made, which takes time too."""
 _PATTERN_NUMEL = 1 << 16
+_COPIES_AT_ONCE = 4
+"""Copies of each direction in one run of both: their start and end, when only one is under way, count for little."""
+
+
+def median_s(
+    run: Callable[[], object],
+    synchronize: Callable[[], object],
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.perf_counter,
+) -> float:
+    """Median seconds of one `run`, `synchronize` waiting for what it has started.
+
+    Takes about `budget_s`, and more only where three runs take longer than that.
+    """
+    began_s = clock()
+    run()  # kernels are loaded and memory is touched on first use
+    synchronize()
+    start_s = clock()
+    run()
+    synchronize()
+    once_s = clock() - start_s
+    num_runs = min(_MAX_RUNS_PER_SAMPLE, math.ceil(_SAMPLE_S / once_s)) if once_s > 0 else _MAX_RUNS_PER_SAMPLE
+    samples_s: list[float] = []
+    while not samples_s or (clock() - began_s < budget_s and len(samples_s) < _MAX_SAMPLES):
+        start_s = clock()
+        for _ in range(num_runs):
+            run()
+        synchronize()
+        samples_s.append((clock() - start_s) / num_runs)
+    return statistics.median(samples_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,3 +176,57 @@ def _filled(device: Device, size: Sequence[int], dtype: torch.dtype) -> Tensor:
     generator = torch.Generator().manual_seed(0)  # a run's own random numbers must not depend on measuring
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).to(device.torch_device, dtype)
     return pattern.repeat(-(-numel // pattern.numel()))[:numel].view(*size)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LinkRates:
+    """Bytes a second."""
+
+    h2d_bytes_per_s: float
+    d2h_bytes_per_s: float
+    duplex_bytes_per_s: float
+    """Of both directions, at once, added."""
+
+
+def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRates:
+    """Copy `copy_bytes` at a time, as chunks travel: between `Device.host_empty` and `Device.empty`, on its lanes.
+
+    Takes about `budget_s`, twice `copy_bytes` of host memory and as much of the device's.
+    """
+    ends: dict[Lane, tuple[Tensor, Tensor]] = {}
+    for lane in (Lane.H2D, Lane.D2H):
+        # Touched: pages that were never written are all one page of zeros, which stays in the cache.
+        host, remote = (empty(copy_bytes).fill_(1) for empty in (device.host_empty, device.empty))
+        ends[lane] = (remote, host) if lane is Lane.H2D else (host, remote)
+    device.record(Lane.COMPUTE).synchronize()
+
+    def copy(lane: Lane) -> None:
+        target, source = ends[lane]
+        device.copy(lane, target, source)
+
+    def synchronize(lane: Lane) -> None:
+        device.record(lane).synchronize()
+
+    def copy_several(lane: Lane) -> None:
+        for _ in range(_COPIES_AT_ONCE):
+            copy(lane)
+        synchronize(lane)
+
+    def alone_bytes_per_s(lane: Lane) -> float:
+        return copy_bytes / median_s(lambda: copy(lane), lambda: synchronize(lane), budget_s=budget_s / 3)
+
+    # Each direction has a thread of its own in a run too; on a CPU the copies themselves run in them.
+    with ThreadPoolExecutor(2, "lohan-links") as threads:
+
+        def copy_both() -> None:
+            both = [threads.submit(copy_several, lane) for lane in (Lane.H2D, Lane.D2H)]
+            wait(both)
+            for one in both:
+                one.result()
+
+        both_s = median_s(copy_both, lambda: None, budget_s=budget_s / 3)
+    return LinkRates(
+        h2d_bytes_per_s=alone_bytes_per_s(Lane.H2D),
+        d2h_bytes_per_s=alone_bytes_per_s(Lane.D2H),
+        duplex_bytes_per_s=2 * _COPIES_AT_ONCE * copy_bytes / both_s,
+    )

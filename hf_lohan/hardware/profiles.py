@@ -1,4 +1,4 @@
-"""Measured once: profiles in the user's cache directory, by everything that they depend on."""
+"""Hardware profiles that are kept: YAML files for machines that are not at hand, and the user's cache."""
 
 from __future__ import annotations
 
@@ -14,24 +14,51 @@ from dataclasses import asdict
 from typing import Any
 
 import torch
+import yaml
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.files import CapacityError, replace_durably
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.durable_file import read_whole
-from hf_lohan.hardware.cpu_facts import cpu_name, device_name
-from hf_lohan.hardware.directories import existing_directory
-from hf_lohan.hardware.matmul_rate import MatrixShape
+from hf_lohan.hardware.machine import cpu_name, device_name
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware, store_paths, with_present_room
-from hf_lohan.hardware.mounts import mount_of
-from hf_lohan.planner import HardwareProfile
+from hf_lohan.hardware.paths import existing_directory, mount_of
+from hf_lohan.hardware.rates import MatrixShape
+from hf_lohan.planner import HardwareProfile, ProfileError
 from hf_lohan.threads import usable_cpus
 
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
 """Counted up when the same numbers would mean, or be measured as, something else."""
+
+
+def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
+    """The profile in a YAML (or JSON) file. Raises ProfileError, naming the file, the key and the value."""
+    file = os.path.expanduser(os.fspath(path))
+    try:
+        with open(file, encoding="utf-8") as stream:
+            content = yaml.safe_load(stream)
+    except OSError as error:
+        advice = "give the path of a YAML file"
+        raise ProfileError(f"cannot read the hardware profile {file!r}: {error.strerror}; {advice}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise ProfileError(f"the hardware profile {file!r} is not YAML: {problem}") from None
+    if not isinstance(content, dict):
+        advice = "write the keys device, h2d_bytes_per_s, d2h_bytes_per_s, ssd and cpu"
+        raise ProfileError(f"the hardware profile {file!r} holds {content!r}, no table; {advice}")
+    try:
+        return HardwareProfile.from_mapping(content)
+    except ProfileError as error:
+        raise ProfileError(f"the hardware profile {file!r}: {error}") from None
+
+
+def write_hardware(path: str | os.PathLike[str], profile: HardwareProfile) -> None:
+    """Write a file that `read_hardware` reads, in place of any old one. Raises CapacityError or StorageError."""
+    text = yaml.safe_dump(profile.to_mapping(), sort_keys=False, allow_unicode=True)
+    replace_durably(os.path.abspath(os.path.expanduser(os.fspath(path))), text.encode())
 
 
 def cached_hardware(

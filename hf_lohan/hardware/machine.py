@@ -1,0 +1,194 @@
+"""The machine as a run finds it: device, threads, memory, and what a container lets this process have of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import psutil
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.threads import usable_cpus
+
+_ROOT = "/sys/fs/cgroup"
+_NO_LIMIT_BYTES = 1 << 60
+"""cgroup v1 writes a number beyond all memory where there is no limit."""
+BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
+"""Linux's names for bfloat16 units: Intel's, Intel's and AMD's, and Arm's."""
+_PINNED_TRIAL_BYTES = 16 << 20
+_NVIDIA_FS = "/proc/driver/nvidia-fs/version"
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerLimits:
+    """None: not limited."""
+
+    memory_bytes: int | None
+    num_cpus: float | None
+    """CPU time a second, which is not seen in the number of CPUs."""
+
+
+def container_limits(root: str = _ROOT, membership: str | None = None) -> ContainerLimits:
+    """The lowest limits of this process's control groups and of those above them, of either version.
+
+    `root` is where they are mounted and `membership` the text of /proc/self/cgroup.
+    """
+    if membership is None:
+        try:
+            membership = Path("/proc/self/cgroup").read_text()
+        except OSError:
+            membership = ""
+    paths = {"": "/"}
+    for line in membership.splitlines():
+        _, controllers, path = line.split(":", 2)
+        paths |= dict.fromkeys(controllers.split(","), path)
+    unified = paths[""]
+    limits = [_bytes(folder, "memory.max") for folder in _upwards(root, unified)]
+    limits += [
+        _bytes(folder, "memory.limit_in_bytes") for folder in _upwards(f"{root}/memory", paths.get("memory", "/"))
+    ]
+    quotas = [_quota(folder) for folder in _upwards(root, unified)]
+    quotas += [_quota_v1(folder) for folder in _upwards(f"{root}/cpu", paths.get("cpu", "/"))]
+    return ContainerLimits(
+        min((limit for limit in limits if limit is not None), default=None),
+        min((quota for quota in quotas if quota is not None), default=None),
+    )
+
+
+def _upwards(root: str, path: str) -> Iterator[str]:
+    """The group's folder and all above it; in a container the path may be one that only the host has."""
+    while True:
+        yield os.path.join(root, path.strip("/"))
+        if path.strip("/") == "" or path == os.path.dirname(path):
+            return
+        path = os.path.dirname(path)
+
+
+def _words(folder: str, name: str) -> list[str]:
+    try:
+        return Path(folder, name).read_text().split()
+    except OSError:
+        return []
+
+
+def _bytes(folder: str, name: str) -> int | None:
+    words = _words(folder, name)
+    limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES
+    return limit if limit < _NO_LIMIT_BYTES else None
+
+
+def _quota(folder: str) -> float | None:
+    words = _words(folder, "cpu.max")
+    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
+
+
+def _quota_v1(folder: str) -> float | None:
+    quota, period = _words(folder, "cpu.cfs_quota_us"), _words(folder, "cpu.cfs_period_us")
+    return int(quota[0]) / int(period[0]) if quota and period and int(quota[0]) > 0 else None
+
+
+def cpu_name() -> str:
+    """Such as "AMD Ryzen 9 7950X 16-Core Processor"; the architecture where the kernel does not tell."""
+    return _cpu_info().get("model name") or platform.processor() or platform.machine()
+
+
+def bf16_units() -> tuple[str, ...]:
+    """Those of `BF16_FLAGS` that this CPU has."""
+    info = _cpu_info()
+    flags = set((info.get("flags") or info.get("Features") or "").split())
+    return tuple(flag for flag in BF16_FLAGS if flag in flags)
+
+
+def device_name(device: Device) -> str:
+    """The device's own name, or the CPU's."""
+    return cpu_name() if device.torch_device.type == "cpu" else str(device.describe()["name"])
+
+
+@cache
+def _cpu_info() -> dict[str, str]:
+    """The first CPU's lines."""
+    try:
+        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
+    except OSError:
+        return {}
+    pairs = (line.partition(":") for line in first.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MachineFacts:
+    """What the verdicts on everything but the drives go by."""
+
+    device_type: str
+    """"cpu" or "cuda"."""
+    device_name: str
+    device_memory_bytes: int
+    """Free now."""
+    is_pinned: bool
+    """Host memory for copies can be pinned; False on a CPU, which needs none."""
+    gpudirect_problem: str
+    """Why drives cannot reach the device's memory on their own; "" if they can."""
+    cpu_name: str
+    bf16_units: tuple[str, ...]
+    usable_cpus: int
+    cpu_quota: float | None
+    cpu_threads: int
+    """The config's, resolved."""
+    omp_num_threads: str | None
+    """The environment variable."""
+    load: float
+    """Threads that wanted a CPU, averaged over the last minute."""
+    is_wsl: bool
+    memory_bytes: int
+    available_memory_bytes: int
+    memory_limit_bytes: int | None
+    """Of the container."""
+    cpu_memory: int
+    """The config's budget, resolved."""
+
+
+def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
+    """The facts, with a resolved config. Takes no time to speak of."""
+    assert isinstance(config.cpu_threads, int) and isinstance(config.cpu_memory, int)
+    limits = container_limits()
+    return MachineFacts(
+        device_type=device.torch_device.type,
+        device_name=device_name(device),
+        device_memory_bytes=device.total_memory_bytes(),
+        is_pinned=_is_pinned(device),
+        gpudirect_problem=gpudirect_problem(device),
+        cpu_name=cpu_name(),
+        bf16_units=bf16_units(),
+        usable_cpus=usable_cpus(),
+        cpu_quota=limits.num_cpus,
+        cpu_threads=config.cpu_threads,
+        omp_num_threads=os.environ.get("OMP_NUM_THREADS"),
+        load=os.getloadavg()[0],
+        is_wsl="microsoft" in platform.uname().release.lower(),
+        memory_bytes=int(psutil.virtual_memory().total),
+        available_memory_bytes=available_host_memory_bytes(),
+        memory_limit_bytes=limits.memory_bytes,
+        cpu_memory=config.cpu_memory,
+    )
+
+
+def gpudirect_problem(device: Device) -> str:
+    """Why GPUDirect Storage cannot be used; "" if it can."""
+    if device.torch_device.type == "cpu":
+        return "there is no GPU"
+    if importlib.util.find_spec("kvikio") is None:
+        return "kvikio is not installed"
+    if not os.path.exists(_NVIDIA_FS):
+        return "the kernel module nvidia-fs is not loaded"
+    return ""
+
+
+def _is_pinned(device: Device) -> bool:
+    device.host_empty(_PINNED_TRIAL_BYTES)
+    return bool(device.describe().get("pinned_host_memory", False))

@@ -1,0 +1,226 @@
+"""An SSD path as it is: its file system, what that can do, its room, and its drive's wear."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import SECTOR_BYTES, StorageError
+from hf_lohan.files.buffers import sector_view
+from hf_lohan.files.directories import free_bytes
+from hf_lohan.files.reflink import clone_range
+
+_MOUNT_INFO = "/proc/self/mountinfo"
+_ESCAPED = re.compile(r"\\([0-7]{3})")
+_TIMEOUT_S = 5.0
+_TRIAL_BYTES = 4 * SECTOR_BYTES
+
+
+def existing_directory(path: str) -> str:
+    """The path itself or its nearest parent that is a directory: on the same file system, unless a mount follows."""
+    path = os.path.abspath(path)
+    while not os.path.isdir(path):
+        path = os.path.dirname(path)
+    return path
+
+
+@dataclass(frozen=True, slots=True)
+class Mount:
+    """One line of mountinfo."""
+
+    mount_point: str
+    file_system: str
+    """"ext4", "nfs4", ...; "" if the kernel does not tell."""
+    source: str
+    """"/dev/nvme0n1p2", "server:/export", ..."""
+
+
+def mount_of(directory: str, mount_info: str | None = None) -> Mount:
+    """The mount that a directory lies in: of those above it the nearest, and of two in one place the later one."""
+    try:
+        text = Path(_MOUNT_INFO).read_text() if mount_info is None else mount_info
+    except OSError:
+        return Mount("/", "", "")
+    real = os.path.realpath(directory)
+    found = Mount("/", "", "")
+    for line in text.splitlines():
+        mount = _parsed(line)
+        is_above = real == mount.mount_point or real.startswith(f"{mount.mount_point.rstrip('/')}/")
+        if is_above and len(mount.mount_point) >= len(found.mount_point):
+            found = mount
+    return found
+
+
+def drive_of(directory: str) -> str | None:
+    """The name in /sys/block of the drive that a directory lies on ("nvme0n1"); None if it lies on no single one."""
+    status = os.stat(directory)
+    numbers = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    if os.major(status.st_dev) == 0:  # Btrfs and others give numbers of their own
+        try:
+            source = os.stat(mount_of(directory).source).st_rdev
+        except OSError:
+            return None
+        numbers = f"{os.major(source)}:{os.minor(source)}"
+    node = os.path.realpath(f"/sys/dev/block/{numbers}")
+    if os.path.exists(os.path.join(node, "partition")):
+        node = os.path.dirname(node)
+    return os.path.basename(node) if os.path.isdir(node) and numbers != "0:0" else None
+
+
+def _parsed(line: str) -> Mount:
+    before, _, after = line.partition(" - ")
+    fields, (file_system, source) = before.split(), (*after.split(), "", "")[:2]
+    return Mount(_unescaped(fields[4]) if len(fields) > 4 else "", file_system, _unescaped(source))
+
+
+def _unescaped(field: str) -> str:
+    return _ESCAPED.sub(lambda match: chr(int(match[1], 8)), field)
+
+
+class WearUnknownError(Exception):
+    """The wear of a drive cannot be read; the message says why."""
+
+
+def drive_wear_percent(drive: str | None) -> int:
+    """Per cent of the rated writes that `drive`, a name in /sys/block, has had; may be beyond 100.
+
+    Raises WearUnknownError with the reason: none of this needs root, but most drives answer to root only.
+    """
+    if drive is None:
+        raise WearUnknownError("it is not on a single drive")
+    life_time = _read(f"/sys/block/{drive}/device/life_time")  # eMMC: tenths of its life, for two kinds of cells
+    if life_time:
+        return 10 * max(int(word, 16) for word in life_time.split())
+    device = f"/dev/{drive}"
+    commands = {
+        "smartctl": ["smartctl", "--json", "--all", device],
+        "nvme": ["nvme", "smart-log", "--output-format=json", device],
+    }
+    reason = "smartctl (smartmontools) is not installed"
+    for program, command in commands.items():
+        if shutil.which(program) is None:
+            continue
+        wear = wear_in(_json_of(command))
+        if wear is not None:
+            return wear
+        reason = f"{program} reads none from {device}; it may need root, and virtual drives have none"
+    raise WearUnknownError(reason)
+
+
+def wear_in(report: Mapping[str, Any]) -> int | None:
+    """The wear that a report of smartctl or nvme tells, in per cent; None if it tells none."""
+    nvme = report.get("nvme_smart_health_information_log")
+    endurance = report.get("endurance_used")
+    candidates = (
+        nvme.get("percentage_used") if isinstance(nvme, Mapping) else None,
+        endurance.get("current_percent") if isinstance(endurance, Mapping) else None,
+        report.get("percent_used"),
+        report.get("percentage_used"),
+    )
+    return next((value for value in candidates if isinstance(value, int)), None)
+
+
+def _json_of(command: list[str]) -> Mapping[str, Any]:
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False
+        )
+        report = json.loads(done.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired):
+        return {}
+    return report if isinstance(report, Mapping) else {}
+
+
+def _read(file: str) -> str:
+    try:
+        return Path(file).read_text()
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PathFacts:
+    """One path of a store."""
+
+    path: str
+    file_system: str
+    """As the kernel calls it; "" if it does not tell."""
+    problem: str
+    """Why it cannot be written; "" if it can."""
+    is_direct: bool
+    """O_DIRECT reads and writes work."""
+    can_reflink: bool
+    """Files can share blocks, so that a checkpoint of the optimizer's states is made in no time."""
+    free_bytes: int
+    capacity: int | Literal["auto"]
+    """What the config allows."""
+    wear_percent: int | None
+    wear_problem: str
+    """Why the wear is not known; "" if it is."""
+
+
+def examine_path(path: str, capacity: int | Literal["auto"]) -> PathFacts:
+    """The facts of a path, or of the nearest directory above one that is not there yet. Leaves nothing behind."""
+    directory = existing_directory(path)
+    problem, is_direct, can_reflink = "", False, False
+    try:
+        is_direct, can_reflink = _try_files(directory)
+    except OSError as error:
+        problem = error.strerror or str(error)
+    wear_percent, wear_problem = None, ""
+    try:
+        wear_percent = drive_wear_percent(drive_of(directory))
+    except WearUnknownError as error:
+        wear_problem = str(error)
+    return PathFacts(
+        path=path,
+        file_system=mount_of(directory).file_system,
+        problem=problem,
+        is_direct=is_direct,
+        can_reflink=can_reflink,
+        free_bytes=free_bytes(directory),
+        capacity=capacity,
+        wear_percent=wear_percent,
+        wear_problem=wear_problem,
+    )
+
+
+def _try_files(directory: str) -> tuple[bool, bool]:
+    """Whether O_DIRECT and reflinks work there. Raises OSError where no file can be written."""
+    with tempfile.TemporaryDirectory(prefix=".lohan-tried-", dir=directory) as folder:
+        source, target = os.path.join(folder, "a"), os.path.join(folder, "b")
+        content = sector_view(mapped_empty(_TRIAL_BYTES).fill_(1))
+        with open(source, "wb") as stream:
+            stream.write(content)
+        return _is_direct(source, content), _can_reflink(source, target)
+
+
+def _is_direct(file: str, content: memoryview) -> bool:
+    try:
+        fd = os.open(file, os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        os.pwritev(fd, [content], 0)
+        return os.preadv(fd, [content], 0) == content.nbytes
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _can_reflink(source: str, target: str) -> bool:
+    with open(source, "rb") as from_stream, open(target, "wb") as to_stream:
+        try:
+            return clone_range(from_stream.fileno(), 0, _TRIAL_BYTES, to_stream.fileno(), 0)
+        except StorageError:
+            return False
