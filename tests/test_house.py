@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
-    **dict.fromkeys(("timeline", "wording"), -1),
+    **dict.fromkeys(("compat", "timeline", "wording"), -1),
     **dict.fromkeys(("config", "planner", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "report"), 1),
     "store": 2,
@@ -29,17 +29,19 @@ FLOORS = {
     "weights": 6,
     "micro_batches": 7,
     **dict.fromkeys(("engine", "collectives", "moe"), 8),
-    **dict.fromkeys(("planning", "checkpoint", "record"), 9),
-    "huggingface": 10,
-    "cli": 11,
+    **dict.fromkeys(("planning", "checkpoint"), 9),
+    "record": 10,
+    "huggingface": 11,
+    "cli": 12,
 }
 NARROWER = {
+    "compat": set[str](),
     "config": {"wording"},
     "planner": {"wording"},
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
-    "store": {"device", "files", "threads", "timeline"},
-    "optim": set[str](),
+    "store": {"compat", "device", "files", "threads", "timeline"},
+    "optim": {"compat"},
     "report": {"config", "timeline", "wording"},
 }
 """Rooms that may use less than all the floors below theirs."""
@@ -59,6 +61,18 @@ PACKAGES_FLOOR_0_AND_1 = {
 """The only packages outside the standard library that the two lowest floors may use."""
 
 HUGGING_FACE = {"transformers", "accelerate", "peft"}
+HUGGING_FACE_COMPAT = {"transformers_private", "accelerate_private"}
+PRIVATE_NAMES = {
+    # accelerate's
+    "_is_accelerate_prepared", "_models",
+    # transformers'
+    "_can_set_experts_implementation", "_globalstep_last_logged", "_gradient_checkpointing_func", "_hf_hook",
+    "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
+    "HF_DEACTIVATE_ASYNC_LOAD",
+    # torch's
+    "_opt_called", "_is_mkldnn_bf16_supported",
+}  # fmt: skip
+"""Of objects of others, that `compat` alone may name."""
 MAX_FILE_LINES = 400
 BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt/pypi|opt/wheels|tmp/\w)")
@@ -96,7 +110,7 @@ def imported_rooms(path: Path) -> set[str]:
     rooms = set()
     for name in imported_modules(path):
         first, _, rest = name.partition(".")
-        if first == PACKAGE.name:
+        if first == PACKAGE.name and rest != "__version__":
             room = rest.partition(".")[0]
             known = room in FLOORS or room == "testing" or (PACKAGE / f"{room}.py").exists()
             rooms.add(room if known else "huggingface")
@@ -150,8 +164,41 @@ def test_only_huggingface_knows_hugging_face() -> None:
     offences = []
     for path in source_files():
         found = imported_packages(path) & HUGGING_FACE
-        if found and room_of(path) not in ("huggingface", "testing"):
+        may = room_of(path) in ("huggingface", "testing") or path.stem in HUGGING_FACE_COMPAT
+        if found and not may:
             offences.append(f"{name_of(path)} imports {', '.join(sorted(found))}")
+    report(offences)
+
+
+def test_all_that_is_in_huggingface_knows_hugging_face() -> None:
+    offences = []
+    for path in source_files(PACKAGE / "huggingface"):
+        compat = {name for name in HUGGING_FACE_COMPAT if f"hf_lohan.compat.{name}" in ".".join(imported_modules(path))}
+        if path.name not in ("__init__.py", "export.py") and not compat and not imported_packages(path) & HUGGING_FACE:
+            offences.append(f"{name_of(path)} names no Hugging Face: it belongs to another room, or to who uses it")
+    report(offences)
+
+
+def test_hugging_faces_private_api_is_for_those_who_know_it() -> None:
+    offences = []
+    for path in source_files():
+        used = [name for name in imported_modules(path) if name.split(".")[1:3][-1:] and name.split(".")[1] == "compat"]
+        private = [name for name in used if name.split(".")[2] in HUGGING_FACE_COMPAT]
+        if private and room_of(path) not in ("huggingface", "checkpoint", "record"):
+            offences.append(f"{name_of(path)} imports {private[0]}")
+    report(offences)
+
+
+def test_private_attributes_of_others_are_read_in_compat_alone() -> None:
+    offences = []
+    for path in source_files():
+        if room_of(path) == "compat":
+            continue
+        for node in ast.walk(tree_of(path)):
+            if isinstance(node, ast.Attribute) and node.attr in PRIVATE_NAMES:
+                offences.append(f"{name_of(path)}:{node.lineno}: .{node.attr}")
+            elif isinstance(node, ast.Constant) and node.value in PRIVATE_NAMES:
+                offences.append(f"{name_of(path)}:{node.lineno}: {node.value!r}")
     report(offences)
 
 

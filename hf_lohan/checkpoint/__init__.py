@@ -1,5 +1,3 @@
-"""Training state in Hugging Face's checkpoint folders, piece by piece."""
+"""Training state on disk, piece by piece and without Hugging Face: whole folders, optimizer states, resume points."""
 
-
-__all__ = [
-]
+__all__: list[str] = []

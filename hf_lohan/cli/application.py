@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from typing import Annotated
 
@@ -71,10 +72,23 @@ def config(
 ) -> None:
     """Print the configuration that a run would use on this machine, every auto resolved; it can be used as a file."""
     with one_line_errors():
-        from hf_lohan.cli.resolved_config import resolved_settings, to_json, to_yaml
+        from hf_lohan.config import OffloadConfig
 
-        settings = resolved_settings(offload)
-        typer.echo(to_json(settings) if as_json else to_yaml(settings))
+        asked = OffloadConfig.load(offload)
+        import yaml  # after the quick checks
+
+        from hf_lohan.device import default_torch_device, device_for
+        from hf_lohan.planning.resolved_config import resolved_here
+
+        resolved = resolved_here(asked, device_for(default_torch_device()), "auto")
+        # Its folder belongs to a run's output directory, which is not known here.
+        settings = {**resolved.to_dict(), "ssd": asked.to_dict()["ssd"]}
+        if as_json:
+            typer.echo(json.dumps(settings, indent=2))
+            return
+        if settings["ssd"] == "auto":
+            typer.echo("# ssd: auto is the folder _lohan/store in the run's output directory")
+        typer.echo(yaml.safe_dump(settings, sort_keys=False), nl=False)
 
 
 @app.command()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.store import Store, verify
 
@@ -15,9 +16,7 @@ _PIECE_BYTES = 4 << 20
 
 def verify_store(given: Sequence[str]) -> bool:
     """Whether every checksum is right. Raises ValueError if there is nothing to check."""
-    from hf_lohan.huggingface.export import store_paths
-
-    paths = store_paths(given[0]) if len(given) == 1 else given
+    paths = store_paths_of(given[0]) if len(given) == 1 else given
     console = Console()
     io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())

@@ -9,7 +9,6 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -74,18 +73,10 @@ class Device(ABC):
     shares_cores: bool = False
     """Whether its kernels run on the cores that our threads run on."""
 
-    @cached_property
-    def timeline(self) -> Timeline:
-        """Where what this device does is noted, and what others do for it."""
-        return Timeline()
-
-    def begin_trace(self) -> None:
-        """Note each task: whoever is built over the device from here on notes its work there."""
-        self.timeline = Timeline(is_tracing=True)
-
-    @cached_property
-    def _spans(self) -> deque[_Span]:
-        return deque()
+    def __init__(self, timeline: Timeline | None = None) -> None:
+        """`timeline` is where what this device does is noted, and what others do for it."""
+        self.timeline = timeline or Timeline()
+        self._spans: deque[_Span] = deque()
 
     def note_span(
         self, lane: Lane, name: str, began: Stamp, ended: Stamp, *, block: str = "", num_bytes: int = 0

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_lohan.device.base import Device, Event, Lane, Stamp
 from hf_lohan.device.host_memory import mapped_empty
+from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +63,8 @@ class _CudaStamp(Stamp):
 class CudaDevice(Device):
     """One CUDA device. COMPUTE is whatever stream is current in the calling thread."""
 
-    def __init__(self, torch_device: torch.device) -> None:
+    def __init__(self, torch_device: torch.device, timeline: Timeline | None = None) -> None:
+        super().__init__(timeline)
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in (Lane.H2D, Lane.D2H)}

@@ -6,6 +6,7 @@ import torch
 
 from hf_lohan.device.base import Device
 from hf_lohan.device.cpu import CpuDevice
+from hf_lohan.timeline import Timeline
 
 
 def default_torch_device() -> torch.device:
@@ -13,15 +14,17 @@ def default_torch_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def device_for(torch_device: torch.device | str) -> Device:
-    """The `Device` for a torch device. Raises ValueError for a kind that is neither cpu nor cuda."""
+def device_for(torch_device: torch.device | str, timeline: Timeline | None = None) -> Device:
+    """The `Device` for a torch device; it notes in `timeline` what it does.
+
+    Raises ValueError for a kind that is neither cpu nor cuda."""
     resolved = torch.device(torch_device)
     match resolved.type:
         case "cpu":
-            return CpuDevice()
+            return CpuDevice(timeline)
         case "cuda":
             from hf_lohan.device.cuda import CudaDevice
 
-            return CudaDevice(resolved)
+            return CudaDevice(resolved, timeline)
         case kind:
             raise ValueError(f"device {kind!r} is not supported; use a cpu or cuda device")

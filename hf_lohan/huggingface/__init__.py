@@ -4,10 +4,10 @@ The only room that imports transformers, accelerate and peft. Everything here is
 a call to the engine.
 """
 
+from hf_lohan.checkpoint.resume_point import last_step
 from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.loading import from_pretrained
-from hf_lohan.huggingface.resumption import last_step
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
 __all__ = [

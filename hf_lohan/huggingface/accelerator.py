@@ -12,15 +12,17 @@ import torch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 
-from hf_lohan.checkpoint.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
+from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
+from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_model
 from hf_lohan.huggingface.loading import reload_weights
-from hf_lohan.huggingface.loop_record import LoopRecord
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.record import LoopRecord
 
 _MODEL_FOLDER = "lohan_model"
 
@@ -56,7 +58,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     @property
     def offload_engine(self) -> OffloadEngine | None:
         """The engine of the prepared model."""
-        for model in self._models:
+        for model in prepared_models(self):
             engine = engine_of(model)
             if engine is not None:
                 return engine
@@ -75,8 +77,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         engine = engine_of(model)
         if engine is not None:
-            # Skips `.to(device)`, the autocast wrapper and DDP, none of which a streamed model survives.
-            model._is_accelerate_prepared = True
+            mark_prepared(model)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
@@ -84,7 +85,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             device_placement = False  # accelerate would move its state dict to the device and load it back
         prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
         if isinstance(optimizer, OffloadAdamW):
-            prepared.__class__ = _PreparedOffloadAdamW
+            become(prepared, _PreparedOffloadAdamW)
         return prepared
 
     def clip_grad_norm_(
@@ -195,10 +196,10 @@ class Accelerator(OffloadAwareAccelerator):
             raise ValueError("prepare the model together with its optimizer, or before it")
         # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
         taken = OffloadAdamW(optimizer.param_groups, engine=engine)
-        optimizer._opt_called = True  # type: ignore[attr-defined]  # what its scheduler asks before it steps
+        mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
-                self._loop_record = LoopRecord(engine, Path(self.project_dir or "."))
+                self._loop_record = LoopRecord(engine, run_plan_of(engine), Path(self.project_dir or "."))
             self._loop_record.follow(taken)
         return taken
 

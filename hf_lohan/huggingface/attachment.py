@@ -13,15 +13,20 @@ import torch
 from accelerate.state import GradientState
 from torch import nn
 
+from hf_lohan.compat.accelerate_private import is_prepared
+from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
+from hf_lohan.compat.transformers_private import is_reentrant, run_layers_by
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes, device_for
+from hf_lohan.device import Device, device_for
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
 from hf_lohan.files import StoreInUseError
 from hf_lohan.huggingface.model_description import describe_model
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import OffloadLayout, check_one_dtype, discover_blocks, lay_out
+from hf_lohan.planning.resolved_config import resolved_here
 from hf_lohan.planning.run_plan import RunPlan
-from hf_lohan.threads import keep_freed_memory, set_compute_threads, usable_cpus
+from hf_lohan.threads import keep_freed_memory, set_compute_threads
+from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
 
@@ -36,22 +41,9 @@ def engine_of(model: nn.Module) -> OffloadEngine | None:
     return engine
 
 
-def resolve_config(config: OffloadConfig, device: Device, *, default_ssd_path: str | Path) -> OffloadConfig:
-    """Fill in every `auto` from the machine, print the outcome, give torch the cores, and begin a trace if one is
-    asked for: whoever is built over the device from here on notes its work there."""
-    resolved = config.resolve(
-        host_memory_bytes=available_host_memory_bytes(),
-        device_memory_bytes=device.total_memory_bytes(),
-        num_cpus=usable_cpus(),
-        default_ssd_path=str(default_ssd_path),
-    )
-    assert isinstance(resolved.cpu_threads, int)
-    set_compute_threads(resolved.cpu_threads)
-    keep_freed_memory()
-    if resolved.trace:
-        device.begin_trace()
-    print(resolved.describe(), flush=True)  # noqa: T201 - the user should see, once, what was chosen for them
-    return resolved
+def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
+    """Where to compute. With `trace`, all that it does and that is done for it is noted from here on."""
+    return device_for(torch_device, Timeline(is_tracing=config.trace))
 
 
 def offload_model(
@@ -69,8 +61,8 @@ def offload_model(
     exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow it, before a
     weight is touched.
     """
-    device = device_for(torch_device)
-    config = resolve_config(config, device, default_ssd_path=default_ssd_path)
+    device = open_device(config, torch_device)
+    config = resolved_here(config, device, default_ssd_path)
     check_one_dtype(discover_blocks(model).blocks)
     refuse_reentrant(model)
     working_dtype = working_dtype or next(model.parameters()).dtype
@@ -91,8 +83,12 @@ def offload_model(
 
 
 def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
-    """`open_tiers`. If an engine of this process holds the store for the same model (a second Trainer in a notebook),
-    it is closed: the new one replaces what it had, as it would in a new process."""
+    """`open_tiers`, with the threads and memory that a run has. If an engine of this process holds the store for the
+    same model (a second Trainer in a notebook), it is closed: the new one replaces what it had, as it would in a new
+    process."""
+    assert isinstance(config.cpu_threads, int)
+    set_compute_threads(config.cpu_threads)
+    keep_freed_memory()
     try:
         return open_tiers(layout, config, device)
     except StoreInUseError:
@@ -143,8 +139,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
 
 def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
     """What an `Accelerator` that has the model says; without one every backward is a step's last."""
-    is_prepared = getattr(model(), "_is_accelerate_prepared", False)
-    return not is_prepared or bool(GradientState().sync_gradients)
+    return not is_prepared(model()) or bool(GradientState().sync_gradients)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
@@ -172,25 +167,9 @@ def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
 
 def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     """Activation checkpointing, non-reentrant: the only kind under which a weight's gradient arrives once. The engine
-    runs the layers, so that what is not made again goes where the plan says, whoever else enables it later."""
-    for module in model.modules():
-        stock = getattr(module, "_set_gradient_checkpointing", None)
-        if stock is not None:
-            setattr(module, "_set_gradient_checkpointing", _with_layers_run_by(engine, stock))  # noqa: B010 - bound
+    runs the layers, so that what is not made again goes where the plan says."""
+    run_layers_by(model, engine.activations.run_layer)
     enable_checkpointing(model)
-
-
-def _with_layers_run_by(engine: OffloadEngine, stock: Any) -> Any:
-    """All ways to enable checkpointing go through this method of transformers' models; Trainer's comes after ours."""
-
-    @functools.wraps(stock)  # its signature is looked at
-    def set_checkpointing(*args: Any, **kwargs: Any) -> None:
-        stock(*args, **kwargs)
-        for module in stock.__self__.modules():
-            if hasattr(module, "_gradient_checkpointing_func"):
-                module._gradient_checkpointing_func = engine.activations.run_layer
-
-    return set_checkpointing
 
 
 def enable_checkpointing(model: nn.Module) -> None:
@@ -208,19 +187,17 @@ def enable_checkpointing(model: nn.Module) -> None:
 
 def refuse_reentrant(model: nn.Module) -> None:
     """Raises ValueError if reentrant checkpointing is on: it fires gradient hooks twice."""
-    for module in model.modules():
-        function = getattr(module, "_gradient_checkpointing_func", None)
-        if getattr(function, "keywords", {}).get("use_reentrant"):
-            raise ValueError(
-                "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
-                "enable it with use_reentrant=False"
-            )
+    if any(is_reentrant(module) for module in model.modules()):
+        raise ValueError(
+            "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
+            "enable it with use_reentrant=False"
+        )
 
 
 def _warn_of_slow_bfloat16(engine: OffloadEngine) -> None:
     if engine.device.torch_device.type != "cpu" or engine.layout.master.working_dtype != torch.bfloat16:
         return
-    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if not cpu_has_bfloat16_units():
         logger.warning(
             "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
             "float32 here, or on a GPU"

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 from safetensors.torch import load
 
+from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.checkpoint_folder import unfinished_checkpoint
 from hf_lohan.huggingface.model_description import BUFFERS_NAME, build_described, described_tokenizer
-from hf_lohan.huggingface.resumption import store_paths_of_run
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import stored_form
 from hf_lohan.optim import MomentDtype
@@ -38,7 +37,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
     """
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
-    paths = store_paths(run)
+    paths = store_paths_of(run)
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:
         with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:
@@ -51,11 +50,6 @@ def export(run: str | Path, out: str | Path) -> int | None:
             return int(step) if step is not None else None
     finally:
         io.close()
-
-
-def store_paths(run: str | Path) -> Sequence[str]:
-    """The ssd paths behind a run's output folder, or behind the folder of a store itself."""
-    return [str(run)] if (Path(run) / "manifest.json").is_file() else store_paths_of_run(run)
 
 
 def _moment_dtype(store: Store) -> MomentDtype:

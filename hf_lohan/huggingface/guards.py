@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import TrainingArguments
 
 from hf_lohan.optim import OffloadAdamW
 
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: TrainingArguments) -> None:
     """Raises ValueError for `TrainingArguments` that cannot be honoured under offload."""
     if args.fp16:
         raise ValueError("fp16=True needs loss scaling, which offload does not do; use bf16=True or float32")

@@ -12,10 +12,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-from accelerate.commands.launch import launch_command, launch_command_parser
 from transformers import trainer as stock_module
 
+from hf_lohan.compat.accelerate_private import (
+    default_config_file,
+    launch_command,
+    launch_command_parser,
+    load_config_from_file,
+)
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.threads import usable_cpus

@@ -17,12 +17,14 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded, one_tensor_at_a_time
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import default_torch_device, device_for
+from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
-from hf_lohan.huggingface.attachment import attach, open_tiers_or_take_over, resolve_config
+from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
 from hf_lohan.huggingface.model_description import copy_buffers
 from hf_lohan.model import OffloadLayout, lay_out
+from hf_lohan.planning.resolved_config import resolved_here
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +65,9 @@ def from_pretrained(
     model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
-    device = device_for(torch_device or default_torch_device())
-    config = resolve_config(OffloadConfig.load(offload), device, default_ssd_path=default_ssd_path)
+    config = OffloadConfig.load(offload)
+    device = open_device(config, torch_device or default_torch_device())
+    config = resolved_here(config, device, default_ssd_path)
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
@@ -72,8 +75,7 @@ def from_pretrained(
     working_dtype = torch.bfloat16 if bf16 else load_dtype
 
     with torch.device("meta"):
-        build = getattr(model_class, "from_config", None) or model_class._from_config
-        skeleton = build(model_config, dtype=load_dtype)
+        skeleton = build_from_config(model_class, model_config, load_dtype)
     lay_out_for_this = partial(
         lay_out,
         config=config,
@@ -157,12 +159,12 @@ def streamed_to(sink: Sink) -> Iterator[None]:
             parents[submodule] = (module, name)
 
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
-        if parameter is None or parameter.device.type == "meta" or not getattr(parameter, "_is_hf_initialized", False):
+        if parameter is None or parameter.device.type == "meta" or not is_loaded(parameter):
             return None
         if not sink(name_of(module, name), parameter):
             return None
         meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
-        meta._is_hf_initialized = True  # type: ignore[attr-defined]
+        mark_loaded(meta)
         return meta
 
     hooks = [
@@ -170,18 +172,12 @@ def streamed_to(sink: Sink) -> Iterator[None]:
         # Torch documents that the hook may return a replacement; its annotation forgot.
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
-    # The loader's threads would read ahead without bound: one tensor at a time is the point here.
-    previous = os.environ.get("HF_DEACTIVATE_ASYNC_LOAD")
-    os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"
     try:
-        yield
+        with one_tensor_at_a_time():
+            yield
     finally:
         for hook in hooks:
             hook.remove()
-        if previous is None:
-            del os.environ["HF_DEACTIVATE_ASYNC_LOAD"]
-        else:
-            os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = previous
 
 
 def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> Sink:

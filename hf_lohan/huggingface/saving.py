@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import types
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.compat.transformers_private import saved_from
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 
 logger = logging.getLogger(__name__)
@@ -88,7 +86,7 @@ def save_pretrained_from_store(
         for name, tensor in model.state_dict().items()
     }
     kwargs.setdefault("max_shard_size", stored_model.max_shard_bytes)
-    with _offloaded_to(model, weights):
+    with saved_from(model, weights):
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
@@ -102,23 +100,3 @@ def _adapter_state_dict(stored_model: StoredModel) -> dict[str, Tensor]:
         else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         for name, tensor in model.state_dict().items()
     }
-
-
-@contextlib.contextmanager
-def _offloaded_to(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
-    turn, and un-fuses experts shard by shard."""
-    previous = getattr(model, "hf_device_map", None)
-    model.hf_device_map = {"": "disk"}
-    model._hf_hook = types.SimpleNamespace(weights_map=weights)
-    try:
-        with warnings.catch_warnings():
-            # True of models that do not fit; here a shard is at most `max_shard_size`.
-            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
-            yield
-    finally:
-        del model._hf_hook
-        if previous is None:
-            del model.hf_device_map
-        else:
-            model.hf_device_map = previous

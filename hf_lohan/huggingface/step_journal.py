@@ -4,32 +4,64 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import shutil
+import signal
 import tempfile
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
 
 from transformers import TrainerCallback
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.compat.transformers_private import log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
-from hf_lohan.files import write_failure
-from hf_lohan.huggingface.termination import Termination
-from hf_lohan.store import Commit
 
-LAST_STEP = "last_step"
-PRIVATE_FOLDER = Path("_lohan")
-"""In a run's output folder. Pushes to the Hub leave out what begins with an underscore."""
-STORE_FOLDER = PRIVATE_FOLDER / "store"
-"""Where a store is if the configuration names no path."""
-FOLDER = PRIVATE_FOLDER / LAST_STEP
+logger = logging.getLogger(__name__)
+
 _TRAINER_FACTS = "trainer"
-_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""What Trainer adds up between two logs, and a Hugging Face checkpoint forgets."""
+
+
+class Termination:
+    """SIGTERM, which schedulers and shutdowns send. While entered, the first one only asks; a second one acts as it
+    always did.
+
+    Leaves a handler that somebody else installed alone, and does nothing outside the main thread, where Python
+    cannot handle signals.
+    """
+
+    def __init__(self) -> None:
+        self.is_requested = False
+        self._previous: Any = None
+
+    def __enter__(self) -> Termination:
+        in_main = threading.current_thread() is threading.main_thread()
+        if in_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            self._previous = signal.signal(signal.SIGTERM, self._on_signal)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._previous is not None:
+            signal.signal(signal.SIGTERM, self._previous)
+            self._previous = None
+
+    def exit(self) -> NoReturn:
+        """End the process as the shell reports one that SIGTERM ended."""
+        raise SystemExit(128 + signal.SIGTERM)
+
+    def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
+        self.is_requested = True
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        logger.warning("SIGTERM: the run ends when the step in progress is committed; once more ends it at once")
 
 
 class StepJournal(TrainerCallback):
@@ -56,22 +88,23 @@ class StepJournal(TrainerCallback):
         self._loaded: Path | None = None
         engine.commits.leave_to_journal()
 
-    def resume(self, commit: Commit) -> None:
-        """This run goes on from `commit`."""
-        self._resumed = commit.facts[_TRAINER_FACTS]
-        self._num_logged = commit.facts["num_logged"]
-        self._last_checkpoint = commit.facts["last_checkpoint"]
-        self._begins_log = False
-
-    def resume_from_checkpoint(self, folder: str) -> None:
-        """This run goes on from the checkpoint in `folder`: its step is committed as one of this run."""
-        self._last_checkpoint = os.path.abspath(folder)
-        self._loaded = Path(folder)
+    def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
+        """This run goes on from `point`. `checkpoint` is the folder as upstream found it: its step is committed as one
+        of this run."""
+        if point.commit is not None:
+            facts = point.commit.facts
+            self._resumed = facts[_TRAINER_FACTS]
+            self._num_logged = facts["num_logged"]
+            self._last_checkpoint = facts["last_checkpoint"]
+            self._begins_log = False
+        elif checkpoint is not None:
+            self._last_checkpoint = os.path.abspath(checkpoint)
+            self._loaded = Path(checkpoint)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._seen_step = state.global_step
         if self._resumed is not None:
-            self._restore_sums(self._resumed)
+            restore_log_sums(self._trainer, self._resumed)
             return
         # What was loaded, over what an earlier run left: from here on its steps are gone.
         begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
@@ -132,9 +165,8 @@ class StepJournal(TrainerCallback):
             "last_checkpoint": self._last_checkpoint,
         }
         if resumable:
-            sums = {name: getattr(trainer, name) for name in _SUMS if hasattr(trainer, name)}
             facts["num_logged"] = self._num_logged
-            facts[_TRAINER_FACTS] = {name: float(value) for name, value in sums.items()}
+            facts[_TRAINER_FACTS] = log_sums(trainer)
         return facts
 
     def _without_history(self, state: Any) -> Any:
@@ -146,43 +178,7 @@ class StepJournal(TrainerCallback):
         callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
         return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
 
-    def _restore_sums(self, sums: Mapping[str, Any]) -> None:
-        trainer = self._trainer
-        for name in _SUMS:
-            if name in sums and hasattr(trainer, name):
-                value = getattr(trainer, name)
-                if name == "_tr_loss":
-                    value.fill_(sums[name])
-                    # The average over this call counts this call's steps only.
-                    trainer._total_loss_scalar -= sums[name]
-                else:
-                    setattr(trainer, name, type(value)(sums[name]))
-
 
 def _as_json(value: Any) -> Any:
     """Callbacks log tensors and numpy's numbers, too."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
-
-
-def unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:
-    """Lay a committed journal out as the folder that Trainer resumes from; returns its path.
-
-    Raises `CapacityError` or `StorageError` if it cannot be written.
-    """
-    folder = Path(output_dir) / FOLDER
-    files = dict(commit.journal)
-    state = json.loads(files[TRAINER_STATE_NAME])
-    state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]
-    files[TRAINER_STATE_NAME] = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
-    try:
-        if folder.exists():
-            shutil.rmtree(folder)
-        folder.mkdir(parents=True, mode=0o700)
-        for name, content in files.items():
-            if Path(name).name != name:
-                raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")
-            (folder / name).touch(mode=0o600)
-            (folder / name).write_bytes(content)
-    except OSError as error:
-        raise write_failure(str(folder), sum(map(len, files.values())), error) from error
-    return str(folder)

@@ -10,24 +10,29 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
-from hf_lohan.checkpoint.optimizer_checkpoint import load_master_residuals, save_optimizer_states
+from hf_lohan.checkpoint.optimizer_states import load_master_residuals, load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.checkpoint.whole_folder import remove_unfinished
+from hf_lohan.compat.accelerate_private import become
+from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
-from hf_lohan.huggingface.attachment import engine_of, offload_model
-from hf_lohan.huggingface.checkpoint_folder import WholeCheckpoints, remove_unfinished
+from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.micro_batches import MicroBatchesTogether, holds_gradients
-from hf_lohan.huggingface.model_description import describe_model, save_buffers
-from hf_lohan.huggingface.resume_point import ResumePoint
-from hf_lohan.huggingface.run_summary import RunSummary
-from hf_lohan.huggingface.step_journal import STORE_FOLDER, StepJournal
-from hf_lohan.huggingface.step_record import StepRecord
-from hf_lohan.huggingface.termination import Termination
+from hf_lohan.huggingface.model_description import describe_model, load_buffers, save_buffers
+from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
+from hf_lohan.huggingface.step_journal import StepJournal, Termination
+from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.record import RunRecord
+from hf_lohan.report import STORE_FOLDER
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +52,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, offload: Any = None, **kwargs: Any
     ) -> None:
         self._offload_config: OffloadConfig | None = None
-        self._run_summary: RunSummary | None = None
-        self._step_record: StepRecord | None = None
+        self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
         self._termination = Termination()
         self._resume_point = ResumePoint()
@@ -57,7 +61,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             self._offload_config = OffloadConfig.load(offload)
             args = args or TrainingArguments(output_dir="tmp_trainer")
             self._check(model, args, kwargs)
-            args._n_gpu = min(args.n_gpu, 1)  # nn.DataParallel would copy placeholders to every GPU
+            use_one_gpu(args)
             if isinstance(model, str | Path):
                 model = self._load(model, args)
         super().__init__(model, args, *rest, **kwargs)
@@ -101,25 +105,26 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
                 working_dtype=torch.bfloat16 if args.bf16 else None,
                 hold_gradients=holds_gradients(args, self._offload_config),
             )
-        if self._run_summary is None or self._run_summary.engine is not engine:
-            for earlier in (self._run_summary, self._step_record):
-                if earlier is not None:
-                    self.remove_callback(earlier)
-            self._run_summary = RunSummary(engine)
-            self._step_record = StepRecord(engine, self._run_summary)
-            self.add_callback(self._run_summary)
-            self.add_callback(self._step_record)
+        if self._record is None or self._record.engine is not engine:
+            if self._recorded_run is not None:
+                self.remove_callback(self._recorded_run)
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), tqdm.write))
+            self.add_callback(self._recorded_run)
         return engine
 
     def _close_previous(self) -> None:
         """`model_init` made a new model: the old one's engine holds the store."""
-        if self._run_summary is not None:
-            self._run_summary.engine.close()
+        if self._record is not None:
+            self._record.engine.close()
+
+    @property
+    def _record(self) -> RunRecord | None:
+        return self._recorded_run.record if self._recorded_run is not None else None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         if self._offload_config is not None:
-            self.accelerator.__class__ = OffloadAwareAccelerator
+            become(self.accelerator, OffloadAwareAccelerator)
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
         if self._offload_config is None:
@@ -135,14 +140,16 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             return super().train(resume_from_checkpoint, *args, **kwargs)
         remove_unfinished(self.args.output_dir)
         self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
-        self._resume_point = ResumePoint.choose(resume_from_checkpoint, self._settled_store, self.args.output_dir)
+        self._resume_point = ResumePoint.choose(
+            resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint
+        )
         self._termination = Termination()
         with self._termination:
             try:
                 output = super().train(self._resume_point.folder, *args, **kwargs)
             finally:
-                if self._step_record is not None:
-                    self._step_record.end()
+                if self._record is not None:
+                    self._record.close()
         if self._termination.is_requested:  # after the last step, whose commit may be on its way
             engine = self.offload_engine
             if engine is not None:
@@ -178,7 +185,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             functools.partial(describe_model, self.model, engine, self.processing_class)
         )
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
-        self._resume_point.tell(self._journal, resume_from_checkpoint)
+        self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)
 
     def _write_journal_files(self, folder: str) -> None:
@@ -196,8 +203,8 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         super()._maybe_log_save_evaluate(*args, **kwargs)
-        if self._step_record is not None:
-            self._step_record.flush()
+        if self._record is not None:
+            self._record.flush()
         if self._journal is not None:
             self._journal.after_step()
 
@@ -225,14 +232,18 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._run_summary is not None:
-            self._run_summary.count_tokens(inputs)
-        return super().training_step(model, inputs, *args, **kwargs)
+        if self._record is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        self._record.count_tokens(inputs)
+        loss = super().training_step(model, inputs, *args, **kwargs)
+        if self.accelerator.sync_gradients or not self._record.engine.config.vertical_micro_batches:
+            self._record.announce()
+        return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        if self._run_summary is not None and "loss" in logs:
-            logs.update({f"lohan/{name}": value for name, value in self._run_summary.figures().items()})
         super().log(logs, *args, **kwargs)
+        if self._record is not None and "loss" in logs:
+            tell_trackers(self, self._record.figures())
 
     def _writes_whole_checkpoints(self) -> bool:
         return self._offload_config is not None
@@ -247,9 +258,23 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine
-        if engine is not None:
-            self._resume_point.load(engine, self.model, checkpoint)
+        if engine is not None and self._resume_point.commit is not None:
+            self._go_back_to_commit(engine, checkpoint)
+        elif engine is not None and checkpoint is not None:
+            reload_weights(engine, self.model, checkpoint)
+            load_optimizer_states(engine, checkpoint)
         super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _go_back_to_commit(self, engine: OffloadEngine, journal_folder: str | None) -> None:
+        commit = self._resume_point.commit
+        assert commit is not None and journal_folder is not None, "its journal was laid out there"
+        found = engine.go_back_to_commit()
+        if found.number != commit.number:
+            raise RuntimeError(
+                f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
+                "was tried that failed later); resume once more, with a batch size that fits"
+            )
+        load_buffers(self.model, journal_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come with the optimizer's states: when training begins, also anew with another batch size."""

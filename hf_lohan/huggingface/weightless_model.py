@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from hf_lohan.compat.transformers_private import groups_experts
+
 CONFIG_NAME = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
@@ -22,7 +24,7 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto") -> Any:
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=planning_dtype(config, dtype))
-    if model._can_set_experts_implementation():
+    if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
     return model
 

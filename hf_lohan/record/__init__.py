@@ -1,5 +1,9 @@
-"""What a run writes about itself."""
+"""What a run writes about itself, in `lohan/` in its output folder: settings, summary, a line a step, a trace.
 
+Knows no Hugging Face: `huggingface` tells a `RunRecord` what happens, `report` reads what it wrote.
+"""
 
-__all__ = [
-]
+from hf_lohan.record.loop_record import LoopRecord
+from hf_lohan.record.run_record import RunRecord
+
+__all__ = ["LoopRecord", "RunRecord"]

@@ -6,6 +6,7 @@ What is not there is left out: old runs, and runs that are not over, have less.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,12 @@ STEPS_NAME = "steps.jsonl"
 TRACE_NAME = "trace.json"
 """Chrome's trace JSON, of runs with `trace: true`."""
 REPORT_NAME = "report.html"
+PRIVATE_FOLDER = Path("_lohan")
+"""Beside it. Pushes to the Hub leave out what begins with an underscore."""
+STORE_FOLDER = PRIVATE_FOLDER / "store"
+"""Where a store is if the configuration names no path."""
+_MOST_FOLDERS = 1000
+"""That are looked at for a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,25 +54,19 @@ class RunData:
 
 
 def read_run(path: str | Path) -> RunData:
-    """The run in an output folder, or in the `lohan` folder in it. Raises ValueError if no run wrote there, or if a
+    """The run in an output folder, or in a folder in it. Raises ValueError if no run wrote there, or if a
     file is damaged."""
-    folder = next((folder for folder in (Path(path) / FOLDER, Path(path)) if _is_written(folder)), None)
-    if folder is None:
-        raise ValueError(
-            f"{str(path)!r} is not the output folder of an offloaded run (there is no {FOLDER / SUMMARY_NAME} and no "
-            f"{FOLDER / STEPS_NAME} in it); give the output_dir of one"
-        )
+    output_dir = output_folder(path, SUMMARY_NAME, STEPS_NAME)
+    if output_dir is None:
+        raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)
+    folder = output_dir / FOLDER
     return RunData(
-        output_dir=folder.resolve().parent,
+        output_dir=output_dir,
         config=_read_json(folder / CONFIG_NAME),
         summary=_read_json(folder / SUMMARY_NAME),
         steps=_read_steps(folder / STEPS_NAME),
         trace=_read_trace(folder / TRACE_NAME),
     )
-
-
-def _is_written(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (SUMMARY_NAME, STEPS_NAME))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -113,3 +114,28 @@ def _name_of(event: Mapping[str, Any]) -> str:
     if "step" in args:
         return str(args["step"])
     return str(event["name"]).removesuffix(f" {args.get('block')}")
+
+
+def output_folder(given: str | Path, *names: str) -> Path | None:
+    """The output folder that `given` is, or is a folder of (`lohan`, `_lohan`, the store in it); None if none of the
+    files `names` is there."""
+    folder = Path(os.path.abspath(given))
+    for inside in (Path(), FOLDER, PRIVATE_FOLDER, STORE_FOLDER):
+        if folder.parts[len(folder.parts) - len(inside.parts) :] == inside.parts:
+            run = folder.parents[len(inside.parts) - 1] if inside.parts else folder
+            if any((run / FOLDER / name).is_file() for name in names):
+                return run
+    return None
+
+
+def no_run_in(given: str | Path, *names: str) -> ValueError:
+    """What to say where none is; names one that lies below."""
+    missing = " and no ".join(str(FOLDER / name) for name in names)
+    said = f"{str(given)!r} is not the output folder of an offloaded run (there is no {missing} in it)"
+    for number, (folder, below, _) in enumerate(os.walk(given)):
+        if number == _MOST_FOLDERS:
+            break
+        below.sort()
+        if number and output_folder(folder, *names) == Path(os.path.abspath(folder)):
+            return ValueError(f"{said}; there is one in {folder!r}")
+    return ValueError(f"{said}; give the output_dir of one")

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Event, Lane
+from hf_lohan.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,15 @@ class _CopyLane:
 class AsyncDevice(CpuDevice):
     """See the module. `ignored` waits are dropped, to prove that each one is needed."""
 
-    def __init__(self, seed: int = 0, *, max_delay_s: float = 2e-3, ignored: frozenset[WaitSite] = frozenset()) -> None:
+    def __init__(
+        self,
+        seed: int = 0,
+        *,
+        max_delay_s: float = 2e-3,
+        ignored: frozenset[WaitSite] = frozenset(),
+        timeline: Timeline | None = None,
+    ) -> None:
+        super().__init__(timeline)
         self.memory_is_host = False
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s

@@ -21,8 +21,11 @@ def async_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every engine that Trainer builds runs on the double."""
     if ASYNC_SEED is None:
         return
-    from hf_lohan.huggingface import attachment, loading
+    from hf_lohan.huggingface import attachment
     from hf_lohan.testing.async_device import AsyncDevice
 
-    for module in (attachment, loading):
-        monkeypatch.setattr(module, "device_for", lambda _: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4))
+    monkeypatch.setattr(
+        attachment,
+        "device_for",
+        lambda _, timeline: AsyncDevice(int(ASYNC_SEED), max_delay_s=2e-4, timeline=timeline),
+    )

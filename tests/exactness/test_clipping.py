@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,11 @@ def test_with_accumulation_and_dropout(max_grad_norm: float, tmp_path: Path) -> 
     assert_equal(ours, stock)
 
 
-def test_the_logs_tell_what_ran(tmp_path: Path) -> None:
+def summary_in(folder: Path) -> Any:
+    return json.loads((folder / "lohan" / "summary.json").read_text())
+
+
+def test_the_summary_tells_what_ran(tmp_path: Path) -> None:
     trainer = hf_lohan.Trainer(
         tiny_model("llama"),
         arguments(tmp_path, max_grad_norm=SOME["llama"]),
@@ -52,12 +57,12 @@ def test_the_logs_tell_what_ran(tmp_path: Path) -> None:
     )
     trainer.train()
     clipped = sum(norm > SOME["llama"] for norm in logged(trainer)[1])
-    row = [row for row in trainer.state.log_history if "loss" in row][-1]
+    summary = summary_in(tmp_path)
     # The first step of all knows no commit to go back to but that of the load, which Trainer makes before it.
-    assert row["lohan/num_speculated_steps"] == 20
-    assert row["lohan/num_redone_steps"] == clipped
-    assert row["lohan/undone_update_s"] > 0
-    assert 0 < row["lohan/clip_rate"] < 1
+    assert summary["num_speculated_steps"] == 20
+    assert summary["num_redone_steps"] == clipped
+    assert summary["undone_update_s"] > 0
+    assert 0 < summary["clip_rate"] < 1
     trainer.offload_engine.close()
 
 
@@ -99,7 +104,7 @@ def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_pa
     settings = {"max_grad_norm": max_grad_norm, "lr_scheduler_type": "constant_with_warmup", "warmup_steps": 4}
     skipping = train_poisoned(tmp_path / "bad", {0, 3, 4}, offload={"clip": clip}, **settings)
     rows = [row for row in skipping.state.log_history if "loss" in row]
-    assert rows[-1]["lohan/num_skipped_steps"] == 3
+    assert summary_in(tmp_path / "bad")["num_skipped_steps"] == 3
     assert [row["learning_rate"] for row in rows] == [0.0, 0.0, 0.00025, 0.0005, 0.0005, 0.0005, 0.00075, 0.001]
     assert all(torch.isfinite(weight).all() for weight in skipping.final.values())
 

@@ -21,9 +21,9 @@ from transformers import TrainingArguments
 from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
 
 import hf_lohan
+from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME
 from hf_lohan.files import StorageError
-from hf_lohan.huggingface import checkpoint_folder
-from hf_lohan.huggingface.checkpoint_folder import UNFINISHED_NAME
+from hf_lohan.huggingface import whole_checkpoints
 from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
 
 
@@ -283,7 +283,7 @@ def test_a_hyperparameter_search_keeps_its_runs_apart(make_trainer: Callable[...
 def test_without_offload_nothing_is_touched(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint_folder, "unfinished_checkpoint", None)
+    monkeypatch.setattr(whole_checkpoints, "unfinished_checkpoint", None)
     args = TrainingArguments(
         str(tmp_path / "run"), max_steps=2, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[]
     )

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from trained_states import FORMATS, INDEX, Offload, everything, train
 
-from hf_lohan.checkpoint.optimizer_checkpoint import (
+from hf_lohan.checkpoint.optimizer_states import (
     has_optimizer_states,
     load_optimizer_states,
     save_optimizer_states,

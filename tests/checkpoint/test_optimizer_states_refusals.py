@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 from trained_states import INDEX, Offload, everything, train
 
-from hf_lohan.checkpoint.optimizer_checkpoint import load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.testing.models import tiny_model
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from trained_states import FORMATS, Offload, train
 
-from hf_lohan.checkpoint import optimizer_checkpoint
-from hf_lohan.checkpoint.optimizer_checkpoint import save_optimizer_states
+from hf_lohan.checkpoint import optimizer_states
+from hf_lohan.checkpoint.optimizer_states import save_optimizer_states
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import Extent, StorageError
 from hf_lohan.testing.models import tiny_model
@@ -131,7 +131,7 @@ def test_a_write_that_fails_gives_the_buffers_back(
         next(iter(tensors[0].pieces)), next(iter(tensors[0].pieces))  # in the middle of a parameter
         raise OSError(errno.EIO, "broken")
 
-    monkeypatch.setattr(optimizer_checkpoint, "write_safetensors", fail)
+    monkeypatch.setattr(optimizer_states, "write_safetensors", fail)
     before = engine.tiers.states.num_free
     with pytest.raises(OSError, match="broken") as _kept:
         save_optimizer_states(engine, tmp_path)

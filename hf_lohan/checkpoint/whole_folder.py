@@ -12,24 +12,15 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from hf_lohan.files import CapacityError, StorageError
 from hf_lohan.files.errors import NO_ROOM
-
-if TYPE_CHECKING:
-    from transformers import Trainer as _TrainerBase
-else:
-    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
 
 logger = logging.getLogger(__name__)
 
 UNFINISHED_NAME = "_unfinished_checkpoint"
 """Nothing that looks for checkpoints matches this, and pushes to the Hub leave out what begins with an underscore."""
 _REPLACED_NAME = "replaced"
-_TRAINER_STATE_NAME = "trainer_state.json"
 _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
 """What the safetensors library says of it: its writer raises no OSError."""
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
@@ -130,70 +121,3 @@ def _free_bytes(folder: str | Path) -> int:
 
 def _occupied_bytes(folder: Path) -> int:
     return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-class WholeCheckpoints(_TrainerBase):
-    """Mixed into a Trainer: its checkpoints are there whole or not at all, and old ones go only after the new is there.
-
-    Upstream's `_save_checkpoint` does all the writing; only the folder that it asks for is another. The three things
-    in it that want the final name (the best checkpoint's path, a push to the Hub, the removal of old checkpoints) are
-    done once more or afterwards.
-    """
-
-    _unfinished_run_dir: str | None = None
-    _push_is_due = False
-    last_whole_checkpoint: str | None = None
-    """The last one that was written."""
-
-    def _writes_whole_checkpoints(self) -> bool:
-        """Whether to do so; if not, everything is as upstream has it."""
-        return True
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return self._unfinished_run_dir or super()._get_output_dir(trial)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if not self._writes_whole_checkpoints():
-            super()._save_checkpoint(model, trial)
-            return
-        run_dir = self._get_output_dir(trial)
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        previous_best = self.state.best_model_checkpoint
-        self._push_is_due = False
-        try:
-            with unfinished_checkpoint(run_dir, name) as unfinished:
-                self._unfinished_run_dir = str(unfinished)
-                try:
-                    super()._save_checkpoint(model, trial)
-                finally:
-                    self._unfinished_run_dir = None
-                self._name_best_checkpoint(run_dir, unfinished / name)
-        except BaseException:
-            self.state.best_model_checkpoint = previous_best
-            raise
-        self.last_whole_checkpoint = os.path.join(run_dir, name)
-        if self._push_is_due:
-            self._push_from_checkpoint(os.path.join(run_dir, name))
-        if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=run_dir,
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
-
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if self._unfinished_run_dir is None:
-            super()._push_from_checkpoint(checkpoint_folder)
-        else:
-            self._push_is_due = True  # uploads run on in the background: not from a folder that is about to move
-
-    def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
-        """Upstream looked for the best checkpoint beside the unfinished one; say where it is, or is about to be."""
-        state, seen = self.state, self.state.best_model_checkpoint
-        if state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
-            best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
-            if best_name == checkpoint.name or os.path.exists(os.path.join(run_dir, best_name)):
-                state.best_model_checkpoint = os.path.join(run_dir, best_name)
-        if state.best_model_checkpoint != seen and (checkpoint / _TRAINER_STATE_NAME).exists():
-            state.save_to_json(str(checkpoint / _TRAINER_STATE_NAME))

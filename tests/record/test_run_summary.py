@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 from transformers import TrainingArguments
+from transformers.integrations.integration_utils import TensorBoardCallback
 
 import hf_lohan
 from hf_lohan.config import OffloadConfig
@@ -19,6 +23,20 @@ CONTRACT = {
     "peak_cpu_pool_bytes", "peak_anon_rss_bytes", "config", "num_parameters", "hardware",
 }  # fmt: skip
 SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
+
+
+class Tracker(TensorBoardCallback):
+    """Notes what it is told."""
+
+    def __init__(self) -> None:
+        self.rows: list[dict[str, Any]] = []
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.rows.append(dict(logs))
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +58,20 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         disable_tqdm=True,
     )
     trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=SETTINGS)
-    trainer.train()
+    tracker = Tracker()
+    trainer.add_callback(tracker)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        trainer.train()
     engine = trainer.offload_engine
     assert engine is not None
     files_bytes = sum(path.stat().st_size for path in (folder / "_lohan" / "store").glob("*.bin"))
     engine.close()
     return {
         "summary": json.loads((folder / "lohan" / "summary.json").read_text()),
+        "console": printed.getvalue(),
+        "history": trainer.state.log_history,
+        "tracked": tracker.rows,
         "logs": [row for row in trainer.state.log_history if "loss" in row],
         "files_bytes": files_bytes,
     }
@@ -85,13 +110,23 @@ def test_peaks_are_within_the_budgets_and_the_budgets_are_told(run: dict[str, An
     assert summary["peak_anon_rss_bytes"] > 3 << 20
 
 
-def test_the_logs_carry_the_figures_as_they_grow(run: dict[str, Any]) -> None:
-    logs = run["logs"]
-    assert len(logs) == NUM_STEPS // 2
-    figures = {key.removeprefix("lohan/") for key in logs[0] if key.startswith("lohan/")}
+def test_trackers_get_the_figures_as_they_grow(run: dict[str, Any]) -> None:
+    told = [row for row in run["tracked"] if "lohan/step_s" in row]
+    assert len(told) == len(run["logs"]) == NUM_STEPS // 2
+    figures = {key.removeprefix("lohan/") for key in told[0]}
     assert figures >= CONTRACT - {"config", "num_parameters", "hardware"}
-    written = [row["lohan/ssd_write_bytes"] for row in logs]
+    written = [row["lohan/ssd_write_bytes"] for row in told]
     assert written[0] < written[1] <= run["summary"]["ssd_write_bytes"]
+
+
+def test_the_console_looks_as_with_the_stock_trainer_but_for_two_lines(run: dict[str, Any]) -> None:
+    """A line of ours before the first log and one behind the last."""
+    ours = [line.startswith("hf_lohan: ") for line in run["console"].splitlines()]
+    assert ours == [True, *[False] * (len(run["logs"]) + 1), True], run["console"]
+    assert not any(key.startswith("lohan/") for row in run["history"] for key in row)
+    first, *_, last = run["console"].splitlines()
+    assert "stream from" in first and "_lohan/store" in first
+    assert re.search(r"4 steps of [\d.e-]+ s.*, [\d,]+ tokens a second; .*lohan report", last)
 
 
 def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:

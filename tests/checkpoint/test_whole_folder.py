@@ -18,8 +18,8 @@ import torch
 from safetensors.torch import save_file
 from transformers.trainer_utils import get_last_checkpoint, sort_checkpoints
 
+from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME, remove_unfinished, unfinished_checkpoint
 from hf_lohan.files import StorageError
-from hf_lohan.huggingface.checkpoint_folder import UNFINISHED_NAME, remove_unfinished, unfinished_checkpoint
 
 
 def write(folder: Path, text: str = "new") -> None:

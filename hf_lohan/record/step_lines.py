@@ -13,13 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
-
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.attachment import run_plan_of
-from hf_lohan.huggingface.run_summary import RunSummary
+from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.trace_file import StepMark, write_trace
-from hf_lohan.report import FOLDER, STEPS_NAME, TRACE_NAME
+from hf_lohan.report import STEPS_NAME, TRACE_NAME
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals
 
 logger = logging.getLogger(__name__)
@@ -38,7 +35,7 @@ class _Counts:
     ssd_write_bytes: int
 
 
-class StepRecord(TrainerCallback):
+class StepLines:
     """Appends a line when a step is over and was logged; a line that is appended later for the same step replaces it.
 
     A step lasts from the end of the one before to its own end, so its time has logging, saving and evaluating in it
@@ -46,9 +43,9 @@ class StepRecord(TrainerCallback):
     ends is in `after` of the last line, and what moved before the first step in `before` of the first.
     """
 
-    def __init__(self, engine: OffloadEngine, summary: RunSummary) -> None:
+    def __init__(self, engine: OffloadEngine, plan: RunPlan | None) -> None:
         self._engine = engine
-        self._summary = summary
+        self._plan = plan
         self._file: Path | None = None
         """None before training and after a line could not be written."""
         self._line: dict[str, Any] = {}
@@ -60,50 +57,52 @@ class StepRecord(TrainerCallback):
         self._marks: list[StepMark] = []
         self._trace: Path | None = None
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        folder = Path(args.output_dir) / FOLDER
+    def begin(self, folder: Path, step: int) -> None:
+        """Steps behind `step` come."""
         self._file, self._line, self._is_written = folder / STEPS_NAME, {}, True
         self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
-        self._keep_lines_until(state.global_step)
+        self._keep_lines_until(step)
         self._counts = self._count()
         self._before = _moved(self._counts, None)
         self._ended_s = time.perf_counter()
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def begin_step(self) -> None:
         self.flush()
         self._began_s = time.perf_counter()
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def end_step(self, step: int, *, num_tokens: int, anon_rss_bytes: int) -> None:
         before, began_s = self._counts, self._ended_s
         self._engine.device.note_reached()
         self._counts, self._ended_s = self._count(), time.perf_counter()
         if self._engine.timeline.is_tracing:
-            self._marks.append(StepMark(state.global_step, began_s, self._ended_s))
+            self._marks.append(StepMark(step, began_s, self._ended_s))
         self._line = {
-            "step": state.global_step,
+            "step": step,
             "ended_unix_s": round(time.time(), 3),
             "step_s": _rounded(self._ended_s - began_s),
             "between_s": _rounded(self._began_s - began_s),
-            "num_tokens": self._summary.num_tokens,
+            "num_tokens": num_tokens,
             **self._outcome(),
             **_moved(self._counts, before),
             **_lanes(self._counts, before),
+            "anon_rss_bytes": anon_rss_bytes,
             **self._memory(),
         }
         if self._before is not None:
             self._line["before"], self._before = self._before, None
         self._is_written = False
 
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        logged = {name: _number(logs[name]) for name in _LOGGED if logs and name in logs}
-        if not logged or self._line.get("step") != state.global_step:
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """What is said of a step that is over."""
+        logged = {name: _number(values[name]) for name in _LOGGED if name in values}
+        if not logged or self._line.get("step") != step:
             return
         self._line.update(logged)
         if self._is_written:
             self._append()
 
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._engine.settle()
+    def end(self) -> None:
+        """The last step is over, and its updates are."""
         self._engine.device.note_reached()
         if self._line:
             after = self._count()
@@ -117,7 +116,7 @@ class StepRecord(TrainerCallback):
         if not self._is_written:
             self._append()
 
-    def end(self) -> None:
+    def write_trace(self) -> None:
         """Training is over, or was broken off: write the trace, if there is one."""
         if self._trace is not None:
             with contextlib.suppress(RuntimeError):  # of a device that has failed: what ended the run is what counts
@@ -130,7 +129,7 @@ class StepRecord(TrainerCallback):
         return _Counts(self._engine.timeline.totals(), io.read_bytes, io.write_bytes)
 
     def _outcome(self) -> dict[str, Any]:
-        engine, plan = self._engine, run_plan_of(self._engine)
+        engine, plan = self._engine, self._plan
         step = engine.last_step
         return {
             "forward_s": _rounded(engine.last_forward_s),
@@ -147,7 +146,6 @@ class StepRecord(TrainerCallback):
         pools["activations"] = engine.activations.swapper.high_water_bytes
         pools["copies of records"] = engine.layout.resident_bytes
         return {
-            "anon_rss_bytes": self._summary.take_recent_memory_peak(),
             "device_slots_bytes": engine.peak_gpu_pool_bytes,
             "cpu_pool_bytes": pools,
         }

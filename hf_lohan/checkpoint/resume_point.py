@@ -1,0 +1,155 @@
+"""What a run may go on from, as it was chosen: a checkpoint, or the last committed step of its store."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from hf_lohan.files import write_failure
+from hf_lohan.report import (
+    CONFIG_NAME,
+    FOLDER,
+    PRIVATE_FOLDER,
+    STORE_FOLDER,
+    no_run_in,
+    output_folder,
+)
+from hf_lohan.store import Commit, committed_log, last_commit
+
+LAST_STEP = "last_step"
+_TRAINER_STATE_NAME = "trainer_state.json"
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Of one `train()`."""
+
+    folder: str | bool | None = None
+    """What upstream is to resume from; True: the last checkpoint, which it finds."""
+    commit: Commit | None = None
+    """The step in the store whose journal is laid out in that folder; None: the folder, if there is one, is a
+    checkpoint."""
+
+    @classmethod
+    def choose(
+        cls,
+        asked: str | bool | None,
+        settled_store: Callable[[], Sequence[str]],
+        output_dir: str,
+        last_checkpoint: Callable[[str], str | None],
+    ) -> ResumePoint:
+        """As `train` was asked: "last_step", or True for that or the last checkpoint, whichever is newer, or as
+        upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder.
+        Raises ValueError if there is no step to go on from."""
+        if asked is not True and asked != LAST_STEP:
+            return cls(asked)
+        store_paths = settled_store()
+        if asked is True and not _is_last_step_newest(store_paths, output_dir, last_checkpoint):
+            return cls(True)
+        commit = _resumable_commit(store_paths, output_dir)
+        return cls(_unpack(commit, committed_log(store_paths), output_dir), commit)
+
+
+def store_paths_of(run: str | Path) -> list[str]:
+    """The ssd paths behind a run's output folder or a folder in it, or behind the folder of a store itself. Raises
+    ValueError if no offloaded run wrote there.
+
+    A store in the output folder itself is found also after the folder was moved.
+    """
+    if (Path(run) / "manifest.json").is_file():
+        return [str(run)]
+    folder = output_folder(run, CONFIG_NAME)
+    if folder is None:
+        raise no_run_in(run, CONFIG_NAME)
+    paths = [str(ssd["path"]) for ssd in json.loads((folder / FOLDER / CONFIG_NAME).read_text())["ssd"]]
+    was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts
+    return [str(folder / STORE_FOLDER)] if was_inside and (folder / STORE_FOLDER).is_dir() else paths
+
+
+def last_step(output_dir: str | Path) -> int | None:
+    """The global step that `train(resume_from_checkpoint="last_step")` would go on from, None if there is none.
+
+    Looks only; the run may be going on. Raises `StorageError` or `ForeignStoreError` if its store is damaged.
+    """
+    if not (Path(output_dir) / FOLDER / CONFIG_NAME).is_file():
+        return None
+    commit = last_commit(store_paths_of(output_dir))
+    return int(commit.facts["global_step"]) if commit is not None and _is_resumable(commit) else None
+
+
+def _resumable_commit(paths: Sequence[str], output_dir: str) -> Commit:
+    """The last commit of the store in `paths`. Raises ValueError if the run in `output_dir` cannot go on from it."""
+    commit = last_commit(paths)
+    where = " and ".join(paths)
+    if commit is None or (not commit.is_torn and not commit.facts.get("is_resumable")):
+        raise ValueError(
+            f"no step has been committed in {where}; train without resume_from_checkpoint, or from a checkpoint"
+        )
+    if not _is_resumable(commit):
+        checkpoint = commit.facts.get("last_checkpoint") or "a checkpoint"
+        raise ValueError(
+            f"the store in {where} has kept one version only of what has been overwritten since (all of it under "
+            "durability: checkpoint, else frozen weights, which are others now); "
+            f"resume from {checkpoint}, or use durability='step'"
+        )
+    if not _is_of_run(commit, paths, output_dir):
+        raise ValueError(
+            f"the store in {where} holds steps of the run in {commit.facts['output_dir']}, not of that in "
+            f"{os.path.realpath(output_dir)}; set output_dir to that one, or give this run an ssd path of its own"
+        )
+    return commit
+
+
+def _is_last_step_newest(
+    paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]
+) -> bool:
+    """Whether the run in `output_dir` has committed a step after its last checkpoint, or that very one."""
+    commit = last_commit(paths)
+    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
+        return False
+    checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    if checkpoint is None:
+        return True
+    found = re.search(r"(\d+)$", checkpoint)
+    assert found is not None, "a checkpoint is called checkpoint-N"
+    return int(commit.facts["global_step"]) >= int(found.group(1))
+
+
+def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:
+    """Whether the run in `output_dir` made the commit; a store in that folder is its own also after it was moved."""
+    folder = os.path.realpath(output_dir)
+    inside = os.path.realpath(os.path.join(output_dir, STORE_FOLDER))
+    return commit.facts["output_dir"] == folder or [os.path.realpath(path) for path in paths] == [inside]
+
+
+def _is_resumable(commit: Commit) -> bool:
+    return bool(commit.facts.get("is_resumable")) and not commit.is_torn and commit.facts.get("durability") == "step"
+
+
+def _unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:
+    """Lay a committed journal out as the folder that Trainer resumes from; returns its path.
+
+    Raises `CapacityError` or `StorageError` if it cannot be written.
+    """
+    folder = Path(output_dir) / PRIVATE_FOLDER / LAST_STEP
+    files = dict(commit.journal)
+    state = json.loads(files[_TRAINER_STATE_NAME])
+    state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]
+    files[_TRAINER_STATE_NAME] = (json.dumps(state, indent=2, sort_keys=True) + "\n").encode()
+    try:
+        if folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, mode=0o700)
+        for name, content in files.items():
+            if Path(name).name != name:
+                raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_bytes(content)
+    except OSError as error:
+        raise write_failure(str(folder), sum(map(len, files.values())), error) from error
+    return str(folder)

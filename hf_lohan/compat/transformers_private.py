@@ -1,0 +1,127 @@
+"""What transformers offers nobody, and offloading needs. Those of Trainer's methods that the mixins override are not
+here: they are listed by `tests/compat`."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
+"""What Trainer adds up between two logs, and a checkpoint of its own forgets."""
+_LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+
+
+# Trainer.
+
+
+def use_one_gpu(args: TrainingArguments) -> None:
+    """`nn.DataParallel` would copy placeholders to every GPU."""
+    args._n_gpu = min(args.n_gpu, 1)
+
+
+def log_sums(trainer: Trainer) -> dict[str, float]:
+    """What `restore_log_sums` gives back. Raises AttributeError where a Trainer has none."""
+    return {name: float(getattr(trainer, name)) for name in LOG_SUMS}
+
+
+def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
+    """Let a Trainer go on adding up."""
+    trainer._tr_loss.fill_(sums["_tr_loss"])
+    trainer._total_loss_scalar -= sums["_tr_loss"]  # the average over this call counts this call's steps only
+    for name in LOG_SUMS[1:]:
+        setattr(trainer, name, type(getattr(trainer, name))(sums[name]))
+
+
+# Recomputation.
+
+
+def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
+    """Have `run_layer` run the layers that are recomputed, now and whoever else enables it later: all ways to enable it
+    go through one method of transformers' models."""
+    for module in model.modules():
+        stock = getattr(module, "_set_gradient_checkpointing", None)
+        if stock is not None:
+            setattr(module, "_set_gradient_checkpointing", _set_and_run_by(run_layer, stock))  # noqa: B010 - bound
+
+
+def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
+    @functools.wraps(stock)  # its signature is looked at
+    def set_checkpointing(*args: Any, **kwargs: Any) -> None:
+        stock(*args, **kwargs)
+        for module in stock.__self__.modules():
+            if hasattr(module, "_gradient_checkpointing_func"):
+                module._gradient_checkpointing_func = run_layer
+
+    return set_checkpointing
+
+
+def is_reentrant(module: nn.Module) -> bool:
+    """Whether a layer is recomputed by the kind of checkpointing that fires gradient hooks twice."""
+    function = getattr(module, "_gradient_checkpointing_func", None)
+    return bool(getattr(function, "keywords", {}).get("use_reentrant"))
+
+
+# Loading and saving.
+
+
+def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
+    """A model of a class, or of the one that an auto class chooses."""
+    return (getattr(model_class, "from_config", None) or model_class._from_config)(config, dtype=dtype)
+
+
+def is_loaded(parameter: nn.Parameter) -> bool:
+    """Whether a checkpoint's value is in it."""
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def mark_loaded(parameter: nn.Parameter) -> None:
+    """Have no value made up for it."""
+    parameter._is_hf_initialized = True  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def one_tensor_at_a_time() -> Iterator[None]:
+    """`from_pretrained` without the threads that read ahead without bound."""
+    previous = os.environ.get(_LOAD_ASYNC)
+    os.environ[_LOAD_ASYNC] = "1"
+    try:
+        yield
+    finally:
+        if previous is None:
+            del os.environ[_LOAD_ASYNC]
+        else:
+            os.environ[_LOAD_ASYNC] = previous
+
+
+def groups_experts(model: Any) -> bool:
+    """Whether a model's experts can run as one product."""
+    return bool(model._can_set_experts_implementation())
+
+
+@contextlib.contextmanager
+def saved_from(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
+    """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
+    turn, and un-fuses experts shard by shard."""
+    previous = getattr(model, "hf_device_map", None)
+    model.hf_device_map = {"": "disk"}
+    model._hf_hook = types.SimpleNamespace(weights_map=weights)
+    try:
+        with warnings.catch_warnings():
+            # True of models that do not fit; here a shard is at most `max_shard_size`.
+            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
+            yield
+    finally:
+        del model._hf_hook
+        if previous is None:
+            del model.hf_device_map
+        else:
+            model.hf_device_map = previous

@@ -1,0 +1,211 @@
+"""A run's settings, figures and plan: `<folder>/lohan/{config,summary}.json`, and two lines on the console."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_lohan import __version__
+from hf_lohan.config import format_bytes
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.files import CapacityError, StorageError, replace_durably, write_failure
+from hf_lohan.hardware import AnonymousMemoryPeak
+from hf_lohan.planner import OffloadPlan
+from hf_lohan.planning.run_plan import RunPlan
+from hf_lohan.record.step_lines import StepLines
+from hf_lohan.report import CONFIG_NAME, FOLDER, SUMMARY_NAME
+
+logger = logging.getLogger(__name__)
+
+
+class RunRecord:
+    """Times steps and counts tokens, as whoever drives the steps tells of them.
+
+    The summary is written when training ends; a first one when it begins and another when it has a plan, for who looks
+    at a run that goes on or was killed.
+    """
+
+    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None] = print) -> None:
+        """`say` prints a line on the console."""
+        self.engine = engine
+        self._plan = plan
+        self._say = say
+        self._peak = AnonymousMemoryPeak()
+        self._lines = StepLines(engine, plan)
+        self._folder = Path()
+        """In which `lohan/` is."""
+        self._num_planned_steps: int | None = None
+        self._step_s: list[float] = []
+        self._step_tokens: list[int] = []
+        self._num_tokens = 0
+        """Of the step in progress."""
+        self._began_s = 0.0
+        self._written_plan: OffloadPlan | None = None
+        self._is_announced = False
+
+    # As the run goes on.
+
+    def begin(self, folder: Path, *, step: int, num_steps: int | None) -> None:
+        """Training begins behind `step` and ends with step `num_steps`, if that is known."""
+        self._folder, self._num_planned_steps = folder, num_steps
+        self._is_announced = False
+        self._peak.start()
+        if self._plan is not None and num_steps is not None:
+            self._plan.begin(num_steps=num_steps - step)
+        settings = self.engine.config.to_dict()
+        for ssd in settings["ssd"]:
+            ssd["path"] = os.path.abspath(ssd["path"])  # read from other working directories, too
+        self._write(CONFIG_NAME, settings)
+        self._write_summary(is_finished=False)
+        self._lines.begin(folder / FOLDER, step)
+
+    def begin_step(self) -> None:
+        self._began_s = time.perf_counter()
+        self._num_tokens = 0
+        self._lines.begin_step()
+
+    def count_tokens(self, inputs: Any) -> None:
+        """A micro-batch comes."""
+        ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
+        self._num_tokens += ids.numel() if ids is not None else 0
+
+    def announce(self) -> None:
+        """The first forward is over, so there is a plan: say once what this run does."""
+        if self._is_announced:
+            return
+        self._is_announced = True
+        layout, tiers, config = self.engine.layout, self.engine.tiers, self.engine.config
+        assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
+        planned = self._plan.plan.prediction if self._plan is not None and self._plan.plan is not None else None
+        step = f"a step should take {planned.step_s:.3g} s, bound by {planned.bottleneck}" if planned else "not planned"
+        self._say(
+            f"hf_lohan: {layout.num_parameters / 1e6:,.1f} million parameters of {layout.identity.model_class} stream "
+            f"from {' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
+            f"{format_bytes(config.cpu_memory)} of RAM and {format_bytes(config.gpu_memory)} of "
+            f"{self.engine.device.torch_device.type} memory; {step}"
+        )
+
+    def end_step(self, step: int) -> None:
+        self.announce()
+        self._step_s.append(time.perf_counter() - self._began_s)
+        self._step_tokens.append(self._num_tokens)
+        if self._plan is not None and self._plan.plan is not self._written_plan:
+            try:
+                self._write_summary(is_finished=False)
+            except (CapacityError, StorageError) as error:  # it is written again, when training ends
+                logger.warning("the summary of the run so far is not written: %s", error)
+        self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
+
+    def log(self, step: int, values: Mapping[str, Any]) -> None:
+        """What is said of a step that is over; the names are Trainer's."""
+        self._lines.log(step, values)
+
+    def flush(self) -> None:
+        """The last step has been logged."""
+        self._lines.flush()
+
+    def end(self) -> None:
+        """The last step is over."""
+        self._peak.stop()
+        if self.engine.is_closed:  # its figures are gone, but what was noted of the steps is there
+            self._lines.flush()
+            return
+        self.engine.settle()  # the last step's updates and their bytes belong to the run
+        self._write_summary(is_finished=True)
+        self._lines.end()
+        if self._step_s:
+            figures, prediction = self.figures(), self._prediction()
+            planned_s = prediction["predicted_step_s"]
+            against = f" (planned: {planned_s:.3g} s)" if planned_s else ""
+            self._say(
+                f"hf_lohan: {len(self._step_s)} steps of {figures['step_s']:.3g} s{against}, "
+                f"{figures['tokens_per_s']:,.0f} tokens a second; more in {self._folder / FOLDER}, as one page by "
+                f"`lohan report {self._folder}`"
+            )
+
+    def close(self) -> None:
+        """Training is over, or was broken off."""
+        self._lines.write_trace()
+
+    # What is written.
+
+    def figures(self) -> dict[str, float | int]:
+        """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
+        engine, tiers = self.engine, self.engine.tiers
+        self._peak.sample()
+        return {
+            "num_steps": len(self._step_s),
+            "step_s": statistics.median(self._step_s) if self._step_s else 0.0,
+            "tokens_per_s": sum(self._step_tokens) / sum(self._step_s) if self._step_s else 0.0,
+            "ssd_read_bytes": tiers.io.read_bytes,
+            "ssd_write_bytes": tiers.io.write_bytes,
+            "store_bytes": tiers.store_bytes,
+            "scratch_bytes": tiers.scratch_bytes,
+            "num_commits": engine.step_log.num_commits,
+            "last_commit_s": engine.step_log.last_commit_s,
+            "num_skipped_steps": engine.skipped_steps.total,
+            "clip_rate": engine.clip_history.clip_rate,
+            "num_speculated_steps": engine.clip_history.num_speculated,
+            "num_redone_steps": engine.clip_history.num_redone,
+            "undone_update_s": engine.undone_update_s,
+            "swapped_bytes": engine.activations.swapper.swapped_bytes,
+            "spilled_bytes": engine.activations.swapper.spilled_bytes,
+            "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
+            "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
+            "peak_anon_rss_bytes": self._peak.peak_bytes,
+        }
+
+    def _write_summary(self, *, is_finished: bool) -> None:
+        engine = self.engine
+        self._written_plan = self._plan.plan if self._plan is not None else None
+        facts = {
+            "config": engine.config.to_dict(),
+            "durability": engine.tiers.store.durability,
+            "num_parameters": engine.layout.num_parameters,
+            "hardware": engine.device.describe(),
+            "is_finished": is_finished,
+            "num_planned_steps": self._num_planned_steps,
+            "model_class": engine.layout.identity.model_class,
+            "dtype": str(engine.layout.master.working_dtype).removeprefix("torch."),
+            "versions": {
+                "hf_lohan": __version__,
+                "torch": torch.__version__,
+                "transformers": version("transformers"),
+            },
+            **self._prediction(),
+        }
+        self._write(SUMMARY_NAME, {**self.figures(), **facts})
+
+    def _prediction(self) -> dict[str, Any]:
+        """What the planner said beside what was measured; None where nothing was planned."""
+        plan = self._plan
+        first = plan.first_prediction if plan is not None else None
+        hardware = plan.measured_hardware if plan is not None else None
+        last = plan.plan.prediction if plan is not None and plan.plan is not None else None
+        return {
+            "predicted_step_s": first.step_s if first else None,
+            "corrected_step_s": last.step_s if last else None,
+            "bottleneck": last.bottleneck if last else None,
+            "floor_by_resource_s": plan.floor_by_resource_s if plan is not None else {},
+            "measured_hardware": hardware.to_mapping() if hardware is not None else None,
+            "prediction": first.to_mapping() if first else None,
+        }
+
+    def _write(self, name: str, content: dict[str, Any]) -> None:
+        folder = self._folder / FOLDER
+        text = json.dumps(content, indent=2) + "\n"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise write_failure(str(folder), len(text), error) from error
+        # Whole or not at all: a run that is killed here is resumed by what is written here.
+        replace_durably(str(folder / name), text.encode())

@@ -1,0 +1,10 @@
+"""Offloaded models, and the modules beside this file."""
+
+import sys
+from pathlib import Path
+
+from offloaded_models import forget_global_state, load_streamed, offload, open_engines
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+__all__ = ["forget_global_state", "load_streamed", "offload", "open_engines"]
