@@ -31,7 +31,7 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import ArrivedChunk, ClipHistory, SkippedSteps, StepResult
-from hf_lohan.weights import ParameterLoader, Prefetcher, SlotRing
+from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
 
 
 class OffloadEngine:
@@ -68,7 +68,7 @@ class OffloadEngine:
             submit=self._submit,
         )
         self._pipeline, self.transaction = path.pipeline, path.transaction
-        loader = ParameterLoader(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
+        loader = LocalWeights(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         self.step_log = StepLog(tiers.store, self._block_of)
         self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)

@@ -1,23 +1,27 @@
 """Weights on and off the device, a block at a time.
 
-Follow one block: the `prefetcher` has the `parameter_loader` bring it ahead of use into a slot of the `slot_ring`,
-where its parameters become views; `blocks_in_use` keeps it there while a forward or a backward needs it;
-`saved_weights` puts handles in place of what autograd would hold on to, so that the slot is free for the next block.
-Knows no hooks and no gradients: whoever runs the model says what is needed, and `updates` says what has become new.
+Follow one block: the `schedule` says when it is its turn; the `prefetcher` has the `source` bring it ahead of use into
+a slot of the `slot_ring`, where its parameters become views; `blocks_in_use` keeps it there while a forward or a
+backward needs it; `saved_weights` puts handles in place of what autograd would hold on to, so that the slot is free for
+the next block. Knows no hooks and no gradients: whoever runs the model says what is needed, and `updates` says what has
+become new.
 """
 
 from hf_lohan.weights.blocks_in_use import BlocksInUse
-from hf_lohan.weights.parameter_loader import ParameterLoader
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
+from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import MIN_SLOTS_TO_LEND, Slot, SlotRing
+from hf_lohan.weights.source import LocalWeights, WeightSource
 
 __all__ = [
     "MIN_SLOTS_TO_LEND",
     "BlocksInUse",
-    "ParameterLoader",
+    "LoadSchedule",
+    "LocalWeights",
     "Prefetcher",
     "Slot",
     "SlotRing",
+    "WeightSource",
     "saved_weight_hooks",
 ]

@@ -1,4 +1,4 @@
-"""Walk the recorded order of blocks ahead of their use, as far as the slots allow."""
+"""Load blocks ahead of their use, in the order of the schedule, as far as the slots allow."""
 
 from __future__ import annotations
 
@@ -7,28 +7,26 @@ from functools import partial
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
-from hf_lohan.planner import SizeClass
 from hf_lohan.threads import start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights.parameter_loader import ParameterLoader
+from hf_lohan.weights.schedule import NEVER, LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
+from hf_lohan.weights.source import WeightSource
 
 
 class Prefetcher:
-    """One thread that loads blocks in the order in which the last pass of the same kind used them.
+    """One thread that has a `WeightSource` load what the `LoadSchedule` says.
 
     Backpressure comes from the slots: a block is loaded ahead only into a slot whose block is needed later than the
     new one, or not at all. What is needed now and was not foreseen (a skipped layer, a saved weight asked for out of
-    order) goes first.
+    order) is requested, and goes first.
     """
 
-    def __init__(self, ring: SlotRing, loader: ParameterLoader, forward_order: Sequence[Block]) -> None:
+    def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
         self._ring = ring
-        self._loader = loader
-        self._orders = {True: [*forward_order, *reversed(forward_order)], False: list(forward_order)}
-        self._is_training_pass = False
-        self._expected: list[Block] = []
-        self._recorded: list[Block] = []
+        self._source = source
+        num_slots = {size_class: len(slots) for size_class, slots in ring.slots.items()}
+        self._schedule = LoadSchedule(forward_order, num_slots)
         self._urgent: list[Block] = []
         self._failure: BaseException | None = None
         self._is_closed = False
@@ -38,30 +36,27 @@ class Prefetcher:
     # The compute thread's side.
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """A forward starts (with its backward, if training): expect the order of the last such pass."""
+        """A forward starts, with its backward if training."""
         with self._ring.lock:
-            self._is_training_pass = is_training
-            self._recorded = []
+            self._schedule.begin(is_training=is_training)
             self._failure = None  # what could not be read ahead may be readable now
-        self.foresee(is_training=is_training)
+            self._ring.changed.notify_all()
 
     def foresee(self, *, is_training: bool) -> None:
         """Start loading what the next such pass will need first."""
         with self._ring.lock:
-            self._expected = list(self._orders[is_training])
+            self._schedule.foresee(is_training=is_training)
             self._ring.changed.notify_all()
 
     def end_pass(self) -> None:
         """The pass is complete: its order is what the next one will follow."""
         with self._ring.lock:
-            if self._recorded:
-                self._orders[self._is_training_pass] = self._recorded
-            self._recorded, self._expected = [], []
+            self._schedule.end()
 
     def cancel_pass(self) -> None:
-        """The pass broke off: nothing is learned from it, and nothing is loaded for it any more."""
+        """The pass broke off."""
         with self._ring.lock:
-            self._recorded, self._expected = [], []
+            self._schedule.cancel()
             self._failure = None
 
     def acquire(self, block: Block) -> Slot:
@@ -74,9 +69,7 @@ class Prefetcher:
 
     def _pin(self, block: Block) -> tuple[Slot, Event]:
         """Caller holds the lock."""
-        self._recorded.append(block)
-        if block in self._expected:
-            del self._expected[: self._expected.index(block) + 1]
+        self._schedule.use(block)
         slot = self._ring.pin(block)
         if slot is None:
             self.num_unforeseen += 1
@@ -116,9 +109,11 @@ class Prefetcher:
                 target = self._next()
                 assert target is not None
                 block, slot = target
+                if block in self._urgent and slot.block is not None:
+                    self._schedule.lose(slot.block)
                 self._ring.claim(slot, block)
             try:
-                self._loader.load(block, slot).when_ended(partial(self._end_load, block, slot))
+                self._source.load(block, slot).when_ended(partial(self._end_load, block, slot))
             except BaseException as error:
                 self._end_load(block, slot, error)
 
@@ -139,42 +134,26 @@ class Prefetcher:
         if self._failure is not None:
             return None
         for block in self._urgent:
-            slot = None if self._ring.is_here(block) else self._victim(block, rank=-1)
+            slot = None if self._ring.is_here(block) else self._victim(block, place=-1)
             if slot is not None:
                 return block, slot
-        full: set[SizeClass] = set()
-        for rank, block in enumerate(self._expected):
-            if block.size_class in full or self._ring.is_here(block):
-                continue
-            slot = self._victim(block, rank)
-            if slot is not None:
-                return block, slot
-            full.add(block.size_class)
-            if len(full) == len(SizeClass):
-                break
-        return None
+        load = self._schedule.next_load(self._ring.is_here)
+        if load is None:
+            return None
+        place, block = load
+        slot = self._victim(block, place)
+        return None if slot is None else (block, slot)
 
-    def _victim(self, block: Block, rank: int) -> Slot | None:
-        """The slot whose block is needed last; None if all are needed before `block`, the `rank`-th expected. Of those
-        that the pass does not need any more the one that it used first: the next forward begins where a backward ends.
-        """
+    def _victim(self, block: Block, place: int) -> Slot | None:
+        """The slot whose block is needed last; None if all are needed before ``place``. Of those that the pass does not
+        need any more the one that it used first: the next forward begins where a backward ends."""
         slots = [slot for slot in self._ring.claimable(block.size_class) if slot.block not in self._urgent]
         if not slots:
             return None
-        slot = max(slots, key=lambda slot: (self._next_use(slot), -self._last_use(slot)))
-        return slot if self._next_use(slot) > rank else None
+        slot = max(slots, key=self._when_needed)
+        return slot if self._when_needed(slot)[1] > place else None
 
-    def _last_use(self, slot: Slot) -> int:
-        """Place in the pass so far."""
-        for place in range(len(self._recorded) - 1, -1, -1):
-            if self._recorded[place] is slot.block:
-                return place
-        return -1
-
-    def _next_use(self, slot: Slot) -> float:
+    def _when_needed(self, slot: Slot) -> tuple[bool, int, int]:
         if slot.block is None:
-            return float("inf")
-        try:
-            return self._expected.index(slot.block)
-        except ValueError:
-            return len(self._expected)
+            return True, NEVER, 0
+        return False, self._schedule.next_use(slot.block), -self._schedule.last_use(slot.block)

@@ -18,7 +18,7 @@ from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.updates import Delivery
-from hf_lohan.weights import ParameterLoader, Prefetcher, SlotRing
+from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
 
 NUM_BLOCKS = 6
 BLOCK_NUMEL = 5 * GRANULE_NUMEL
@@ -136,7 +136,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
             current(block.name)
             return delivers(block, weights)
 
-        loader = ParameterLoader(device, reader, staging, torch.float32, deliver)
+        loader = LocalWeights(device, reader, staging, torch.float32, deliver)
         streams.append(Stream(blocks, ring, Prefetcher(ring, loader, blocks), reader, staging))
         return streams[-1]
 

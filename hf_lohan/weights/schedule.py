@@ -1,0 +1,133 @@
+"""The order in which a pass needs its blocks, and the order of loads that follows, known before the pass begins."""
+
+from __future__ import annotations
+
+import heapq
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+
+from hf_lohan.model import Block
+from hf_lohan.planner import SizeClass
+
+NEVER = 1 << 60
+"""A place behind every pass."""
+
+
+class _PassOrder:
+    """One kind of pass: its uses by place, and the places in the order in which their blocks are loaded."""
+
+    def __init__(self, uses: Sequence[Block], num_slots: Mapping[SizeClass, int]) -> None:
+        self.uses = list(uses)
+        self.places: dict[Block, list[int]] = defaultdict(list)
+        for place, block in enumerate(self.uses):
+            self.places[block].append(place)
+        self.loads = self._order_loads(num_slots)
+
+    def next_use(self, block: Block, place: int) -> int:
+        """The first use at ``place`` or behind it."""
+        places = self.places.get(block, ())
+        index = bisect_left(places, place)
+        return places[index] if index < len(places) else NEVER
+
+    def _order_loads(self, num_slots: Mapping[SizeClass, int]) -> list[int]:
+        """Each load in its turn: as soon as a slot of its class has been used for the last time before it. Where
+        several have, the one is given up that is needed last (Belady)."""
+        loads: list[tuple[int, int]] = []
+        last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
+        free_since: dict[SizeClass, int] = defaultdict(int)
+        for place, block in enumerate(self.uses):
+            size_class, held = block.size_class, last_used[block.size_class]
+            if block not in held:
+                if len(held) >= max(1, num_slots[size_class]):
+                    since = free_since[size_class] = max(min(held.values()) + 1, free_since[size_class])
+                    gone = [other for other, used in held.items() if used < since]
+                    del held[max(gone, key=lambda other: self.next_use(other, place))]
+                loads.append((free_since[size_class], place))
+            held[block] = place
+        return [place for _, place in sorted(loads)]
+
+
+class LoadSchedule:
+    """What a pass needs next and what to load next. Another order than foreseen corrects the next pass of its kind.
+
+    Loads follow from the order of uses and the number of slots alone, never from which thread comes first: several
+    ranks load in one order. Only what nobody foresaw is loaded out of turn. Whoever calls holds the slots' lock.
+    """
+
+    def __init__(self, forward_order: Sequence[Block], num_slots: Mapping[SizeClass, int]) -> None:
+        self._num_slots = num_slots
+        self._orders = {
+            True: _PassOrder([*forward_order, *reversed(forward_order)], num_slots),
+            False: _PassOrder(forward_order, num_slots),
+        }
+        self._nothing = _PassOrder((), num_slots)
+        self._order = self._nothing
+        self._is_training = False
+        self._place = 0
+        self._num_loads = 0
+        self._again: list[int] = []
+        self._used: list[Block] = []
+        self._last_use: dict[Block, int] = {}
+
+    def foresee(self, *, is_training: bool) -> None:
+        """A training pass (forward and backward) or an evaluation comes next."""
+        self._order = self._orders[is_training]
+        self._place = self._num_loads = 0
+        self._again.clear()
+
+    def begin(self, *, is_training: bool) -> None:
+        """It begins."""
+        self.foresee(is_training=is_training)
+        self._is_training = is_training
+        self._forget_uses()
+
+    def use(self, block: Block) -> None:
+        """Compute needs the block now."""
+        self._last_use[block] = len(self._used)
+        self._used.append(block)
+        place = self.next_use(block)
+        if place != NEVER:
+            self._place = place + 1
+
+    def end(self) -> None:
+        """The pass is complete: the next one of its kind follows its order."""
+        if self._used and self._used != self._orders[self._is_training].uses:
+            self._orders[self._is_training] = _PassOrder(self._used, self._num_slots)
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Nothing is learned from the pass, and nothing is needed for it any more."""
+        self._order = self._nothing
+        self._forget_uses()
+
+    def _forget_uses(self) -> None:
+        self._used = []
+        self._last_use.clear()
+
+    def next_use(self, block: Block) -> int:
+        """Place in the pass; `NEVER` if it does not need the block any more."""
+        return self._order.next_use(block, self._place)
+
+    def last_use(self, block: Block) -> int:
+        """Place among the uses so far, or -1."""
+        return self._last_use.get(block, -1)
+
+    def lose(self, block: Block) -> None:
+        """The block had to make room out of turn: if the pass needs it again, it is loaded again."""
+        place = self.next_use(block)
+        if place != NEVER:
+            heapq.heappush(self._again, place)
+
+    def next_load(self, is_here: Callable[[Block], bool]) -> tuple[int, Block] | None:
+        """What to load now, with the place for which it is needed."""
+        uses, loads = self._order.uses, self._order.loads
+        while self._again and (self._again[0] < self._place or is_here(uses[self._again[0]])):
+            heapq.heappop(self._again)
+        while self._num_loads < len(loads):
+            place = loads[self._num_loads]
+            if place >= self._place and not is_here(uses[place]):
+                break
+            self._num_loads += 1
+        places = self._again[:1] + loads[self._num_loads : self._num_loads + 1]
+        return (min(places), uses[min(places)]) if places else None

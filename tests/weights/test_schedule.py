@@ -1,0 +1,84 @@
+"""The order of loads follows from the order of uses and the number of slots."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_lohan.model import Block, lay_out_block
+from hf_lohan.planner import SizeClass
+from hf_lohan.weights import LoadSchedule
+from hf_lohan.weights.schedule import NEVER
+
+
+def block(name: str, size_class: SizeClass = SizeClass.LAYER) -> Block:
+    return lay_out_block(name, size_class, {name: nn.Parameter(torch.empty(1))})
+
+
+LAYERS = [block(f"b{number}") for number in range(6)]
+EMBEDDING, HEAD = block("embedding", SizeClass.OUTER), block("head", SizeClass.OUTER)
+MODEL = [EMBEDDING, *LAYERS, HEAD]
+
+
+def all_loads(schedule: LoadSchedule) -> str:
+    order = schedule._order
+    return " ".join(order.uses[place].name for place in order.loads)
+
+
+def test_a_training_pass_is_forward_and_back_each_class_as_early_as_its_slots_allow() -> None:
+    schedule = LoadSchedule(MODEL, {SizeClass.LAYER: 2, SizeClass.OUTER: 1, SizeClass.RESIDENT: 0})
+    schedule.foresee(is_training=True)
+    assert all_loads(schedule) == "embedding b0 b1 head b2 b3 b4 b5 embedding b3 b2 b1 b0"
+
+
+def test_what_stays_is_not_loaded_again() -> None:
+    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 6, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.foresee(is_training=True)
+    assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
+
+
+def test_another_order_corrects_the_next_pass_of_its_kind_alone() -> None:
+    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=False)
+    for number in (4, 0, 2):
+        schedule.use(LAYERS[number])
+    schedule.end()
+    schedule.foresee(is_training=False)
+    assert all_loads(schedule) == "b4 b0 b2"
+    schedule.foresee(is_training=True)
+    assert all_loads(schedule).startswith("b0 b1 b2")
+
+
+def test_what_made_room_out_of_turn_is_loaded_again() -> None:
+    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=False)
+    here = {LAYERS[0], LAYERS[1]}
+    schedule.use(LAYERS[0])
+    assert schedule.next_load(here.__contains__) == (2, LAYERS[2])
+    here.remove(LAYERS[1])
+    schedule.lose(LAYERS[1])
+    assert schedule.next_load(here.__contains__) == (1, LAYERS[1])
+    schedule.use(LAYERS[1])
+    assert schedule.next_load(here.__contains__) == (2, LAYERS[2])
+
+
+def test_uses_that_are_skipped_are_past() -> None:
+    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=False)
+    schedule.use(LAYERS[3])
+    assert schedule.next_use(LAYERS[2]) == NEVER
+    assert schedule.next_load(lambda _block: False) == (4, LAYERS[4])
+
+
+def test_twelve_thousand_blocks() -> None:
+    """Experts are blocks. An order of N uses must not cost N for each of them: that would end at the test's time limit."""
+    blocks = [block(f"e{number}") for number in range(12_000)]
+    schedule = LoadSchedule(blocks, {SizeClass.LAYER: 8, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=True)
+    here: dict[Block, None] = {}
+    for used in [*blocks, *reversed(blocks)]:
+        while (load := schedule.next_load(here.__contains__)) is not None and len(here) < 8:
+            here[load[1]] = None
+        schedule.use(used)
+        here.pop(used, None)
+    schedule.end()
