@@ -71,7 +71,7 @@ def test_uses_that_are_skipped_are_past() -> None:
 
 
 def test_twelve_thousand_blocks() -> None:
-    """Experts are blocks. An order of N uses must not cost N for each of them: that would end at the test's time limit."""
+    """Experts are blocks. A use must not cost a walk over all of them: that would end at the time limit."""
     blocks = [block(f"e{number}") for number in range(12_000)]
     schedule = LoadSchedule(blocks, {SizeClass.LAYER: 8, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin(is_training=True)
