@@ -83,7 +83,7 @@ class Contender:
             )
         self.engine.commits.leave_to_journal()
         if side == "off":
-            setattr(self.engine.step_log, "commit", self._only_turn_over)  # noqa: B010 - an instance's, on purpose
+            setattr(self.engine.commits, "_write", self._only_turn_over)  # noqa: B010 - an instance's, on purpose
 
     def _without_checksums(self, real: Callable[..., None], side: Side) -> Callable[..., None]:
         def init(files: RecordFiles, *args: Any, **kwargs: Any) -> None:
@@ -98,7 +98,7 @@ class Contender:
 
         def committed_step() -> None:
             step()
-            self.engine.commits.commit(JOURNAL)
+            self.engine.commits.request(JOURNAL)
 
         return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
 
@@ -126,7 +126,7 @@ def measure(
             began_s = time.process_time()
             times[side].append(one_turn())
             cpu[side].append((time.process_time() - began_s) / (1 + STEPS_PER_TURN))
-        commit_s.append(engine.step_log.last_commit_s)
+        commit_s.append(engine.commits.last_commit_s)
     num_steps = num_turns * (1 + STEPS_PER_TURN)
     medians = {side: statistics.median(values) for side, values in times.items()}
     result = {

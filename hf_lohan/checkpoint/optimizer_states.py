@@ -90,7 +90,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
                     specs.append(TensorSpec(kind, access.state_dtype(kind), numel, pieces, clone))
                 write_safetensors(folder / file_name, specs)
             for part in block.trainable_slices:
-                parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), part.num_updates)
+                parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), engine.step_counts[part])
     index = {
         "format_version": _FORMAT_VERSION,
         "working_dtype": _working_dtype(engine),
@@ -143,7 +143,7 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index, engine.layout.master.state_kinds)
     for name, place in index.parameters.items():
-        trainable[name].num_updates = place.num_updates
+        engine.step_counts[trainable[name]] = place.num_updates
     engine.forget_weights()
 
 

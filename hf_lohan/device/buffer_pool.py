@@ -21,14 +21,19 @@ class Buffer:
 
     bytes: Tensor
     pool: BufferPool = field(repr=False)
+    _num_users: int = field(default=0, repr=False)
 
     def view(self, dtype: torch.dtype, numel: int, *, start_byte: int = 0) -> Tensor:
         """The first `numel` elements from `start_byte` on, as `dtype`."""
         return self.bytes[start_byte : start_byte + numel * dtype.itemsize].view(dtype)
 
+    def retain(self) -> None:
+        """It has one user more, who has to `release` it as well. To be called while there is one."""
+        self.pool._retain(self)
+
     def release(self) -> None:
-        """Give the buffer back. From here on its contents belong to somebody else."""
-        self.pool._give_back(self)
+        """A user is done. After the last one its contents belong to somebody else."""
+        self.pool._release(self)
 
 
 class BufferPool:
@@ -62,6 +67,7 @@ class BufferPool:
             if self._cause is not None:
                 raise PoolAborted(f"buffer pool {self.name!r} was shut: {self._cause}") from self._cause
             buffer = self._free.pop()
+            buffer._num_users = 1
             self.high_water_buffers = max(self.high_water_buffers, self.num_buffers - len(self._free))
             return buffer
 
@@ -73,10 +79,18 @@ class BufferPool:
                 return None
             return [self.acquire() for _ in range(num_buffers)]
 
-    def _give_back(self, buffer: Buffer) -> None:
+    def _retain(self, buffer: Buffer) -> None:
         with self._lock:
-            self._free.append(buffer)
-            self._changed.notify()
+            assert buffer._num_users > 0, "nobody has it"
+            buffer._num_users += 1
+
+    def _release(self, buffer: Buffer) -> None:
+        with self._lock:
+            assert buffer._num_users > 0, "it was given back already"
+            buffer._num_users -= 1
+            if buffer._num_users == 0:
+                self._free.append(buffer)
+                self._changed.notify()
 
     def abort(self, cause: BaseException) -> None:
         """Wake everybody who waits, with `cause`. Used when the thread that would free buffers has died."""

@@ -7,11 +7,11 @@ with the hyperparameters of the `bound_optimizer`, on a guess where `clip_guesse
 last, `step_in_progress` drops what does not come so far. `engine` wires it all up.
 """
 
+from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.drain import drain_model
 from hf_lohan.engine.engine import OffloadEngine
 from hf_lohan.engine.events import ActivationPlan, BatchShape, EngineEvents, StepsSoFar
 from hf_lohan.engine.parameter_access import ParameterAccess
-from hf_lohan.engine.step_log import Journal
 from hf_lohan.engine.tiers import Tiers, open_tiers
 
 __all__ = [

@@ -14,23 +14,30 @@ from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.activation_memory import ActivationMemory
-from hf_lohan.engine.bound_optimizer import BoundOptimizer
-from hf_lohan.engine.clip_guesses import ClipGuesses
+from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
-from hf_lohan.engine.gradient_path import lay_gradient_path
 from hf_lohan.engine.model_hooks import ModelHooks
-from hf_lohan.engine.parameter_access import ParameterAccess
+from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.step_clock import StepClock
-from hf_lohan.engine.step_commits import StepCommits
-from hf_lohan.engine.step_in_progress import StepInProgress
-from hf_lohan.engine.step_log import StepLog
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.micro_batches import MicroBatchRun
 from hf_lohan.model import OffloadLayout, ParamSlice
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates import ArrivedChunk, ClipHistory, SkippedSteps, StepResult
+from hf_lohan.updates import (
+    ArrivedChunk,
+    BoundOptimizer,
+    ClipHistory,
+    ClipWay,
+    GradientArrivals,
+    GradientPipeline,
+    SkippedSteps,
+    StepCounts,
+    StepResult,
+    StepTransaction,
+    UpdateSetup,
+)
 from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
 
 
@@ -54,31 +61,44 @@ class OffloadEngine:
         self._is_final_announced = True
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
-        self._optimizer = BoundOptimizer(
-            list(self._block_of), layout.master.moment_kinds, settled=lambda: self.parameters
-        )
+        self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
+        self._optimizer = BoundOptimizer(list(self._block_of))
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
-        path = lay_gradient_path(
-            model,
-            layout,
-            tiers,
-            config,
-            group_of=self._optimizer.group_of,
-            submit=self._submit,
+        place = {parameter: index for index, parameter in enumerate(model.parameters())}
+        self._pipeline = GradientPipeline(
+            UpdateSetup(
+                device=self.device,
+                blocks=layout.blocks,
+                slices=sorted(self._block_of, key=lambda part: place[part.parameter]),
+                master=layout.master,
+                group_of=self._optimizer.group_of,
+                step_counts=self.step_counts,
+                schedule=config.schedule,
+                holds_gradients=layout.holds_gradients,
+                store=tiers.store,
+                states=tiers.states,
+                gradients=tiers.gradients,
+                num_arrival_buffers=layout.plan.num_arrival_buffers,
+                spilled_blocks=frozenset(layout.plan.spilled_blocks),
+                spill=tiers.spill,
+                recall=tiers.recall,
+            )
         )
-        self._pipeline, self.transaction = path.pipeline, path.transaction
+        arrivals = GradientArrivals(
+            self.device, tiers.gradients, layout.chunks(), self._pipeline.norms, self._submit
+        )
         loader = LocalWeights(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
-        self.step_log = StepLog(tiers.store, self._block_of)
-        self.commits = StepCommits(tiers.store, self.step_log, self._pipeline, self.timeline)
-        self.clip_history = ClipHistory(config.clip)
+        self.commits = StepCommits(
+            tiers.store, self.step_counts, self.timeline, when_written=self._pipeline.when_written
+        )
+        self.clip_history = ClipHistory("speculate" if config.clip == "speculate" else "defer")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self.step_was_skipped = False
-        self.last_step: StepResult | None = None
-        """What became of the last step."""
+        self._step = StepTransaction(
+            self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget
+        )
         self._clock = StepClock()
-        self._clip_guesses = ClipGuesses(self.clip_history, self._clock, self._pipeline, self._ring)
         names = {module: name for name, module in model.named_modules()}
         self.activations = ActivationTiers(
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
@@ -86,7 +106,6 @@ class OffloadEngine:
         self.activation_memory = ActivationMemory(
             self.activations, config.activations, tiers, layout.activation_bytes, events, settle=self._pipeline.settle
         )
-        self._step = StepInProgress(self.transaction, self._pipeline, self._ring, layout.blocks)
         self._has_new_step = False
         self.is_closed = False
         self._hooks = ModelHooks(
@@ -95,13 +114,13 @@ class OffloadEngine:
             self.device,
             self._ring,
             self._prefetcher,
-            path.arrivals,
+            arrivals,
             self._clock,
             self.activations,
             before_forward=self._before_forward,
             see_batch=self.activation_memory.begin_forward,
-            before_backward=self._clip_guesses.take_back,
-            backward_broke=self._step.drop_broken,
+            before_backward=self._step.undo_guesses,
+            backward_broke=self._step.abandon_broken,
         )
         self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
@@ -117,7 +136,7 @@ class OffloadEngine:
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
             )
-        self._clip_guesses.take_back()
+        self._step.undo_guesses()
         if self._has_new_step and torch.is_grad_enabled():
             self._has_new_step = False
             self.activation_memory.begin_step(StepsSoFar(clip_rate=self.clip_history.clip_rate))
@@ -130,11 +149,11 @@ class OffloadEngine:
                 "room to keep them; say gradient_accumulation_steps when you make the Accelerator or the training "
                 "arguments, or set max_grad_norm > 0"
             )
+        loan = None
         if not self._pipeline.holds_gradients or self._pipeline.speculates:
-            self.commits.commit_what_was_loaded()
-            if is_final:
-                arrived.loan = self._ring.lend(arrived.chunk.block)
-        self._pipeline.submit(arrived, is_final=is_final)
+            self.commits.keep_what_was_loaded()
+            loan = self._ring.lend(arrived.chunk.block) if is_final else None
+        self._pipeline.submit(arrived, is_final=is_final, loan=loan)
 
     # Several micro-batches at once.
 
@@ -164,7 +183,14 @@ class OffloadEngine:
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
         """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
         fit the store."""
+        is_another = self._optimizer.optimizer is not None
         self._optimizer.bind(optimizer)
+        if is_another:
+            parameters = self.parameters  # updates that still run count their step, too
+            for part in [part for part, count in self.step_counts.items() if count]:
+                self.step_counts[part] = 0
+                for kind in self.layout.master.moment_kinds:
+                    parameters.write_state(part.name, kind, Zeros())
 
     def announce_backward(self, *, is_final: bool) -> None:
         """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
@@ -179,21 +205,28 @@ class OffloadEngine:
         self._micro_batches.refuse_within("step()")
         self._recover()
         group_of = self._optimizer.groups_as_they_are_now()
-        self.commits.commit_what_was_loaded()
-        self._step.begin_finish()
+        self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
-            result = self.transaction.commit(group_of)
-        self._ring.forget(result.changed)
+            result = self._step.finish(group_of)
         self._prefetcher.foresee(is_training=True)
-        self._clip_guesses.end_step(result)
-        self.last_step, self.step_was_skipped = result, result.not_finite is not None
-        self._step.finished()
+        self._clock.end_step()
         self.commits.end_step()
         self._has_new_step = True
-        if result.not_finite is not None:
-            self.skipped_steps.note(result.not_finite)
-        else:
-            self.skipped_steps.note_good_step()
+        self.skipped_steps.note(result)
+
+    @property
+    def last_step(self) -> StepResult | None:
+        """What became of the last step."""
+        return self._step.last
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing because a gradient was not finite."""
+        return self.last_step is not None and self.last_step.not_finite is not None
+
+    def clip_by(self, way: ClipWay) -> None:
+        """How steps clip from the next one on, or from this one, if it has had no backward."""
+        self._step.clip_by(way)
 
     def _recover(self) -> None:
         """If an exception ended the last forward, backward or step, start clean."""
@@ -204,7 +237,7 @@ class OffloadEngine:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
         self.drop_gradients()
         self.settle()
-        commit = self.step_log.go_back()
+        commit = self.commits.go_back()
         self.forget_weights()
         return commit
 
@@ -228,13 +261,13 @@ class OffloadEngine:
         self._micro_batches.refuse_within("clip_grad_norm")
         self._recover()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
-            return self.transaction.clip(max_norm, norm_type)
+            return self._step.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
         self._recover()
-        self._step.drop()
+        self._step.abandon()
 
     @property
     def last_forward_s(self) -> float:
@@ -275,7 +308,7 @@ class OffloadEngine:
         self._prefetcher.close()
         self.activations.close()
         if self._is_whole_in_place:
-            self.commits.commit(even_in_place=True)
+            self.commits.request(even_in_place=True)
         self._pipeline.close()
         self.tiers.close()
 

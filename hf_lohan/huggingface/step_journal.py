@@ -108,7 +108,7 @@ class StepJournal(TrainerCallback):
             return
         # What was loaded, over what an earlier run left: from here on its steps are gone.
         begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
-        self._engine.commits.commit(begun, even_in_place=True)
+        self._engine.commits.request(begun, even_in_place=True)
         self._loaded = None
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -119,7 +119,7 @@ class StepJournal(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self._engine.commits.are_kept:
-            self._engine.commits.commit(self._capture(), even_in_place=True)
+            self._engine.commits.request(self._capture(), even_in_place=True)
 
     def after_step(self) -> None:
         """A step is over, or an epoch after its last step. Raises SystemExit if the process was asked to end."""
@@ -133,7 +133,7 @@ class StepJournal(TrainerCallback):
         self._has_saved = False
         if self._engine.commits.are_kept or is_last or has_saved:
             # In place, a commit lasts until the next update; that then knows which checkpoint to point at.
-            self._engine.commits.commit(self._capture(), even_in_place=True)
+            self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.settle()
             self._engine.close()

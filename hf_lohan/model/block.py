@@ -36,8 +36,6 @@ class ParamSlice:
     shape: torch.Size
     start: int
     trainable: bool
-    num_updates: int = 0
-    """Optimizer steps this parameter has taken (AdamW's `step`; parameters without a gradient skip a step)."""
 
     @property
     def numel(self) -> int:

@@ -33,7 +33,7 @@ class LoopRecord:
 
     def resume(self) -> None:
         """A state was loaded: count on from the steps that its parameters have taken."""
-        self._num_steps = max(part.num_updates for part in self.engine.parameter_slices)
+        self._num_steps = max(self.engine.step_counts.values())
 
     def _before_forward(self, _model: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
         if self._has_ended or not torch.is_grad_enabled():

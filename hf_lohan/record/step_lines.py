@@ -137,7 +137,7 @@ class StepLines:
             "predicted_step_s": _rounded(plan.plan.prediction.step_s) if plan is not None and plan.plan else None,
             "is_skipped": engine.step_was_skipped,
             "is_clipped": step is not None and step.clipped,
-            "updates": step.outcome if step is not None else None,
+            "updates": step.applied if step is not None else None,
         }
 
     def _memory(self) -> dict[str, Any]:

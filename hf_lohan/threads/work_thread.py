@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from hf_lohan.threads.failures import raised_anew
 from hf_lohan.threads.kernel_threads import start_thread
 
 Command = Callable[[], object]
@@ -49,7 +50,7 @@ class WorkThread:
         self._commands.put(reached)
         reached.wait()
         if self.failure is not None:
-            raise self.failure
+            raise raised_anew(self.failure)
 
     def call(self, command: Callable[[], Result]) -> Result:
         """Run `command` after those before it, and return what it returns. Raises what failed."""

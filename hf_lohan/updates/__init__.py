@@ -1,41 +1,38 @@
 """Gradients in, updated records out.
 
-Follow one gradient: `gradient_norms` measures it, `gradient_arrival` takes it to the host, and the thread of the
-`gradient_pipeline` takes over its chunk. What it does with it stands in `step_gradients`: it applies it in backward, or
-keeps it until the norm is known (`held_gradients`; those that spill, on the SSD: `gradient_home`).
-`update_pipeline` orders reads, AdamW and writes, chunk after chunk; `state_update` does a chunk's, in the parts of
-`split_update`. `blocks_in_update` has whoever needs a block wait for it, or hands it over, if it must out of the
-buffers that are held `until_written`; `weight_loan` lends the weights that backward uses.
-`clipping` chooses whether to guess the norm, `speculation` knows what a step guesses, `guessed_blocks` of which
-blocks, and `step_transaction` makes the step count or undoes it. Knows no model and no slots.
+Follow one gradient from the top down. `arrival` takes it to the host, and `norms` measures it on the way. `pipeline` is
+what the computing thread talks to, `worker` what then happens on a thread of its own: it keeps the gradient until the
+norm is known (`held`), or applies it. `queue` orders the reads, updates and writes of one chunk after another,
+`chunk_update` does a chunk's, and `handover` brings the new weights to whoever needs their block. `step` knows the norm
+and makes the step count or undoes it. `groups` says which hyperparameters a parameter has, and `setup` what all this is
+built from. Two refinements have a file each: a `loan` of the weights that backward uses, and `speculation` about the
+norm. Knows no model and no slots.
 """
 
-from hf_lohan.updates.blocks_in_update import Delivery
-from hf_lohan.updates.clipping import ClipHistory
-from hf_lohan.updates.gradient_arrival import ArrivedChunk, GradientArrivals
-from hf_lohan.updates.gradient_home import GradientHome
-from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.gradient_pipeline import GradientPipeline
-from hf_lohan.updates.non_finite import NonFiniteGradientError, SkippedSteps
-from hf_lohan.updates.param_groups import GroupOf, ParamGroups
-from hf_lohan.updates.state_update import StateUpdater
-from hf_lohan.updates.step_transaction import StepResult, StepTransaction
-from hf_lohan.updates.weight_loan import WeightLoan
+from hf_lohan.updates.arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.updates.groups import BoundOptimizer
+from hf_lohan.updates.handover import Delivery
+from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
+from hf_lohan.updates.pipeline import GradientPipeline
+from hf_lohan.updates.setup import StepCounts, UpdateSetup
+from hf_lohan.updates.speculation import ClipHistory, ClipWay
+from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
     "ArrivedChunk",
+    "BoundOptimizer",
     "ClipHistory",
+    "ClipWay",
     "Delivery",
     "GradientArrivals",
-    "GradientHome",
     "GradientNorms",
     "GradientPipeline",
-    "GroupOf",
     "NonFiniteGradientError",
-    "ParamGroups",
     "SkippedSteps",
-    "StateUpdater",
+    "StepCounts",
     "StepResult",
     "StepTransaction",
+    "UpdateSetup",
     "WeightLoan",
 ]

@@ -1,60 +1,135 @@
-"""Whether the step in progress updates on a guess, what it guesses, and whether its updates can be undone."""
+"""Clipping by guess: updates run in backward as if the norm would not clip, and are undone and done over if it does.
+
+`ClipHistory` says whether steps guess and counts what came of it, `GuessedBlocks` keeps readers from seeing a guess,
+`Guess` is what one step guesses. Where the worker guesses and judges, it asks these; nothing else knows of guesses but
+what an update does with its gradient afterwards (`is_guess`).
+"""
 
 from __future__ import annotations
 
-from hf_lohan.model import ParamSlice
+from collections import deque
+from threading import Lock
+from typing import Literal
+
+from hf_lohan.model import Block, ParamSlice
 from hf_lohan.optim import AdamWGroup
-from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.state_update import Drafts
+from hf_lohan.threads import Command, WorkThread
+from hf_lohan.updates.setup import GroupOf
+
+WINDOW_STEPS = 16
+"""What is older says little about the present clip rate."""
+
+ClipWay = Literal["defer", "speculate"]
 
 
-class Speculation:
-    """Of one step after the other. The guess: that the norm does not clip, and that the hyperparameters stay as they
-    are. Decided with the step's first update or held gradient, for all of it. Used by one thread."""
+class ClipHistory:
+    """How the next step clips, and what came of the last ones. Used by the computing thread."""
 
-    def __init__(self, group_of: GroupOf, drafts: Drafts | None) -> None:
-        self._group_of = group_of
-        self._drafts = drafts
+    def __init__(self, way: ClipWay) -> None:
+        self._way: ClipWay = way
+        self._may_guess = True
+        self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
+        self.num_speculated = 0
+        self.num_redone = 0
+
+    @property
+    def clip_rate(self) -> float:
+        """Fraction of the last steps that clipped."""
+        return sum(self._clipped) / len(self._clipped) if self._clipped else 0.0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step guesses, if it can be undone."""
+        return self._way == "speculate" and self._may_guess
+
+    def clip_by(self, way: ClipWay) -> None:
+        """From the next step on."""
+        self._way = way
+
+    def never_speculate(self) -> None:
+        """The loop does something between backward and step that has guesses taken back every time."""
+        self._may_guess = False
+
+    def note_step(self, applied: str | None, *, clipped: bool) -> None:
+        """A step ended; `applied`: see `StepResult`."""
+        self._clipped.append(clipped)
+        self.num_speculated += applied in ("accepted", "redone")
+        if applied == "redone":
+            self.num_redone += 1
+            if not clipped:
+                self.never_speculate()  # the loop changes hyperparameters between backward and step
+
+
+class GuessedBlocks:
+    """The blocks that the step in progress updates on a guess, from when that is ordered of the worker's thread.
+    Whoever sees a block here, on whatever thread, has the guess undone by an order that comes behind that one."""
+
+    def __init__(self, thread: WorkThread) -> None:
+        self.are_wanted = False
+        """Whether the steps from the next one on are to guess, if they can."""
+        self._thread = thread
+        self._blocks: set[Block] = set()
+        self._lock = Lock()
+
+    def want(self, are_wanted: bool) -> None:
+        self.are_wanted = are_wanted
+
+    def __contains__(self, block: Block) -> bool:
+        return block in self._blocks
+
+    def order(self, block: Block, command: Command) -> None:
+        """Have the thread run `command`, which may guess about the block."""
+        with self._lock:
+            self._blocks.add(block)
+            self._thread.put(command)
+
+    def undo(self, command: Command) -> set[Block]:
+        """If there are any, have the thread run `command`, which undoes them all, and wait for it. Returns them. The
+        step does not guess again."""
+        with self._lock:
+            blocks = set(self._blocks)
+            if not blocks:
+                return blocks
+            self.are_wanted = False
+            self._thread.put(command)
+        self._thread.barrier()
+        with self._lock:  # not before: whoever else reads these blocks has to wait as well
+            self._blocks -= blocks
+        return blocks
+
+    def forget(self) -> None:
+        """They are no guesses any more."""
+        with self._lock:
+            self._blocks = set()
+
+
+class Guess:
+    """What a step guesses: that the norm does not clip, and that the hyperparameters stay as they are. Decided with the
+    step's first gradient that could be updated, for all of it. Used by the worker's thread."""
+
+    def __init__(self, group_of: GroupOf) -> None:
+        self._present_group_of = group_of
         self._groups: dict[ParamSlice, AdamWGroup] = {}
         self._is_on: bool | None = None
-        self._can_undo: bool | None = None
 
     @property
     def is_on(self) -> bool:
         """Whether what the step has updated are guesses."""
         return self._is_on is True
 
-    @property
-    def can_undo(self) -> bool | None:
-        """Whether the updates of the step's backward can be undone; None before the first."""
-        return self._can_undo
-
-    def begin_updates(self) -> bool:
-        """Called before each update in backward. Returns `can_undo`."""
-        if self._can_undo is None:
-            drafts = self._drafts
-            self._can_undo = drafts is not None and drafts.num_homes > 1 and not drafts.has_drafts
-        return self._can_undo
-
-    def decide(self, *, is_wanted: bool) -> bool:
-        """Whether the step speculates: as it does already, or, if that is open, if it `is_wanted` and can be undone."""
+    def decide(self, is_wanted: bool) -> bool:
+        """Whether the step guesses: as it does already, or, if that is open, as is wanted."""
         if self._is_on is None:
-            self._is_on = self.begin_updates() and is_wanted
+            self._is_on = is_wanted
         return self._is_on
 
-    def guess_group_of(self, part: ParamSlice) -> AdamWGroup:
+    def group_of(self, part: ParamSlice) -> AdamWGroup:
         """The present hyperparameters, noted as those that were guessed."""
-        return self._groups.setdefault(part, self._group_of(part))
+        return self._groups.setdefault(part, self._present_group_of(part))
 
     def was_right(self, clip_coefficient: float, group_of: GroupOf) -> bool:
         """Whether the step is to be applied as it was guessed."""
         return clip_coefficient == 1.0 and all(group_of(part) == group for part, group in self._groups.items())
-
-    def undo(self) -> None:
-        """Back to the last commit. Nothing may be on its way to the store."""
-        assert self._drafts is not None and self._can_undo
-        self._groups.clear()
-        self._drafts.drop()
 
     def stop(self) -> None:
         """The rest of the step is no guess any more."""
@@ -62,4 +137,4 @@ class Speculation:
 
     def end_step(self) -> None:
         self._groups.clear()
-        self._is_on = self._can_undo = None
+        self._is_on = None

@@ -57,7 +57,7 @@ def test_accumulation_is_refused_where_no_gradient_is_kept(build_engine: EngineF
     model(**tiny_batch(seed=2)).loss.backward()
     optimizer.step()
     engine.settle()  # the pipeline's thread counts
-    assert engine.parameter_slices[0].num_updates == 1
+    assert engine.step_counts[engine.parameter_slices[0]] == 1
 
 
 @HELD_OR_ACTIVE

@@ -109,9 +109,9 @@ def test_a_commit_between_backward_and_step_holds_no_guess(make_twins: TwinsFact
     train(twins, 2)
     state = state_of(twins)
     twins.backward(5)
-    twins.engine.commits.commit()
+    twins.engine.commits.request()
     twins.engine.settle()
-    assert twins.engine.step_log.num_commits == 4
+    assert twins.engine.commits.num_commits == 4
     twins.clip(CLIPS)
     twins.engine.commits.leave_to_journal()
     twins.step()
@@ -125,9 +125,9 @@ def test_a_commit_of_half_a_step_is_refused(make_twins: TwinsFactory) -> None:
     twins.train(1)
     twins.backward(5)
     with pytest.raises(RuntimeError, match=r"of no step; finish it with step\(\)"):
-        twins.engine.commits.commit()
+        twins.engine.commits.request()
     twins.step()
-    twins.engine.commits.commit()
+    twins.engine.commits.request()
     twins.assert_equal()
 
 
@@ -174,7 +174,7 @@ def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: 
     twins = make_twins("llama", backend=SlowBackend(2e-4), **MODES[mode])
     twins.engine.commits.leave_to_journal()
     train(twins, 2)
-    twins.engine.commits.commit(Journal(facts={"global_step": 2}, files={"rng": b"seed"}))
+    twins.engine.commits.request(Journal(facts={"global_step": 2}, files={"rng": b"seed"}))
     weights, optimizer = copy.deepcopy(twins.stock.state_dict()), copy.deepcopy(twins.stock_optimizer.state_dict())
     train(twins, 2, first_seed=200)
     if is_in_step:
@@ -200,7 +200,7 @@ def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> 
     twins.engine.commits.leave_to_journal()
     for first_seed in (100, 200):
         train(twins, 2, first_seed=first_seed)
-        twins.engine.commits.commit()
+        twins.engine.commits.request()
         state = state_of(twins)
     assert twins.engine.clip_history.num_speculated == 1  # that behind the first commit
     train(twins, 1, first_seed=300)

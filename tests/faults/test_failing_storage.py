@@ -104,7 +104,7 @@ def train(
             optimizer.step()
             optimizer.zero_grad()
         if not num_steps:
-            engine.commits.commit()  # as the first step's forward does
+            engine.commits.request()  # as the first step's forward does
         engine.settle()
     finally:
         if engine is not None:

@@ -136,7 +136,7 @@ class Twins:
         for name, parameter in self.stock.named_parameters():
             assert torch.equal(access.read_parameter(name), parameter), name
             state = self.stock_optimizer.state.get(parameter, {})
-            assert slices[name].num_updates == int(state.get("step", 0)), name
+            assert self.engine.step_counts[slices[name]] == int(state.get("step", 0)), name
             for kind in ("exp_avg", "exp_avg_sq") if state else ():
                 assert torch.equal(access.read_flat(name, kind), state[kind].flatten()), (name, kind)
 

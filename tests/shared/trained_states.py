@@ -39,5 +39,5 @@ def everything(engine: OffloadEngine) -> dict[str, Any]:
     for part in engine.parameter_slices:
         for kind in ("param", *access.state_kinds(part.name)):
             found[f"{part.name}.{kind}"] = access.read_flat(part.name, kind)
-        found[f"{part.name}.num_updates"] = part.num_updates
+        found[f"{part.name}.num_updates"] = engine.step_counts[part]
     return found

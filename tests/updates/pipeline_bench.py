@@ -10,19 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.optim import AdamWGroup, master_format
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
-from hf_lohan.updates.gradient_arrival import ArrivedChunk
-from hf_lohan.updates.gradient_home import GradientHome
-from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.gradient_pipeline import GradientPipeline
-from hf_lohan.updates.state_update import StateUpdater
-from hf_lohan.updates.step_gradients import Outcome
-from hf_lohan.updates.update_pipeline import Schedule
+from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
+from hf_lohan.updates.worker import Applied
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NUM_CHUNKS = 4
@@ -145,26 +141,28 @@ class Bench:
         self.chunks = self.block.cut(CHUNK_NUMEL)
         self.store = MemoryStore(fail)
         self.gradients, self.states = pool("gradients", 2 * NUM_CHUNKS), pool("states", 3 * NUM_CHUNKS)
-        self.norms = GradientNorms(self.block.slices)
+        self.step_counts: StepCounts = dict.fromkeys(self.block.slices, 0)
+        self.groups = [GROUP]
+        """What the hyperparameters are at present."""
         self.pipeline = GradientPipeline(
-            StateUpdater(
-                self.store,
-                self.states,
-                master_format(torch.float32),
-                spare=self.gradients if lends_gradient_buffers else None,
-            ),
-            GradientHome(pool("recall", 0), frozenset(), None),
-            [self.block],
-            lambda part: GROUP,
-            self.norms,
-            self.gradients,
-            device=CpuDevice(),
-            schedule=schedule,
-            hold_gradients=hold_gradients,
-            drafts=self.store,
+            UpdateSetup(
+                device=CpuDevice(),
+                blocks=[self.block],
+                slices=self.block.slices,
+                master=master_format(torch.float32),
+                group_of=lambda part: self.groups[-1],
+                step_counts=self.step_counts,
+                schedule=schedule,
+                holds_gradients=hold_gradients,
+                store=self.store,
+                states=self.states,
+                gradients=self.gradients,
+                recall=pool("recall", 0),
+                num_arrival_buffers=0 if lends_gradient_buffers else self.gradients.num_buffers,
+            )
         )
-        self.pipeline.speculates = speculates
-        self.outcomes: list[Outcome] = []
+        self.pipeline.speculate(speculates)
+        self.applied: list[Applied] = []
 
     def arrived(self, index: int, value: float) -> ArrivedChunk:
         chunk = self.chunks[index]
@@ -200,9 +198,9 @@ class Bench:
 
     def finish_step(self, clip_coefficient: float = 1.0) -> set[Block]:
         """Finish the step and wait for it."""
-        self.pipeline.measure()
-        finished = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
-        self.outcomes.append(finished.outcome)
+        self.pipeline.wait_for_norms()
+        changed, applied = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
+        self.applied.append(applied)
         self.pipeline.settle()
         self.store.commit()
-        return finished.changed
+        return changed

@@ -14,7 +14,7 @@ from clip_norms import CLIPS, LETS_THROUGH
 
 from hf_lohan.device import Buffer
 from hf_lohan.testing.models import tiny_batch
-from hf_lohan.updates.non_finite import NonFiniteGradientError
+from hf_lohan.updates import NonFiniteGradientError
 
 TwinsFactory = Callable[..., Any]
 NAN, INF = float("nan"), float("inf")

@@ -11,7 +11,7 @@ import torch
 from pipeline_bench import GROUP, NUM_CHUNKS, Bench, LateCallbacks
 from torch import nn
 
-from hf_lohan.updates.update_pipeline import Schedule
+from hf_lohan.config import Schedule
 
 MakeBench = Callable[..., Bench]
 GUESSES = ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]
@@ -27,7 +27,7 @@ def test_a_right_guess_is_written_in_backward_and_not_again(make_bench: MakeBenc
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
     assert bench.finish_step() == {bench.block}
-    assert (bench.outcomes, bench.store.order, bench.pipeline.undone_s) == (["accepted"], GUESSES, 0.0)
+    assert (bench.applied, bench.store.order, bench.pipeline.undone_s) == (["accepted"], GUESSES, 0.0)
     assert_all_buffers_back(bench)
 
 
@@ -35,7 +35,7 @@ def test_a_wrong_guess_is_dropped_when_all_of_it_is_written_and_done_over(make_b
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
     bench.finish_step(0.5)
-    assert (bench.outcomes, bench.store.order) == (["redone"], [*GUESSES, "drop", *REDONE])
+    assert (bench.applied, bench.store.order) == (["redone"], [*GUESSES, "drop", *REDONE])
     assert bench.pipeline.undone_s > 0
     assert_all_buffers_back(bench)
 
@@ -52,21 +52,21 @@ def test_guessing_changes_no_number(schedule: Schedule, make_bench: MakeBench) -
     for kind, record in waiting.store.records.items():
         assert torch.equal(guessing.store.records[kind], record), kind
     for bench in (guessing, waiting):
-        assert {part.num_updates for part in bench.block.slices} == {len(coefficients)}
+        assert set(bench.step_counts.values()) == {len(coefficients)}
         assert_all_buffers_back(bench)
     right_or_wrong = ["accepted" if coefficient == 1.0 else "redone" for coefficient in coefficients]
-    assert guessing.outcomes == (["deferred"] * 5 if schedule == "serial" else right_or_wrong)
-    assert waiting.outcomes == ["deferred"] * 5
+    assert guessing.applied == (["deferred"] * 5 if schedule == "serial" else right_or_wrong)
+    assert waiting.applied == ["deferred"] * 5
 
 
 def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
-    bench.pipeline.measure()
+    bench.pipeline.wait_for_norms()
     later = replace(GROUP, lr=0.5)
-    finished = bench.pipeline.finish_step(1.0, lambda part: later)
+    _, applied = bench.pipeline.finish_step(1.0, lambda part: later)
     bench.pipeline.settle()
-    assert finished.outcome == "redone"
+    assert applied == "redone"
     reference = nn.Parameter(torch.zeros(4))
     reference.grad = torch.ones(4)
     torch.optim.AdamW([reference], lr=0.5, weight_decay=GROUP.weight_decay, fused=True).step()
@@ -81,11 +81,11 @@ def test_what_no_guess_covers_is_applied_with_the_right_guess(make_bench: MakeBe
     for index in (3, 1):
         bench.pipeline.submit(bench.arrived(index, 1.0), is_final=True)
     bench.finish_step()
-    assert bench.outcomes == ["accepted"]
+    assert bench.applied == ["accepted"]
     writes = [event for event in bench.store.order if event.startswith("w")]
     assert writes == ["w3", "w1", "w0", "w2"]
     assert len(bench.store.records["param"].unique()) == 1
-    assert {part.num_updates for part in bench.block.slices} == {1}
+    assert set(bench.step_counts.values()) == {1}
     assert_all_buffers_back(bench)
 
 
@@ -96,7 +96,7 @@ def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
     assert bench.store.order == [*GUESSES, "drop"]
     assert not bench.store.records["param"].any()
     bench.finish_step()
-    assert (bench.outcomes, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
+    assert (bench.applied, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
 
 
 def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench) -> None:
@@ -104,13 +104,13 @@ def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench)
     bench.submit_all(value=1.0)
     bench.submit_all(value=2.0)
     bench.finish_step()
-    assert (bench.outcomes, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
+    assert (bench.applied, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
     assert torch.allclose(bench.store.records["exp_avg"], torch.tensor(0.3))
-    assert {part.num_updates for part in bench.block.slices} == {1}
+    assert set(bench.step_counts.values()) == {1}
     assert_all_buffers_back(bench)
 
 
-@pytest.mark.parametrize("look", ["settle", "when_written", "stop_speculating"])
+@pytest.mark.parametrize("look", ["settle", "when_written", "undo_guesses"])
 def test_guesses_are_gone_before_what_looks_at_the_store(look: str, make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
@@ -123,23 +123,23 @@ def test_guesses_are_gone_before_what_looks_at_the_store(look: str, make_bench: 
         seen.append(bool(bench.store.records["param"].any()))
     assert seen == [False]
     bench.finish_step()
-    bench.pipeline.speculates = True  # the next step may guess again, if it is told to
+    bench.pipeline.speculate(True)  # the next step may guess again, if it is told to
     bench.submit_all()
     bench.finish_step()
-    assert bench.outcomes == ["deferred", "accepted"]
-    assert {part.num_updates for part in bench.block.slices} == {2}
+    assert bench.applied == ["deferred", "accepted"]
+    assert set(bench.step_counts.values()) == {2}
 
 
 def test_dropped_guesses_are_undone(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
-    assert bench.pipeline.drop() == ({bench.block}, False)
+    assert bench.pipeline.abandon_step() == ({bench.block}, False)
     assert bench.store.order == [*GUESSES, "drop"]
-    assert {part.num_updates for part in bench.block.slices} == {0}
+    assert set(bench.step_counts.values()) == {0}
     assert_all_buffers_back(bench)
     bench.submit_all()
     bench.finish_step()
-    assert bench.outcomes == ["accepted"]
+    assert bench.applied == ["accepted"]
 
 
 def test_updates_in_backward_are_undone_where_the_store_can(make_bench: MakeBench) -> None:
@@ -148,9 +148,9 @@ def test_updates_in_backward_are_undone_where_the_store_can(make_bench: MakeBenc
     bench.finish_step()
     after_one_step = bench.store.records["param"].clone()
     bench.submit_all(value=5.0)
-    assert bench.pipeline.drop() == ({bench.block}, False)
+    assert bench.pipeline.abandon_step() == ({bench.block}, False)
     assert torch.equal(bench.store.records["param"], after_one_step)
-    assert {part.num_updates for part in bench.block.slices} == {1}
+    assert set(bench.step_counts.values()) == {1}
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
@@ -161,9 +161,9 @@ def test_where_drafts_of_others_lie_nothing_is_guessed_and_nothing_undone(
     bench = make_bench(hold_gradients=hold_gradients, speculates=True)
     bench.store.has_drafts = True
     bench.submit_all()
-    assert bench.pipeline.drop() == (set() if hold_gradients else {bench.block}, not hold_gradients)
+    assert bench.pipeline.abandon_step() == (set() if hold_gradients else {bench.block}, not hold_gradients)
     assert "drop" not in bench.store.order
-    assert {part.num_updates for part in bench.block.slices} == ({0} if hold_gradients else {1})
+    assert set(bench.step_counts.values()) == ({0} if hold_gradients else {1})
 
 
 @pytest.mark.parametrize("end", ["redone", "dropped", "read"])
@@ -176,7 +176,7 @@ def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench:
         case "redone":
             bench.finish_step(0.5)
         case "dropped":
-            bench.pipeline.drop()
+            bench.pipeline.abandon_step()
         case "read":
             bench.read_weights()
     bench.pipeline.settle()
@@ -189,14 +189,14 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.store.write_requests = "late_callbacks"
     bench.submit_all()
-    bench.pipeline.measure()
-    bench.pipeline._thread.call(bench.pipeline._gradients._updates.settle)
+    bench.pipeline.wait_for_norms()
+    bench.pipeline._thread.call(bench.pipeline._worker._queue.settle)
     bench.store.may_read.clear()
     bench.store.write_requests = "at_once"
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
     for request in bench.store.late:
         request.call_back()
-    assert bench.block in bench.pipeline._applying._unwritten
+    assert set(bench.pipeline._handover._new[bench.block]) == set(bench.chunks)
     with ThreadPoolExecutor(1) as threads:
         reader = threads.submit(bench.read_weights)
         bench.store.may_read.set()

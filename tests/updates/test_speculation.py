@@ -11,10 +11,8 @@ import pytest
 import torch
 from clip_norms import CLIPS, EITHER_WAY, MAX_NORMS, NORMS, assert_speculated, counts, train
 
-import hf_lohan.updates.clipping
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner import StepTimes
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
@@ -145,7 +143,7 @@ def test_accumulation_that_nobody_announces_ends_the_guessing(max_norm: float, m
         twins.step()
     twins.assert_equal()
     assert counts(twins) == (0, 0)
-    assert not twins.engine.clip_history.speculates_next()
+    assert not twins.engine.clip_history.speculates
 
 
 # Whether to guess.
@@ -160,23 +158,24 @@ def test_nothing_is_guessed_where_nothing_can_be_undone(make_twins: TwinsFactory
 
 @pytest.mark.parametrize("pattern", [[True], [False], [True, False], [False, False, True]])
 @MAX_NORMS
-def test_auto_takes_either_way_and_stays_exact(
-    pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
+def test_steps_clip_as_they_are_told_and_stay_exact(
+    pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
-    endless, answers = itertools.cycle(pattern), list[bool]()
-
-    def answer(times: StepTimes, clip_rate: float) -> bool:
-        assert min(times.forward_s, times.backward_s, times.update_s) > 0
-        assert 0 <= clip_rate <= 1
-        answers.append(next(endless))
-        return answers[-1]
-
-    monkeypatch.setattr(hf_lohan.updates.clipping, "should_speculate", answer)
+    """A plan may think better of it between two steps."""
     twins = make_twins("llama", clip="auto")
-    train(twins, max_norms * 2)
+    told = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
+    for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, told, strict=True)):
+        twins.engine.clip_by("speculate" if guesses else "defer")
+        twins.train(1, first_seed=10 * step, max_norm=max_norm)
     twins.assert_equal()
-    assert len(answers) >= 2 * len(max_norms) - 2  # the first steps have nothing measured yet
-    assert counts(twins)[0] == sum(answers[:-1])
+    assert counts(twins)[0] == sum(told)
+
+
+def test_without_a_plan_no_step_guesses(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="auto")
+    train(twins, NORMS["some_steps_clip"])
+    assert counts(twins) == (0, 0)
+    assert twins.engine.clip_history.clip_rate == 0.5
 
 
 # Races.

@@ -5,14 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 from block_streams import BLOCK_NUMEL, NUM_BLOCKS, StreamFactory
-from torch import Tensor
 
-from hf_lohan.device import CpuDevice
+from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import FileBackend
-from hf_lohan.model import Block
 from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
-from hf_lohan.updates.blocks_in_update import BlocksInUpdate, Delivery
-from hf_lohan.updates.until_written import UntilWritten
+from hf_lohan.updates.handover import Handover
 from hf_lohan.weights import Slot
 
 
@@ -125,15 +122,11 @@ def test_the_oldest_pin_survives_any_prefetching(make_stream: StreamFactory) -> 
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_stream: StreamFactory) -> None:
     """The first block's update comes late; what is behind it is loaded meanwhile."""
-    updates = BlocksInUpdate(CpuDevice())
-
-    def delivers(block: Block, weights: Tensor) -> Delivery:
-        return updates.order(block, weights)
-
-    stream = make_stream(num_slots=3, delivers=delivers)
+    updates = Handover(CpuDevice())
+    stream = make_stream(num_slots=3, delivers=updates.deliver)
     first = stream.blocks[0]
     (chunk,) = first.cut(BLOCK_NUMEL)
-    updates.add([chunk])
+    updates.announce([chunk])
     stream.prefetcher.begin_pass(is_training=False)
     with stream.ring.lock:
         assert stream.ring.changed.wait_for(lambda: stream.ring.is_here(first), timeout=60)  # it will be
@@ -144,12 +137,13 @@ def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_
     with stream.ring.lock:
         assert stream.ring.slot_of(first).is_loading
     if is_dropped:
-        updates.clear()
+        updates.call_off()
         with pytest.raises(RuntimeError, match="dropped"):
             stream.prefetcher.acquire(first)
         stream.prefetcher.begin_pass(is_training=False)
         stream.use(first)
         return
-    updates.hand_over(chunk, torch.full((BLOCK_NUMEL,), 7.0), UntilWritten(1, [], lambda _error: None))
+    buffers = BufferPool(CpuDevice(), name="states", num_buffers=1, buffer_bytes=4 * BLOCK_NUMEL)
+    updates.hand_over(chunk, torch.full((BLOCK_NUMEL,), 7.0), buffers.acquire())
     assert bool((stream.prefetcher.acquire(first).weights == 7.0).all())
     assert "b0" not in stream.loads

@@ -10,17 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from pipeline_bench import CHUNK_NUMEL, GROUP, NUM_CHUNKS, Bench, MemoryStore, pool
+from pipeline_bench import CHUNK_NUMEL, GROUP, NUM_CHUNKS, Bench
 from torch import Tensor, nn
 
-from hf_lohan.device import Buffer, PoolAborted
+from hf_lohan.config import Schedule
+from hf_lohan.device import PoolAborted
 from hf_lohan.files import IoRequest
-from hf_lohan.model import lay_out_block
-from hf_lohan.optim import master_format
-from hf_lohan.planner import SizeClass
 from hf_lohan.store import Checksums
-from hf_lohan.updates.state_update import ChunkGradient, StateUpdater
-from hf_lohan.updates.update_pipeline import Schedule
+from hf_lohan.updates.held import ChunkGradient
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
@@ -43,7 +40,7 @@ def test_held_gradients_are_applied_only_by_the_step_first_block_first(
 ) -> None:
     bench = make_bench(schedule, hold_gradients=True)
     bench.submit_all()
-    bench.pipeline.measure()  # a barrier: all has been taken in
+    bench.pipeline.wait_for_norms()  # a barrier: all has been taken in
     assert bench.store.order == []
     bench.finish_step()
     reads = [event for event in bench.store.order if event.startswith("r")]
@@ -64,7 +61,7 @@ def test_every_schedule_gives_all_buffers_back_and_the_same_numbers(
         reference.grad = torch.full_like(reference, step - 0.5)
         optimizer.step()
     assert torch.equal(bench.store.records["param"], reference)
-    assert {part.num_updates for part in bench.block.slices} == {3}
+    assert set(bench.step_counts.values()) == {3}
     for buffers in (bench.gradients, bench.states):
         assert buffers.num_free == buffers.num_buffers
 
@@ -72,7 +69,7 @@ def test_every_schedule_gives_all_buffers_back_and_the_same_numbers(
 def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("optimized", hold_gradients=True)
     bench.submit_all()
-    bench.pipeline.measure()
+    bench.pipeline.wait_for_norms()
     bench.store.may_read.clear()
     bench.pipeline.finish_step(1.0, lambda part: GROUP)  # does not wait
     assert bench.store.order == []
@@ -91,22 +88,21 @@ def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
 ) -> None:
     """Whenever the pipeline gets to it: a scheduler moves on as soon as the step returns."""
     bench = make_bench("optimized", hold_gradients=False)
-    pipeline, groups = bench.pipeline, [GROUP]
-    monkeypatch.setattr(pipeline._gradients, "_group_of", lambda part: groups[0])
+    pipeline = bench.pipeline
     monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # it never has the time to finish the last chunk
     gate = threading.Event()
-    updates = pipeline._gradients._updates
-    end_step = updates.end_step
+    queue = pipeline._worker._queue
+    end_step = queue.end_step
 
-    def late_end_step() -> float:
+    def late_end_step() -> None:
         assert gate.wait(60)
-        return end_step()
+        end_step()
 
-    monkeypatch.setattr(updates, "end_step", late_end_step)
+    monkeypatch.setattr(queue, "end_step", late_end_step)
     bench.submit_all()
-    pipeline.measure()
-    pipeline.finish_step(1.0, lambda part: groups[0])
-    groups[0] = replace(GROUP, lr=1.0)
+    pipeline.wait_for_norms()
+    pipeline.finish_step(1.0, lambda part: GROUP)
+    bench.groups.append(replace(GROUP, lr=1.0))
     gate.set()
     pipeline.settle()
     assert len(bench.store.records["param"].unique()) == 1
@@ -125,7 +121,7 @@ def test_the_clip_coefficient_scales_once(make_bench: Callable[..., Bench]) -> N
 def test_dropped_gradients_are_gone_and_their_buffers_back(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(hold_gradients=True)
     bench.submit_all()
-    assert bench.pipeline.drop() == (set(), False)
+    assert bench.pipeline.abandon_step() == (set(), False)
     assert bench.gradients.num_free == bench.gradients.num_buffers
     assert bench.finish_step() == set()
     assert bench.store.order == []
@@ -164,40 +160,62 @@ def test_no_update_in_backward_borrows_what_gradients_arrive_in(make_bench: Call
     assert bench.store.order == ["r3", "r2", "w3", "r1", "w2", "r0", "w1", "w0"]
 
 
-def test_a_buffer_is_not_released_while_its_writes_run() -> None:
-    """The update's buffers come back only after the last of its writes."""
-    pending: list[IoRequest] = []
-    told: list[object] = []
+def test_a_buffer_is_not_released_while_it_is_written(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of an update's buffers comes back with the write out of it, however that ends."""
+    bench = make_bench("optimized", hold_gradients=True)
+    writes: list[IoRequest] = []
 
-    class SlowStore(MemoryStore):
-        def write(
-            self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
-        ) -> IoRequest:
-            pending.append(IoRequest(source.nbytes, 1, lambda num_bytes: None))
-            return pending[-1]
+    def write(block: str, kind: str, start: int, source: Tensor, *, checksums: Checksums | None = None) -> IoRequest:
+        writes.append(IoRequest(source.nbytes, 1, lambda num_bytes: None))
+        return writes[-1]
 
-    parameters = {"p": nn.Parameter(torch.zeros(64, 1))}
-    block = lay_out_block("block", SizeClass.LAYER, parameters)
-    (chunk,) = block.cut(CHUNK_NUMEL)
-    states, gradients = pool("states", 3), pool("gradients", 1)
-    updater = StateUpdater(SlowStore(), states, master_format(torch.float32))
-    buffer: Buffer = gradients.acquire()
-    buffer.bytes.zero_()
-    update = updater.begin(ChunkGradient(chunk, buffer, set(block.slices)), [])
-    updater.finish(
-        update,
-        clip_coefficient=1.0,
-        group_of=lambda part: GROUP,
-        hand_over=lambda chunk, param, until_written: None,
-        written=told.append,
-    )
-    assert gradients.num_free == 1
-    for request in pending[:-1]:
-        request.finish_piece(None)
-        assert (states.num_free, told) == (0, [])
-    cause = OSError("also badly")
-    pending[-1].finish_piece(cause)
-    assert (states.num_free, told) == (3, [cause])
+    monkeypatch.setattr(bench.store, "write", write)
+    bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
+    bench.pipeline.wait_for_norms()
+    bench.pipeline.finish_step(1.0, lambda part: GROUP)
+    bench.pipeline.wait_for_norms()  # it has got that far
+    assert bench.gradients.num_free == bench.gradients.num_buffers
+    num_free = bench.states.num_free
+    assert num_free == bench.states.num_buffers - 3
+    cause = OSError("badly")
+    for number, request in enumerate(writes):
+        assert bench.states.num_free == num_free + number
+        assert bench.pipeline.failure is None
+        request.finish_piece(cause if number == 2 else None)
+    assert bench.states.num_free == bench.states.num_buffers
+    assert bench.pipeline.failure is cause
+
+
+def test_what_goes_wrong_when_a_write_has_ended_is_told(
+    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request logs and forgets what its callbacks raise: whoever reads would wait for ever."""
+    bench = make_bench("optimized", hold_gradients=True)
+
+    def written(_new: object) -> None:
+        raise RuntimeError("planned")
+
+    monkeypatch.setattr(bench.pipeline._handover, "written", written)
+    bench.submit_all()
+    with pytest.raises(RuntimeError, match="planned"):
+        bench.finish_step()
+    with pytest.raises(RuntimeError, match="planned"):
+        bench.read_weights()
+
+
+def test_each_who_meets_a_failure_has_an_error_of_his_own(make_bench: Callable[..., Bench]) -> None:
+    cause = OSError(5, "the drive is gone")
+    bench = make_bench(hold_gradients=False, fail=cause)
+    bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
+    raised = []
+    for _ in range(2):
+        with pytest.raises(OSError, match="the drive is gone") as error:
+            bench.pipeline.settle()
+        assert error.value.errno == 5
+        raised.append(error.value)
+    assert raised[0] is not raised[1] and {error.__cause__ for error in raised} == {cause}
 
 
 def test_an_update_reads_nothing_that_its_last_update_has_not_written(
@@ -224,7 +242,7 @@ def test_an_update_reads_nothing_that_its_last_update_has_not_written(
     monkeypatch.setattr(bench.store, "write", noted_write)
     for _ in range(2):
         bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
-        bench.pipeline.measure()
+        bench.pipeline.wait_for_norms()
         bench.pipeline.finish_step(1.0, lambda part: GROUP)
     bench.pipeline.settle()
     assert num_reads == 2 * 3
@@ -236,7 +254,7 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
     """A norm's last bit depends on how many there are; what is only held does not need them."""
     num_threads = dict[str, set[int]](held=set(), summed=set())
     bench = make_bench("optimized", hold_gradients=True)
-    held, norms = bench.pipeline._gradients._held, bench.norms
+    held, norms = bench.pipeline._worker._held, bench.pipeline.norms
     monkeypatch.setattr(norms, "set_summed", lambda *args: num_threads["summed"].add(torch.get_num_threads()))
     hold = held.hold
 
@@ -246,8 +264,8 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
 
     monkeypatch.setattr(held, "hold", holding)
     bench.submit_all(is_final=False)
-    bench.pipeline.measure()
+    bench.pipeline.wait_for_norms()
     assert num_threads == {"held": {1}, "summed": set()}
     bench.submit_all()
-    bench.pipeline.measure()
+    bench.pipeline.wait_for_norms()
     assert num_threads["summed"] == {torch.get_num_threads()}

@@ -5,22 +5,20 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Set
-from typing import Literal
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece
 from hf_lohan.timeline import UPDATES_WAIT
-from hf_lohan.updates.gradient_arrival import ArrivedChunk
-from hf_lohan.updates.gradient_home import GradientHome
-from hf_lohan.updates.param_groups import GroupOf
-from hf_lohan.updates.state_update import ChunkGradient, ChunkUpdate, HandOver, StateUpdater
-from hf_lohan.updates.weight_loan import WeightLoan
+from hf_lohan.updates.arrival import ArrivedChunk
+from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater
+from hf_lohan.updates.handover import Handover
+from hf_lohan.updates.held import ChunkGradient, HeldGradients
+from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.setup import GroupOf, UpdateSetup
 
-Schedule = Literal["optimized", "naive", "serial"]
 
-
-class UpdatePipeline:
+class UpdateQueue:
     """Applies gradients, and knows what of the present step it has applied. Used by one thread.
 
     Schedules (LoHan, Fig. 3): `optimized` issues the reads of chunk j+1 before it updates chunk j and issues its
@@ -29,26 +27,14 @@ class UpdatePipeline:
     """
 
     def __init__(
-        self,
-        updater: StateUpdater,
-        home: GradientHome,
-        schedule: Schedule,
-        *,
-        hand_over: HandOver,
-        written: Callable[[Chunk], None],
-        failed: Callable[[BaseException], None],
-        kept: Callable[[ChunkGradient], None],
+        self, setup: UpdateSetup, held: HeldGradients, handover: Handover, failed: Callable[[BaseException], None]
     ) -> None:
-        """`hand_over`: see `BlocksInUpdate`; `written` and `failed` are called on I/O threads; `kept` gets back the
-        gradients that are to be kept, whose updates are guesses: `hand_over` and `written` are not told of them."""
-        self._updater = updater
-        self._home = home
-        self._schedule = schedule
-        self._hand_over = hand_over
-        self._written = written
-        self._failed = failed
-        self._kept = kept
-        self._timeline = updater.timeline
+        """`held`: where gradients come back from, and where those of guesses go again."""
+        self._updater = ChunkUpdater(setup, handover, failed)
+        self._held = held
+        self._is_optimized = setup.schedule == "optimized"
+        self._step_counts = setup.step_counts
+        self._timeline = setup.device.timeline
         self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
         self._writes: deque[tuple[Chunk, IoRequest]] = deque()
         self._pieces: set[ChunkPiece] = set()
@@ -67,26 +53,25 @@ class UpdatePipeline:
         *,
         clip_coefficient: float = 1.0,
         loan: WeightLoan | None = None,
-        keep_gradient: bool = False,
+        is_guess: bool = False,
         may_borrow: bool = False,
     ) -> None:
-        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `may_borrow`:
-        the step's backward is over, so the buffers of gradients that have been applied serve to read further ahead, and
-        to wait in for the drive."""
+        """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `is_guess`: it is
+        held again, and nobody is handed the result; `may_borrow`: the step's backward is over, so the buffers of
+        gradients that have been applied serve to read further ahead, and to wait in for the drive."""
         began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
         buffers = self._make_room(gradient, may_borrow)
         with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
-            reads = self._home.bring_back(gradient)
+            reads = self._held.bring_back(gradient)
         self._wait_for_writes_of(gradient.chunk)
-        update = self._updater.begin(gradient, reads, loan=loan, keep_gradient=keep_gradient, buffers=buffers)
-        if self._schedule == "optimized":
-            if not may_borrow:
-                self._finish_pending()
-            self._pending.append((update, group_of, clip_coefficient))
-        else:
-            self._finish(update, group_of, clip_coefficient)
+        update = self._updater.begin(gradient, reads, loan=loan, is_guess=is_guess, buffers=buffers)
+        if not self._is_optimized or not may_borrow:
+            self._finish_pending()
+        self._pending.append((update, group_of, clip_coefficient))
+        if not self._is_optimized:
+            self._finish_pending()
             self._wait_for_writes()
         self._busy_s += time.perf_counter() - began_s
 
@@ -95,12 +80,12 @@ class UpdatePipeline:
         there are for it, sooner or later, so None is returned if they have to be waited for; more only with borrowed
         ones, or the first of them is finished."""
         while len(self._pending) > 1:
-            can_begin = may_borrow and self._home.can_bring_back(gradient)
+            can_begin = may_borrow and self._held.can_bring_back(gradient)
             buffers = self._updater.borrowed_buffers() if can_begin else None
             if buffers is not None:
                 return buffers
             self._finish_first()
-        return self._updater.own_buffers() or (self._updater.borrowed_buffers() if may_borrow else None)
+        return self._updater.free_buffers() or (self._updater.borrowed_buffers() if may_borrow else None)
 
     def finish_pending(self) -> bool:
         """Finish the updates that wait for the next one's reads to be issued. Says whether there were any."""
@@ -132,12 +117,12 @@ class UpdatePipeline:
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
-    def end_step(self) -> float:
-        """What was updated counts as one step more. Returns how long the step's updates took."""
+    def end_step(self) -> None:
+        """What was updated counts as one step more."""
         self.finish_pending()
         for part in {piece.param_slice for piece in self._pieces}:
-            part.num_updates += 1
-        return self.forget()
+            self._step_counts[part] += 1
+        self.forget()
 
     def _finish_pending(self) -> bool:
         had_one = bool(self._pending)
@@ -146,26 +131,11 @@ class UpdatePipeline:
         return had_one
 
     def _finish_first(self) -> None:
-        self._finish(*self._pending.popleft())
-
-    def _finish(
-        self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float
-    ) -> None:
-        chunk = update.gradient.chunk
-
-        def written(error: BaseException | None) -> None:
-            if error is not None:
-                self._failed(error)
-            elif not update.keeps_gradient:
-                # Callbacks may come after `settle` has returned: one for a guess would pass for its second try.
-                self._written(chunk)
-
-        writes = self._updater.finish(
-            update, clip_coefficient=clip_coefficient, group_of=group_of, hand_over=self._hand_over, written=written
-        )
-        self._writes.extend((chunk, write) for write in writes)
-        if update.keeps_gradient:
-            self._kept(update.gradient)
+        update, group_of, clip_coefficient = self._pending.popleft()
+        writes = self._updater.finish(update, group_of, clip_coefficient)
+        self._writes.extend((update.gradient.chunk, write) for write in writes)
+        if update.is_guess:
+            self._held.hold(update.gradient)
         while self._writes and self._writes[0][1].done():
             self._writes.popleft()[1].wait()
 

@@ -15,7 +15,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
-from hf_lohan.updates.weight_loan import WeightLoan
+from hf_lohan.updates.loan import WeightLoan
 
 
 class Lender:

@@ -12,8 +12,7 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import widen_in_place
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.weight_loan import WeightLoan
+from hf_lohan.updates.norms import GradientNorms
 
 
 @dataclass(eq=False)
@@ -25,8 +24,6 @@ class ArrivedChunk:
     dtype: torch.dtype
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
-    loan: WeightLoan | None = None
-    """Of the block's weights, if the optimizer is to have them from the device."""
 
     @property
     def landing(self) -> Tensor:

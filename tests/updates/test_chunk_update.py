@@ -25,7 +25,7 @@ from hf_lohan.optim import (
 )
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.threads import KernelThreads
-from hf_lohan.updates.split_update import MIN_PART_NUMEL, SplitUpdate
+from hf_lohan.updates.chunk_update import MIN_PART_NUMEL, UpdateInParts
 
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)
@@ -94,14 +94,14 @@ def split(
     form: MasterFormat,
     segments: tuple[Segment, ...] = SEGMENTS,
     clip: float = 1.0,
-) -> SplitUpdate:
+) -> UpdateInParts:
     records, reads = read_all(store)
     for read in reads:
         read.arrive()
     values = gradient(store)
     private = [mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)]
     checksums_of = partial(store.checksums, "block")
-    return SplitUpdate(form, records, values, POSITION, reads, segments, clip, private, checksums_of)
+    return UpdateInParts(form, records, values, POSITION, reads, segments, clip, private, checksums_of)
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:

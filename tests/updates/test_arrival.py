@@ -11,9 +11,10 @@ from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.updates.gradient_arrival import ArrivedChunk, GradientArrivals
-from hf_lohan.updates.gradient_norms import GradientNorms
-from hf_lohan.updates.state_update import ChunkGradient, merge_segments
+from hf_lohan.updates.arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.updates.chunk_update import merge_segments
+from hf_lohan.updates.held import ChunkGradient
+from hf_lohan.updates.norms import GradientNorms
 
 CHUNK_NUMEL = GRANULE_NUMEL
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -33,10 +34,13 @@ def block_of(*numels: int) -> tuple[Block, Chunk]:
     return block, block.cut(1 << 20)[0]
 
 
-def segments(chunk: Chunk, present: set[int], groups: dict[int, AdamWGroup] | None = None) -> list[Segment]:
+def segments(
+    chunk: Chunk, present: set[int], groups: dict[int, AdamWGroup] | None = None, steps: dict[int, int] | None = None
+) -> list[Segment]:
     slices = [piece.param_slice for piece in chunk.pieces]
     gradient = ChunkGradient(chunk, None, {slices[index] for index in present})
-    return merge_segments(gradient, lambda part: (groups or {}).get(slices.index(part), GROUP))
+    step_counts = {part: (steps or {}).get(index, 0) for index, part in enumerate(slices)}
+    return merge_segments(gradient, lambda part: (groups or {}).get(slices.index(part), GROUP), step_counts)
 
 
 def test_neighbours_of_one_kind_are_one_run() -> None:
@@ -53,8 +57,7 @@ def test_a_parameter_without_gradient_parts_a_run() -> None:
 
 def test_other_hyperparameters_or_another_step_part_a_run() -> None:
     _, chunk = block_of(64, 100, 32)
-    chunk.pieces[2].param_slice.num_updates = 5
-    found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP})
+    found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP}, {2: 5})
     assert [(segment.group, segment.step) for segment in found] == [(GROUP, 1), (OTHER_GROUP, 1), (GROUP, 6)]
 
 

@@ -1,0 +1,117 @@
+"""Which steps are committed, and when: behind their updates, with what is needed to go on from there."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_lohan.store import Commit, Store
+from hf_lohan.timeline import UPDATES_WAIT, Timeline
+from hf_lohan.updates import StepCounts
+
+
+@dataclass(frozen=True)
+class Journal:
+    """What whoever drives the steps wants to find again after a crash."""
+
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """In JSON's types."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    log_lines: bytes = b""
+    """Follow those of the journals before, unless `begins_log`."""
+    begins_log: bool = False
+
+
+class StepCommits:
+    """Has a store committed as the steps of one engine go by, and goes back to the last commit."""
+
+    def __init__(
+        self,
+        store: Store,
+        step_counts: StepCounts,
+        timeline: Timeline,
+        *,
+        when_written: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """`when_written` runs what it is given when all updates so far are in the store, without waiting for that."""
+        self._store = store
+        self._step_counts = step_counts
+        self._timeline = timeline
+        self._when_written = when_written
+        self._has_begun = False
+        self._each_step = True
+        self._describe: Callable[[], None] | None = _nothing
+        self.last_commit_s = 0.0
+        self.num_commits = 0
+
+    @property
+    def are_kept(self) -> bool:
+        """Whether the store holds its last commit until the next one: it has two versions."""
+        return self._store.num_homes > 1
+
+    @property
+    def each_step(self) -> bool:
+        """Whether each step is committed by itself."""
+        return self._each_step
+
+    def leave_to_journal(self) -> None:
+        """From now on whoever has a journal to go with each step calls `request`."""
+        self._each_step = False
+
+    def describe_first(self, write: Callable[[], None]) -> None:
+        """Have ``write`` put beside the records what belongs to this model, with the first commit; until then what an
+        earlier run wrote stays. Too late if there was a commit already."""
+        if self._describe is not None:
+            self._describe = write
+
+    def keep_what_was_loaded(self) -> None:
+        """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
+        steps of the run before are there to go back to."""
+        if not self._has_begun:
+            self._has_begun = True
+            if self._each_step:
+                self.request(even_in_place=True)
+
+    def end_step(self) -> None:
+        """A step is over; its updates may still run."""
+        if self._each_step:
+            self.request()
+
+    def request(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
+        """Have the steps so far committed as soon as their updates are written; does not wait for that. `journal` is
+        found again when the engine goes back. Where the next update would overwrite the commit, only if
+        `even_in_place`."""
+        if self.are_kept or even_in_place:
+            self._when_written(lambda: self._write(journal or Journal()))
+
+    def _write(self, journal: Journal) -> None:
+        """All updates are in the store."""
+        if self._describe is not None:
+            self._describe()
+            self._describe = None
+        began_s = time.perf_counter()
+        num_updates = {part.name: count for part, count in self._step_counts.items() if part.trainable}
+        facts = {"durability": self._store.durability, "num_updates": num_updates, **journal.facts}
+        with self._timeline.task(UPDATES_WAIT, "commit"):
+            self._store.commit(facts, journal.files, journal.log_lines, keep_log=not journal.begins_log)
+        self.last_commit_s = time.perf_counter() - began_s
+        self.num_commits += 1
+
+    def go_back(self) -> Commit:
+        """Forget what was written since the last commit. Raises ValueError if there is none, `TornStoreError` if it
+        was overwritten."""
+        last = self._store.committed
+        if last is None:
+            raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
+        self._store.drop()
+        num_updates = last.facts["num_updates"]
+        self._step_counts.update(
+            {part: int(num_updates[part.name]) for part in self._step_counts if part.name in num_updates}
+        )
+        return last
+
+
+def _nothing() -> None:
+    """Nobody has anything to write."""

@@ -1,0 +1,230 @@
+"""One chunk's optimizer step: read its states, update them, hand over the new weights, write all back.
+
+A chunk is updated in as many parts as there are threads; each thread verifies, updates and hashes its own. Parts are
+large. Smaller ones, that fit a core's cache, make the second look at what was updated cheap, but their calls cost more
+than that saves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer
+from hf_lohan.files import IoRequest
+from hf_lohan.model import ranges, round_up
+from hf_lohan.optim import MasterFormat, Segment, update_records_, within
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
+from hf_lohan.threads import KernelThreads
+from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
+from hf_lohan.updates.handover import Handover, NewParams
+from hf_lohan.updates.held import ChunkGradient
+from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
+
+MIN_PART_NUMEL = 16 * GRANULE_NUMEL
+
+
+@dataclass(eq=False)
+class ChunkUpdate:
+    """A chunk's update on its way."""
+
+    gradient: ChunkGradient
+    records: dict[str, Tensor]
+    """Views by kind into the buffers, of the chunk's elements."""
+    buffer_of: dict[str, Buffer]
+    """By kind; some kinds share one."""
+    private: list[Buffer]
+    """Buffers that hold nothing that is written (see `MasterFormat.num_private_buffers`)."""
+    reads: list[RecordRead]
+    is_guess: bool
+    """The update may have to be done over: its gradient stays in its buffer, and nobody sees its result."""
+
+
+class ChunkUpdater:
+    """Issues the reads of a chunk's records, runs AdamW on them and issues the writes. Used by one thread."""
+
+    def __init__(self, setup: UpdateSetup, handover: Handover, failed: Callable[[BaseException], None]) -> None:
+        """``failed`` is told on I/O threads what went wrong with a write."""
+        self._store = setup.store
+        self._master = setup.master
+        self._step_counts = setup.step_counts
+        self._states = setup.states
+        self._gradients, self._num_arrival_buffers = setup.gradients, setup.num_arrival_buffers
+        self._timeline = setup.device.timeline
+        self._handover = handover
+        self._failed = failed
+        self._threads = KernelThreads(torch.get_num_threads())
+
+    def free_buffers(self) -> list[Buffer] | None:
+        """The buffers that an update takes, if they are free now."""
+        return self._states.try_acquire(self._master.num_state_buffers_per_chunk)
+
+    def borrowed_buffers(self) -> list[Buffer] | None:
+        """As many of those in which gradients arrive, if they are free now."""
+        return self._gradients.try_acquire(self._master.num_state_buffers_per_chunk, leave=self._num_arrival_buffers)
+
+    def begin(
+        self,
+        gradient: ChunkGradient,
+        reads: list[RecordRead],
+        *,
+        loan: WeightLoan | None,
+        is_guess: bool,
+        buffers: list[Buffer] | None,
+    ) -> ChunkUpdate:
+        """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
+        come from the device. Without `buffers`, wait for some."""
+        chunk = gradient.chunk
+        if buffers is None:
+            with self._timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
+                buffers = [self._states.acquire() for _ in range(self._master.num_state_buffers_per_chunk)]
+        num_written = len(self._master.buffer_kinds)
+        update = ChunkUpdate(gradient, {}, {}, buffers[num_written:], reads, is_guess)
+        for buffer, kinds in zip(buffers, self._master.buffer_kinds, strict=False):
+            start_byte = 0
+            for kind in kinds:
+                numel = self._master.numel(kind, chunk.numel)
+                view = buffer.view(self._master.state_dtype(kind), numel, start_byte=start_byte)
+                start_byte += view.nbytes
+                update.records[kind], update.buffer_of[kind] = view, buffer
+        for kind, view in update.records.items():
+            if kind == "param" and loan is not None:
+                reads.append(loan.read(chunk.start, view))
+            else:
+                start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+                reads.append(self._store.read(chunk.block.name, kind, start, view))
+        return update
+
+    def finish(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
+        """Wait for the reads, update, hand over the new parameters and issue the writes. Each buffer is given back when
+        what is in it has been written and copied."""
+        gradient, block = update.gradient, update.gradient.chunk.block.name
+        with self._timeline.task(UPDATES_WAIT, "reads", block=block):
+            for read in update.reads:
+                read.arrive()
+        in_parts = UpdateInParts(
+            form=self._master,
+            records=update.records,
+            gradient=gradient.values,
+            position=gradient.chunk.start,
+            reads=update.reads,
+            segments=merge_segments(gradient, group_of, self._step_counts),
+            clip_coefficient=clip_coefficient,
+            private=[buffer.bytes for buffer in update.private],
+            checksums_of=partial(self._store.checksums, block),
+            granule_numel=gradient.chunk.block.granule_numel,
+        )
+        num_bytes = torch.float32.itemsize * gradient.chunk.numel
+        with self._timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
+            checksums = in_parts.run(self._threads)
+        assert gradient.buffer is not None
+        for buffer in update.private if update.is_guess else (gradient.buffer, *update.private):
+            buffer.release()
+        return self._write(update, checksums)
+
+    def _write(self, update: ChunkUpdate, checksums: dict[str, Checksums]) -> list[IoRequest]:
+        chunk, writes = update.gradient.chunk, []
+        new, copied = None, None
+        if not update.is_guess:
+            new, copied = self._handover.hand_over(chunk, update.records["param"], update.buffer_of["param"])
+        for kind, view in update.records.items():
+            start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+            buffer = update.buffer_of[kind]
+            buffer.retain()
+            request = self._store.write(chunk.block.name, kind, start, view, checksums=checksums[kind])
+            request.add_done_callback(partial(self._written, buffer, new if kind == "param" else None))
+            writes.append(request)
+        if copied is not None:
+            copied.synchronize()
+        for buffer in dict.fromkeys(update.buffer_of.values()):
+            buffer.release()
+        return writes
+
+    def _written(self, buffer: Buffer, new: NewParams | None, request: IoRequest) -> None:
+        """On the thread that moved the last of it."""
+        try:
+            if request.error is not None:
+                self._failed(request.error)
+            elif new is not None:
+                self._handover.written(new)
+        except BaseException as error:  # the request would log and forget it
+            self._failed(error)
+        finally:  # else whoever waits for the buffer would wait for ever
+            buffer.release()
+
+
+@dataclass(frozen=True)
+class UpdateInParts:
+    """The update of one chunk whose inputs have arrived, all [numel] but for records of which an element goes with many
+    parameters."""
+
+    form: MasterFormat
+    records: Mapping[str, Tensor]
+    """By kind; they are updated in place."""
+    gradient: Tensor
+    """float32; it is scaled in place."""
+    position: int
+    """Of the chunk in its block's records."""
+    reads: Sequence[RecordRead]
+    """What filled these, not verified yet."""
+    segments: Sequence[Segment]
+    clip_coefficient: float
+    private: Sequence[Tensor]
+    """`MasterFormat.num_private_buffers`, each with 4 * numel bytes, or more: uint8."""
+    checksums_of: Callable[[str, Tensor], Checksums]
+    granule_numel: int = GRANULE_NUMEL
+    """Parameters that go with a granule."""
+
+    def run(self, threads: KernelThreads) -> dict[str, Checksums]:
+        """Update the records. Returns checksums of their granules by kind. Raises CorruptionError; what the records
+        hold then is of no use."""
+        numel = self.records["param"].numel()
+        part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), self.granule_numel))
+        found = threads.map(lambda part: self._update(*part), list(ranges(numel, part_numel)))
+        assert all(read.is_verified for read in self.reads)
+        return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in self.records}
+
+    @torch.no_grad()
+    def _update(self, start: int, stop: int) -> dict[str, Checksums]:
+        granules = start // self.granule_numel, -(-stop // self.granule_numel)
+        for read in self.reads:
+            read.verify(*granules)
+        gradient = self.gradient[start:stop]
+        if self.clip_coefficient != 1.0:  # also where it is NaN, as torch does
+            gradient.mul_(self.clip_coefficient)
+        is_last = stop == self.records["param"].numel()  # what is left of the buffers is its
+        records = {kind: part[slice(*self.form.elements(kind, start, stop))] for kind, part in self.records.items()}
+        update_records_(
+            records,
+            gradient,
+            within(self.segments, start, stop),
+            self.form,
+            position=self.position + start,
+            private=[buffer[4 * start : None if is_last else 4 * stop] for buffer in self.private],
+        )
+        return {kind: self.checksums_of(kind, record) for kind, record in records.items()}
+
+
+def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
+    """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
+    as torch's AdamW leaves them out: no decay, no decay of moments, no step."""
+    segments: list[Segment] = []
+    joins = False
+    for piece in gradient.chunk.pieces:
+        if piece.param_slice not in gradient.slices:
+            joins = False
+            continue
+        group, step = group_of(piece.param_slice), step_counts[piece.param_slice] + 1
+        last = segments[-1] if segments else None
+        if joins and last is not None and (last.group, last.step) == (group, step):
+            segments[-1] = Segment(last.start, piece.stop_in_chunk, group, step)
+        else:
+            segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, group, step))
+        joins = True
+    return segments

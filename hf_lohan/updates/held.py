@@ -1,0 +1,161 @@
+"""Gradients that wait for the end of their step: summed over backwards, measured, in RAM or spilled to the SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Buffer
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Chunk, ParamSlice
+from hf_lohan.store import RecordRead
+from hf_lohan.threads import use_all_cores
+from hf_lohan.updates.arrival import ArrivedChunk
+from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
+from hf_lohan.updates.setup import UpdateSetup
+
+
+@dataclass(eq=False)
+class ChunkGradient:
+    """The gradient of one chunk, summed over a step's backwards: in a buffer, or spilled to the SSD."""
+
+    chunk: Chunk
+    buffer: Buffer | None
+    slices: set[ParamSlice]
+    """Parameters that have a gradient in it."""
+    summed: set[ParamSlice] = field(default_factory=set)
+    """Those of them to which more than one backward contributed."""
+    is_measured: bool = False
+    """Whether the norms of those that were summed are known."""
+    spill_write: IoRequest | None = None
+
+    @property
+    def values(self) -> Tensor:
+        """float32 [chunk.numel], in its buffer."""
+        assert self.buffer is not None
+        return self.buffer.view(torch.float32, self.chunk.numel)
+
+    def refuse_not_finite(self) -> None:
+        """Raises NonFiniteGradientError, for where an update cannot be undone."""
+        for piece in self.chunk.pieces:
+            has_gradient = piece.param_slice in self.slices  # else the buffer holds anything there
+            if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
+                raise NonFiniteGradientError(
+                    f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
+                    "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "
+                    "0, under which such steps are skipped"
+                )
+
+
+class HeldGradients:
+    """By chunk, in forward order. Used by one thread."""
+
+    def __init__(self, setup: UpdateSetup, norms: GradientNorms) -> None:
+        self._spill = setup.spill
+        self._spilled_blocks = setup.spilled_blocks
+        self._recall = setup.recall
+        self._norms = norms
+        self._position = {block: index for index, block in enumerate(setup.blocks)}
+        self._held: dict[tuple[int, int], ChunkGradient] = {}
+        self._unmeasured: set[tuple[int, int]] = set()
+
+    def add(self, arrived: ArrivedChunk) -> ChunkGradient:
+        """Add an arrived chunk to what is held of it. The result is not held any more."""
+        slices = {piece.param_slice for piece in arrived.pieces}
+        key = self._key(arrived.chunk)
+        gradient = self._held.pop(key, None)
+        self._unmeasured.discard(key)
+        if gradient is not None or arrived.dtype != torch.float32:
+            use_all_cores()  # there is more to do than to hold it, and sums are to be measured as torch would
+        values = arrived.wait()
+        if gradient is None:
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices)
+        self._bring_back_now(gradient)
+        for piece in arrived.pieces:
+            part = slice(piece.start_in_chunk, piece.stop_in_chunk)
+            if piece.param_slice in gradient.slices:
+                gradient.values[part].add_(values[part])
+                gradient.summed.add(piece.param_slice)
+            else:
+                gradient.values[part].copy_(values[part])
+        gradient.slices |= slices
+        gradient.is_measured = False
+        arrived.buffer.release()
+        return gradient
+
+    def measure(self, gradient: ChunkGradient) -> None:
+        """Note the norms of those of its parameters that were summed; the others were measured as they arrived."""
+        gradient.is_measured = True
+        for piece in gradient.chunk.pieces:
+            if piece.param_slice in gradient.summed:
+                self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
+
+    def measure_rest(self) -> None:
+        """Measure what no final backward has announced (loops that do not say which backward is the last)."""
+        for key in sorted(self._unmeasured):
+            gradient = self._held.pop(key)
+            self._bring_back_now(gradient)
+            self.measure(gradient)
+            self.hold(gradient)
+        self._unmeasured.clear()
+
+    def hold(self, gradient: ChunkGradient) -> None:
+        """Let it wait. What is spilled gives its buffer back when it is written."""
+        key, chunk = self._key(gradient.chunk), gradient.chunk
+        self._held[key] = gradient
+        if gradient.summed and not gradient.is_measured:
+            self._unmeasured.add(key)
+        if chunk.block.name in self._spilled_blocks:
+            assert self._spill is not None and gradient.buffer is not None
+            buffer = gradient.buffer
+            write = self._spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
+            write.add_done_callback(lambda request: buffer.release())
+            gradient.spill_write, gradient.buffer = write, None
+
+    @property
+    def chunks(self) -> set[Chunk]:
+        """What is held."""
+        return {gradient.chunk for gradient in self._held.values()}
+
+    def take_all(self) -> Iterator[ChunkGradient]:
+        """All of them, in forward order; they are not held any more."""
+        for key in sorted(self._held):
+            yield self._held.pop(key)
+        self._unmeasured.clear()
+
+    def forget(self, chunks: Iterable[Chunk]) -> None:
+        """They are not wanted any more."""
+        for chunk in chunks:
+            key = self._key(chunk)
+            gradient = self._held.pop(key)
+            self._unmeasured.discard(key)
+            if gradient.buffer is not None:
+                gradient.buffer.release()
+            elif gradient.spill_write is not None:
+                gradient.spill_write.wait()
+
+    # What was spilled.
+
+    def can_bring_back(self, gradient: ChunkGradient) -> bool:
+        """Whether `bring_back` finds a buffer free."""
+        return gradient.buffer is not None or self._recall.num_free > 0
+
+    def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
+        """Reads that must be done, and verified, before its values are in its buffer again."""
+        if gradient.buffer is not None:
+            return []
+        assert self._spill is not None and gradient.spill_write is not None
+        gradient.spill_write.wait()
+        gradient.buffer = self._recall.acquire()
+        chunk = gradient.chunk
+        return [self._spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+
+    def _bring_back_now(self, gradient: ChunkGradient) -> None:
+        for read in self.bring_back(gradient):
+            read.wait()
+
+    def _key(self, chunk: Chunk) -> tuple[int, int]:
+        return self._position[chunk.block], chunk.index

@@ -1,0 +1,172 @@
+"""Gradients in, updated records out, chunk by chunk, while backward goes on (LoHan's active gradient offloading)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+from torch import Tensor
+
+from hf_lohan.model import Block, Chunk
+from hf_lohan.threads import WorkThread
+from hf_lohan.updates.arrival import ArrivedChunk
+from hf_lohan.updates.handover import Delivery, Handover
+from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.setup import GroupOf, UpdateSetup
+from hf_lohan.updates.speculation import GuessedBlocks
+from hf_lohan.updates.worker import Applied, UpdateWorker
+
+
+class GradientPipeline:
+    """What the computing thread talks to; what then happens stands in `UpdateWorker`, which has a thread of its own.
+    `deliver` and `undo_guesses` may be called on any thread.
+
+    A step updates in backward where nothing has to be known first. Where the norm decides about clipping, gradients are
+    held. Updates are then deferred until the norm is known; or they run in backward on a guess, into a draft, and are
+    dropped and done over from the held gradients if the norm clips. Without drafts to drop, nothing is guessed. Nobody
+    ever reads a guess: whoever needs a block that holds one (a second backward, an evaluation) has all undone first.
+    """
+
+    def __init__(self, setup: UpdateSetup) -> None:
+        self.holds_gradients = setup.holds_gradients
+        self.norms = GradientNorms(setup.slices)
+        """Of the step in progress; whoever sends gradients measures them."""
+        self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
+        self._waits_for_updates = setup.schedule != "optimized"
+        self._arrival_pool = setup.gradients
+        self._announced: set[Chunk] = set()
+        self._handover = Handover(setup.device)
+        self._thread = WorkThread(
+            "lohan-gradients",
+            idle=lambda: self._worker.work_off(),
+            failed=self._on_failure,
+            beside_kernels=setup.device.shares_cores,
+        )
+        self._guesses = GuessedBlocks(self._thread)
+        self._worker = UpdateWorker(setup, self.norms, self._handover, self._thread.fail)
+        self._thread.start()
+
+    # In backward.
+
+    def submit(self, arrived: ArrivedChunk, *, is_final: bool, loan: WeightLoan | None = None) -> None:
+        """Take over an arrived chunk. `is_final`: no later backward of this step adds to it; `loan`: of the block's
+        weights, if the optimizer is to have them from the device."""
+        self._announced.add(arrived.chunk)
+        may_guess = is_final and self.speculates and self._can_guess
+        accept = partial(self._worker.accept, arrived, is_final=is_final, may_guess=may_guess, loan=loan)
+        if may_guess:
+            self._guesses.order(arrived.chunk.block, accept)
+        else:
+            self._thread.put(accept)
+
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any of the step in progress have come."""
+        return bool(self._announced)
+
+    @property
+    def has_begun_updates(self) -> bool:
+        """Whether backward has updated blocks in a step that is not finished."""
+        return self.has_gradients and not self.holds_gradients
+
+    @property
+    def is_past_undoing(self) -> bool:
+        """Whether the step in progress has updated blocks for good. Call `wait_for_norms` before."""
+        return self.has_begun_updates and self._worker.can_undo is False
+
+    # At the step's end.
+
+    def wait_for_norms(self) -> None:
+        """Wait until the norms of all gradients of the step so far are known."""
+        self._thread.call(self._worker.measure_rest)
+
+    def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
+        """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records are others than
+        before, or will be, and how the step was applied.
+
+        Under the optimized schedule nobody waits for updates but those who read their block (`deliver`): held gradients
+        are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
+        of this step also then. Call `wait_for_norms` before.
+        """
+        applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of))
+        self._guesses.forget()
+        self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of))
+        # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
+        chunks, self._announced = self._announced, set()
+        if self._waits_for_updates:
+            self.settle()
+        return {chunk.block for chunk in chunks}, applied
+
+    def abandon_step(self) -> tuple[set[Block], bool]:
+        """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
+        touched, and whether updates remain in them."""
+        if not self._announced:
+            return set(), False  # and do not wait for the last step's updates
+        self._thread.call(self._worker.abandon_step)
+        self._guesses.forget()
+        # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
+        self._announced = set()
+        return self._worker.abandoned
+
+    # For who reads weights, or the store.
+
+    def deliver(self, block: Block, weights: Tensor) -> Delivery:
+        """Wait until the block's parameters can be read as the last finished step leaves them, except for those that
+        come from its updates: they are put into `weights` [block.numel], which is on the device."""
+        if block in self._guesses:
+            self.undo_guesses()
+        return self._handover.deliver(block, weights)
+
+    def settle(self) -> None:
+        """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""
+        self.undo_guesses()
+        self._thread.call(self._worker.settle)
+
+    def when_written(self, action: Callable[[], None]) -> None:
+        """Run `action` on the worker's thread when all is as after `settle`, without waiting. Its failure is the
+        pipeline's: whoever waits next is told. Raises RuntimeError where a step in progress has changed the store."""
+        if self.has_begun_updates:
+            raise RuntimeError(
+                "the step in progress has updated blocks in backward, so the store is of no step; finish it with "
+                "step(), or drop it with zero_grad(), before committing"
+            )
+        self.undo_guesses()
+        self._thread.put(self._worker.settle)
+        self._thread.put(action)
+
+    # Guesses.
+
+    @property
+    def speculates(self) -> bool:
+        """Whether steps guess, if they can."""
+        return self._guesses.are_wanted
+
+    def speculate(self, is_wanted: bool) -> None:
+        """Whether the steps from now on are to guess. To be called between two of them."""
+        self._guesses.want(is_wanted)
+
+    def undo_guesses(self) -> set[Block]:
+        """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
+        blocks whose records go back."""
+        return self._guesses.undo(self._worker.undo_guesses)
+
+    @property
+    def undone_s(self) -> float:
+        """How long all updates took that were undone."""
+        return self._worker.undone_s
+
+    # The thread.
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What broke the pipeline."""
+        return self._thread.failure
+
+    def close(self) -> None:
+        self._thread.close()
+
+    def _on_failure(self, error: BaseException) -> None:
+        """The step cannot be finished: whoever waits for a buffer or a block is told."""
+        self._arrival_pool.abort(error)
+        self._handover.abort(error)

@@ -1,0 +1,76 @@
+"""What updates are built from: given once, by whoever wires the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_lohan.config import Schedule
+from hf_lohan.device import BufferPool, Device
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.optim import AdamWGroup, MasterFormat
+from hf_lohan.store import Checksums, RecordRead
+
+GroupOf = Callable[[ParamSlice], AdamWGroup]
+StepCounts = dict[ParamSlice, int]
+"""How many optimizer steps each parameter has taken: AdamW's `step`. One without a gradient skips a step."""
+
+
+class RecordStore(Protocol):
+    """Reads and writes parts of records."""
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead: ...
+
+    def write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
+    ) -> IoRequest: ...
+
+
+class VersionedStore(RecordStore, Protocol):
+    """Keeps its last commit until the next, if it has two homes: then what was written since can be undone."""
+
+    @property
+    def num_homes(self) -> int: ...
+
+    @property
+    def has_drafts(self) -> bool: ...
+
+    def drop(self) -> None: ...
+
+    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums: ...
+
+
+@dataclass(frozen=True)
+class UpdateSetup:
+    """The parts that gradients and updates pass through."""
+
+    device: Device
+    blocks: Sequence[Block]
+    """In forward order."""
+    slices: Sequence[ParamSlice]
+    """In the model's order, in which torch adds norms up."""
+    master: MasterFormat
+    group_of: GroupOf
+    """Gives the present hyperparameters."""
+    step_counts: StepCounts
+    """Of all `slices`. Steps count them on the worker's thread."""
+    schedule: Schedule
+    holds_gradients: bool
+    """Until the norm is known, unless it is guessed."""
+    store: VersionedStore
+    states: BufferPool
+    """Where chunks are updated."""
+    gradients: BufferPool
+    """Where gradients arrive, and are held. Updates after backward may borrow those that are free."""
+    num_arrival_buffers: int
+    """So many of them are never borrowed."""
+    recall: BufferPool
+    """Buffers for spilled gradients that come back. The worker must never wait for a buffer of the pool in which
+    gradients arrive: it is who empties that one."""
+    spilled_blocks: frozenset[str] = frozenset()
+    """Their held gradients wait on the SSD, in `spill`."""
+    spill: RecordStore | None = None

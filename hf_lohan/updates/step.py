@@ -1,0 +1,192 @@
+"""One optimizer step: its gradient norm, its clipping, and whether it counts."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_lohan.model import Block
+from hf_lohan.updates.norms import NonFiniteGradientError
+from hf_lohan.updates.pipeline import GradientPipeline
+from hf_lohan.updates.setup import GroupOf
+from hf_lohan.updates.speculation import ClipHistory, ClipWay
+from hf_lohan.updates.worker import Applied
+
+logger = logging.getLogger(__name__)
+
+_CLIP_EPS = 1e-6
+"""torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What became of a step."""
+
+    changed: set[Block]
+    """Blocks whose records are others than before."""
+    applied: Applied | None
+    """How; None if it was skipped."""
+    clipped: bool
+    not_finite: str | None = None
+    """The parameter because of which it was skipped."""
+
+
+class StepTransaction:
+    """The step in progress, from its first gradient to the end of `finish`. It counts whole or not at all.
+
+    Used by the computing thread, on which an interrupt may end any method: `recover` then starts clean.
+    """
+
+    def __init__(
+        self,
+        pipeline: GradientPipeline,
+        clip_history: ClipHistory,
+        blocks: Sequence[Block],
+        *,
+        forget_weights: Callable[[Iterable[Block]], None],
+    ) -> None:
+        """`forget_weights` is told of blocks whose weights on the device are not those of the store any more."""
+        self._pipeline = pipeline
+        self._norms = pipeline.norms
+        self._clip_history = clip_history
+        self._blocks = blocks
+        self._forget_weights = forget_weights
+        self._clip_coefficient = 1.0
+        self._is_ending = False
+        self._leaves_updates = False
+        self._last: StepResult | None = None
+        pipeline.speculate(clip_history.speculates)
+
+    @property
+    def last(self) -> StepResult | None:
+        """What became of the last step."""
+        return self._last
+
+    @property
+    def is_half_applied(self) -> bool:
+        """Whether the store holds updates of a step that did not count, for good or for all that is known."""
+        return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
+
+    def clip_by(self, way: ClipWay) -> None:
+        """From the next step on, or from this one, if none of its gradients has come."""
+        self._clip_history.clip_by(way)
+        if not self._pipeline.has_gradients:
+            self._pipeline.speculate(self._clip_history.speculates)
+
+    def undo_guesses(self) -> None:
+        """The step needs its weights once more, as they were. As the next one will: none guesses any more."""
+        if undone := self._pipeline.undo_guesses():
+            self._clip_history.never_speculate()
+            self._forget_weights(undone)
+
+    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before.
+
+        An infinite `max_norm` only measures. Raises ValueError for another norm than the 2-norm, and where the
+        updates run in backward and cannot be scaled any more.
+        """
+        if float(norm_type) != 2.0:
+            raise ValueError(f"norm_type={norm_type} is not supported under offload; use the 2-norm")
+        self._pipeline.wait_for_norms()
+        norm = self._norms.total()
+        if max_norm == float("inf"):
+            return norm
+        if not self._pipeline.holds_gradients:
+            raise ValueError(
+                f"clipping to {max_norm} was asked for, but the engine was prepared for max_grad_norm=0 and has "
+                "applied the updates in backward already; set max_grad_norm before training starts"
+            )
+        self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
+        return norm
+
+    def finish(self, group_of: GroupOf) -> StepResult:
+        """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
+        finite: then undo what was applied and forget the rest. What was applied for good was finite."""
+        self._is_ending = True
+        self._pipeline.wait_for_norms()  # no gradient of this step may be on its way when its norms are forgotten
+        if math.isfinite(self._norms.total()) or self._pipeline.is_past_undoing:
+            changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
+            result = StepResult(changed, applied, self._clip_coefficient != 1.0)
+        else:
+            not_finite = self._norms.first_not_finite() or "all parameters together"
+            changed, _ = self._pipeline.abandon_step()
+            result = StepResult(changed, None, clipped=False, not_finite=not_finite)
+        self._begin_next()
+        self._forget_weights(result.changed)
+        self._clip_history.note_step(result.applied, clipped=result.clipped)
+        self._pipeline.speculate(self._clip_history.speculates)
+        self._last = result
+        self._is_ending = self._leaves_updates = False
+        return result
+
+    def recover(self) -> None:
+        """If an exception ended `finish`, or one of the methods here, abandon what is left of the step."""
+        if self._is_ending:
+            # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
+            self._pipeline.settle()
+            self._abandon()
+            self._is_ending = True
+            self._forget_weights(self._blocks)
+            self._is_ending = False
+
+    def abandon(self) -> None:
+        """Forget its gradients, and undo its updates if the store can."""
+        touched, remains = self._abandon()
+        if remains:
+            logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
+
+    def abandon_broken(self) -> None:
+        """Its backward ended with an exception."""
+        touched, remains = self._abandon()
+        logger.warning(
+            "the last backward did not finish; its step's gradients are dropped%s",
+            f", but {len(touched)} blocks had been updated in it already" if remains else "",
+        )
+
+    def _abandon(self) -> tuple[set[Block], bool]:
+        """Returns the blocks that it had touched, and whether updates remain in them."""
+        self._is_ending = True
+        touched, remains = self._pipeline.abandon_step()
+        self._begin_next()
+        self._leaves_updates = self._leaves_updates or remains
+        self._forget_weights(touched)
+        self._is_ending = False
+        return touched, remains
+
+    def _begin_next(self) -> None:
+        self._norms.clear()
+        self._clip_coefficient = 1.0
+
+
+class SkippedSteps:
+    """Counts steps whose gradients were not finite. Too many in a row end the run."""
+
+    def __init__(self, max_in_a_row: int) -> None:
+        self._max_in_a_row = max_in_a_row
+        self._in_a_row = 0
+        self._total = 0
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    def note(self, result: StepResult) -> None:
+        """A step has ended. Raises NonFiniteGradientError if it was skipped and that was one too many."""
+        if result.not_finite is None:
+            self._in_a_row = 0
+            return
+        self._total += 1
+        self._in_a_row += 1
+        name, in_a_row = result.not_finite, self._in_a_row
+        logger.warning("skipped a step: the gradient of %s is not finite (%d in a row)", name, in_a_row)
+        if in_a_row >= self._max_in_a_row:
+            raise NonFiniteGradientError(
+                f"the gradient of {name} is not finite, for the {in_a_row}. step in a row "
+                f"(max_skipped_steps={self._max_in_a_row}); lower the learning rate or look at the data. The store "
+                "holds the last good step"
+            )

@@ -1,0 +1,230 @@
+"""New parameters come from their update while they are in RAM, and from the store where they went by already."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from hf_lohan.device import Buffer, BufferPool, CpuDevice, Event
+from hf_lohan.model import Block, Chunk, lay_out_block
+from hf_lohan.planner import SizeClass
+from hf_lohan.store import GRANULE_NUMEL
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.updates.handover import Delivery, Handover, NewParams
+
+NUM_CHUNKS = 4
+
+
+def a_block() -> tuple[Block, list[Chunk]]:
+    parameters = {f"p{i}": nn.Parameter(torch.zeros(GRANULE_NUMEL)) for i in range(NUM_CHUNKS)}
+    block = lay_out_block("block", SizeClass.LAYER, parameters)
+    return block, block.cut(GRANULE_NUMEL)
+
+
+class Updates:
+    """Updates that leave in each chunk its index, in buffers of their own."""
+
+    def __init__(self, device: CpuDevice | None = None) -> None:
+        self.handover = Handover(device or CpuDevice())
+        self.pool = BufferPool(CpuDevice(), name="states", num_buffers=NUM_CHUNKS, buffer_bytes=4 * GRANULE_NUMEL)
+
+    def hand_over(self, chunk: Chunk) -> tuple[NewParams, Event | None, Buffer]:
+        """Until `written` the buffer is the update's."""
+        buffer = self.pool.acquire()
+        param = buffer.view(torch.float32, chunk.numel).fill_(float(chunk.index))
+        return *self.handover.hand_over(chunk, param, buffer), buffer
+
+    def finish(self, chunk: Chunk) -> Event | None:
+        """Hand over and write."""
+        new, copied, buffer = self.hand_over(chunk)
+        if copied is not None:
+            copied.synchronize()
+        self.handover.written(new)
+        buffer.release()
+        return copied
+
+
+def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object]) -> None:
+    """`meanwhile` happens while `work` waits, which has to end by it."""
+    with ThreadPoolExecutor(1) as threads:
+        working = threads.submit(work)
+        meanwhile()
+        working.result(60)
+
+
+def test_what_nobody_updates_is_read_from_the_store() -> None:
+    block, _ = a_block()
+    delivery = Handover(CpuDevice()).deliver(block, torch.zeros(block.numel))
+    delivery.wait()
+    assert list(delivery.ranges_to_read()) == [(0, block.numel)]
+
+
+def test_what_is_still_to_be_updated_comes_from_the_update_and_is_not_read() -> None:
+    block, chunks = a_block()
+    updates, weights = Updates(), torch.full((block.numel,), -1.0)
+    updates.handover.announce([chunks[0], chunks[2]])
+    delivery = updates.handover.deliver(block, weights)
+    assert list(delivery.ranges_to_read()) == [(GRANULE_NUMEL, 2 * GRANULE_NUMEL), (3 * GRANULE_NUMEL, block.numel)]
+
+    def update() -> None:
+        for chunk in (chunks[0], chunks[2]):
+            assert updates.finish(chunk) is not None
+
+    within_a_minute(delivery.wait, update)
+    assert [weights[chunk.start].item() for chunk in chunks] == [0.0, -1.0, 2.0, -1.0]
+
+
+def test_what_went_by_is_read_once_it_is_written() -> None:
+    block, chunks = a_block()
+    updates = Updates()
+    updates.handover.announce(chunks[:2])
+    assert updates.finish(chunks[0]) is None  # nobody wants it
+    delivery = updates.handover.deliver(block, torch.zeros(block.numel))
+    assert list(delivery.chunks) == [chunks[1]]
+
+
+def test_whoever_waits_is_told_of_a_failure() -> None:
+    block, chunks = a_block()
+    updates = Updates().handover
+    updates.announce(chunks)
+    delivery = updates.deliver(block, torch.zeros(block.numel))
+    with pytest.raises(OSError, match="drive"):
+        within_a_minute(delivery.wait, lambda: updates.abort(OSError("the drive is gone")))
+    with pytest.raises(OSError, match="drive"):
+        updates.deliver(block, torch.zeros(block.numel))
+
+
+def test_each_who_waits_has_an_error_of_his_own() -> None:
+    """One object that several threads raise collects the tracebacks of them all."""
+    block, chunks = a_block()
+    updates, cause = Updates().handover, OSError("the drive is gone")
+    updates.announce(chunks)
+    delivery = updates.deliver(block, torch.zeros(block.numel))
+    updates.abort(cause)
+    raised = []
+    for ask in (delivery.wait, lambda: updates.deliver(block, torch.zeros(block.numel))):
+        with pytest.raises(OSError, match="drive") as error:
+            ask()
+        raised.append(error.value)
+    assert raised[0] is not raised[1]
+    assert [error.__cause__ for error in raised] == [cause, cause]
+    assert cause.__traceback__ is None
+
+
+def test_a_dropped_step_delivers_nothing() -> None:
+    block, chunks = a_block()
+    updates = Updates()
+    updates.handover.announce(chunks)
+    delivery = updates.handover.deliver(block, torch.zeros(block.numel))
+    with pytest.raises(RuntimeError, match="dropped"):
+        within_a_minute(delivery.wait, updates.handover.call_off)
+    assert updates.finish(chunks[0]) is None
+    assert not updates.handover.deliver(block, torch.zeros(block.numel)).chunks
+
+
+def test_the_source_is_free_when_the_event_is_reached_and_not_before() -> None:
+    """On a device whose copies run late, what is overwritten at once would arrive overwritten."""
+    device = AsyncDevice(max_delay_s=5e-3)
+    block, chunks = a_block()
+    updates, weights = Updates(device), device.empty(4 * block.numel).view(torch.float32)
+    updates.handover.announce(chunks)
+    delivery = updates.handover.deliver(block, weights)
+
+    def update() -> None:
+        for chunk in chunks:
+            _, copied, buffer = updates.hand_over(chunk)
+            assert copied is not None
+            copied.synchronize()
+            buffer.bytes.fill_(0xFF)
+
+    thread = threading.Thread(target=update)
+    thread.start()
+    delivery.wait()
+    thread.join()
+    assert [weights[chunk.start].item() for chunk in chunks] == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("device", [CpuDevice(), AsyncDevice(max_delay_s=5e-3)], ids=["cpu", "late"])
+def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDevice) -> None:
+    block, chunks = a_block()
+    updates, weights = Updates(device), device.empty(4 * block.numel).view(torch.float32)
+    updates.handover.announce(chunks[:2])
+    new, copied, buffer = updates.hand_over(chunks[1])
+    assert copied is None
+    delivery = updates.handover.deliver(block, weights)
+    assert list(delivery.ranges_to_read()) == [(2 * GRANULE_NUMEL, block.numel)]
+    updates.handover.written(new)
+    buffer.release()
+    assert updates.pool.num_free == NUM_CHUNKS - 1  # somebody reads the buffer
+    errors: list[BaseException | None] = []
+    delivery.when_ended(errors.append)
+    assert updates.pool.num_free == NUM_CHUNKS
+    buffer.bytes.fill_(0xFF)
+    assert not errors  # the other chunk is still to come
+    copied = updates.finish(chunks[0])
+    assert copied is not None and errors == [None]
+    assert [weights[chunk.start].item() for chunk in chunks[:2]] == [0.0, 1.0]
+
+
+def test_what_waits_to_be_written_is_forgotten_once_all_is() -> None:
+    """Whoever waited for the store may change it: what was in RAM is old then."""
+    block, chunks = a_block()
+    updates = Updates()
+    updates.handover.announce(chunks)
+    for chunk in chunks:
+        updates.finish(chunk)
+    assert not updates.handover.deliver(block, torch.zeros(block.numel)).chunks
+    updates.hand_over(chunks[0])
+    updates.handover.forget_written()
+    assert not updates.handover.deliver(block, torch.zeros(block.numel)).chunks
+
+
+@pytest.mark.parametrize("end", ["abort", "call_off"])
+def test_who_asked_to_be_told_is_told_of_a_failure_once(end: str) -> None:
+    block, chunks = a_block()
+    updates = Updates().handover
+    updates.announce(chunks)
+    errors: list[BaseException | None] = []
+    updates.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    assert not errors
+    if end == "abort":
+        updates.abort(OSError("the drive is gone"))
+    updates.call_off()
+    (error,) = errors
+    assert isinstance(error, OSError if end == "abort" else RuntimeError)
+
+
+def test_a_block_that_was_forgotten_while_it_came_is_delivered_again_when_it_has_come() -> None:
+    """Else nobody would end the first delivery, and its slot would load for ever."""
+    block, chunks = a_block()
+    updates = Updates()
+    updates.handover.announce(chunks[:1])
+    errors: list[BaseException | None] = []
+    updates.handover.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    weights = torch.full((block.numel,), -1.0)
+    again: list[Delivery] = []
+
+    def deliver_again() -> None:
+        again.append(updates.handover.deliver(block, weights))
+        again[0].wait()
+
+    within_a_minute(deliver_again, lambda: updates.hand_over(chunks[0]))
+    assert errors == [None]
+    assert weights[0].item() == 0.0  # from where it waits to be written
+
+
+def test_a_word_of_the_last_update_that_comes_late_does_not_end_this_one() -> None:
+    block, chunks = a_block()
+    updates = Updates()
+    before, _, _ = updates.hand_over(chunks[0])
+    updates.handover.announce(chunks[:1])
+    updates.handover.written(before)
+    assert updates.handover.deliver(block, torch.zeros(block.numel)).to_come == {chunks[0]}
+    updates.hand_over(chunks[0])
+    updates.handover.written(before)
+    assert list(updates.handover.deliver(block, torch.zeros(block.numel)).chunks) == [chunks[0]]
