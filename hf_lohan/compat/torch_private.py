@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -16,3 +17,8 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
 def cpu_has_bfloat16_units() -> bool:
     """Whether bfloat16 matmuls are fast on this CPU."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Within, subclasses of Tensor are plain tensors to torch's functions."""
+    return torch._C.DisableTorchFunctionSubclass()

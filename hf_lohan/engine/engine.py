@@ -268,6 +268,7 @@ class OffloadEngine:
         self._micro_batches.refuse_within("zero_grad()")
         self._recover()
         self._step.abandon()
+        self._ring.gradients_away.clear()
 
     @property
     def last_forward_s(self) -> float:

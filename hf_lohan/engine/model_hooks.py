@@ -252,6 +252,7 @@ class ModelHooks:
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._enter_backward()
+        self._ring.gradients_away.note()
         with _cause_of_abort():
             self._arrivals.take(part, parameter)
 
@@ -259,6 +260,7 @@ class ModelHooks:
         self, sums: GradientSums, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool
     ) -> None:
         self._enter_backward()
+        self._ring.gradients_away.note()
         self._sums = sums
         with _cause_of_abort():
             (sums.keep if has_more else sums.add)(micro_batch, part, leaf)

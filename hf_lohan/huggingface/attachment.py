@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from accelerate.state import GradientState
 from torch import nn
+from transformers import PreTrainedModel
 
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
@@ -122,9 +123,11 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     _attached[:] = [*(other for other in _attached if not other.is_closed), engine]
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
-    if hasattr(model, "save_pretrained"):
+    if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         stock: Any = type(model).save_pretrained
         model.save_pretrained = functools.partial(save_pretrained_from_store, StoredModel.of(engine), stock)
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
@@ -159,10 +162,17 @@ def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(f"{name} cannot reach weights that are in the store; {advice}")
 
 
+def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
+    raise ValueError(
+        f"save_pretrained of {class_name}, which is neither of transformers nor of PEFT, would look for weights that "
+        "are in the store; save what accelerator.get_state_dict(model) gives, which holds them all in RAM"
+    )
+
+
 def _zero_grad(engine: OffloadEngine, set_to_none: bool = True) -> None:
     """`Module.zero_grad`, for gradients that are on the host."""
-    type(engine.model).zero_grad(engine.model, set_to_none)
     engine.drop_gradients()
+    type(engine.model).zero_grad(engine.model, set_to_none)
 
 
 def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:

@@ -70,9 +70,6 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not been applied yet."""
-        for group in self.param_groups:
-            for param in group["params"]:
-                param.grad = None
         self._engine.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

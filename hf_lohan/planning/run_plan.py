@@ -13,6 +13,7 @@ from dataclasses import replace
 from torch import nn
 
 from hf_lohan.activations import LayerTrace
+from hf_lohan.compat.torch_private import without_torch_function
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.engine import StepsSoFar, Tiers
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
@@ -228,7 +229,8 @@ def hooks_taken_off(model: nn.Module) -> Iterator[None]:
         if recomputes is not None:
             module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        yield
+        with without_torch_function():  # weights that are not there have a shape
+            yield
     finally:
         for module, (after, ahead, recomputes) in before.items():
             module._forward_hooks, module._forward_pre_hooks = after, ahead

@@ -13,6 +13,7 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.updates import WeightLoan
+from hf_lohan.weights.absent_parameter import AbsentParameter, GradientsAway
 
 MIN_SLOTS_TO_LEND = 3
 
@@ -43,8 +44,8 @@ class Slot:
 class SlotRing:
     """Puts a block's parameters on the device and takes them off.
 
-    A parameter is either present, `p.data` being a view into a slot, or absent, `p.data` being one NaN expanded to
-    the right shape: a forgotten fetch turns the loss into NaN instead of a quiet wrong number. A released slot keeps
+    A parameter is either present, `p.data` being a view into a slot, or absent: then it refuses to be read, and what
+    gets round that finds one NaN expanded to the right shape, never a quiet wrong number. A released slot keeps
     its block until it is claimed for another, so what is needed again soon is not read again.
 
     Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `lock` guards them, and
@@ -63,6 +64,7 @@ class SlotRing:
             ]
             for size_class in SizeClass
         }
+        self.gradients_away = GradientsAway()
         self._placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device.torch_device)
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
@@ -107,12 +109,12 @@ class SlotRing:
         """Make the parameters views into the pinned slot."""
         weights = self.slot_of(block).weights
         for part in block.slices:
-            part.parameter.data = weights[part.start : part.stop].view(part.shape)
+            AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
         """Make the parameters placeholders."""
         for part in block.slices:
-            part.parameter.data = self.absent(part)
+            AbsentParameter.hide(part.parameter, self.absent(part), self.gradients_away)
 
     def absent(self, part: ParamSlice) -> Tensor:
         """A placeholder for the parameter."""

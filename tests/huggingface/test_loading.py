@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan.compat.torch_private import without_torch_function
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.loading import reload_weights
@@ -50,8 +51,9 @@ def test_a_streamed_load_equals_a_normal_one(family: str, load_streamed: Load, t
     model = load_streamed(path)
     stock = AutoModelForCausalLM.from_pretrained(path)
     assert_same(stored(model), stock)
-    assert all(p.isnan().all() for p in model.parameters())  # placeholders: nothing stands in RAM
-    assert model.get_input_embeddings().weight.untyped_storage().nbytes() <= 4
+    with without_torch_function():
+        assert all(p.isnan().all() for p in model.parameters())  # placeholders: nothing stands in RAM
+        assert model.get_input_embeddings().weight.untyped_storage().nbytes() <= 4
     with torch.no_grad():
         assert torch.equal(model.eval()(**tiny_batch()).logits, stock.eval()(**tiny_batch()).logits)
 

@@ -1,0 +1,167 @@
+"""What people call on any model: under offload it works, or is refused in a sentence that names the right call."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+Offload = Callable[..., OffloadEngine]
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+@pytest.fixture
+def model(offload: Offload) -> Any:
+    """Between a backward and its step."""
+    model = tiny_model("llama")
+    offload(model)
+    model(**tiny_batch()).loss.backward()
+    return model
+
+
+def weight_of(model: nn.Module) -> nn.Parameter:
+    return model.get_parameter(NAME)
+
+
+def average_with(model: Any, read: Callable[[nn.Parameter], Tensor]) -> None:
+    for parameter in model.parameters():
+        torch.zeros(parameter.shape).lerp_(read(parameter), 0.1)
+
+
+def set_to_zero(model: Any) -> None:
+    weight_of(model).data = torch.zeros(weight_of(model).shape)
+
+
+REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "torch.save": lambda model: torch.save(model.state_dict(), io.BytesIO()),
+    "torch.save of the model": lambda model: torch.save(weight_of(model), io.BytesIO()),
+    "pickle": lambda model: pickle.dumps(weight_of(model)),
+    "safetensors": lambda model: save_file(dict(model.state_dict()), "never_written"),
+    "EMA of .data": lambda model: average_with(model, lambda parameter: parameter.data),
+    "EMA of .detach()": lambda model: average_with(model, lambda parameter: parameter.detach()),
+    "EMA of the parameter": lambda model: average_with(model, lambda parameter: parameter),
+    "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(nn.ModuleList([model.lm_head])),
+    "data.zero_()": lambda model: weight_of(model).data.zero_(),
+    "data =": set_to_zero,
+    "init": lambda model: nn.init.zeros_(weight_of(model)),
+    "copy_": lambda model: weight_of(model).data.copy_(torch.zeros(())),
+    "norm": lambda model: weight_of(model).norm(),
+    "a part of it": lambda model: weight_of(model)[0].sum(),
+    "numpy": lambda model: weight_of(model).detach().numpy(),
+    "tolist": lambda model: weight_of(model).tolist(),
+    "deepcopy": lambda model: copy.deepcopy(model.lm_head),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "to(dtype)": lambda model: model.to(torch.bfloat16),
+    "double": lambda model: model.double(),
+    "parameters_to_vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED_WEIGHTS.values(), ids=REFUSED_WEIGHTS)
+def test_a_weight_that_is_not_there_is_neither_read_nor_written(
+    call: Callable[[Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError, match=r"in the store.*trainer\.save_model.*accelerator\.get_state_dict"):
+        call(model)
+
+
+def scale_gradients(model: Any) -> None:
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def set_gradient(model: Any) -> None:
+    weight_of(model).grad = torch.zeros(weight_of(model).shape)
+
+
+REFUSED_GRADIENTS: dict[str, Callable[[Any], Any]] = {
+    "clip_grad_norm_": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1.0),
+    "clip_grad_value_": lambda model: nn.utils.clip_grad_value_(model.parameters(), 1.0),
+    "scaled": scale_gradients,
+    "set": set_gradient,
+    "another optimizer": lambda model: torch.optim.SGD(model.parameters(), lr=0.1).step(),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED_GRADIENTS.values(), ids=REFUSED_GRADIENTS)
+def test_a_gradient_that_went_is_neither_read_nor_written(call: Callable[[Any], Any], model: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"gradient.*accelerator\.clip_grad_norm_.*scale the loss"):
+        call(model)
+
+
+def test_there_is_no_gradient_before_a_backward_and_after_zero_grad(offload: Offload) -> None:
+    model = tiny_model("llama")
+    offload(model)
+    assert weight_of(model).grad is None
+    model(**tiny_batch()).loss.backward()
+    model.zero_grad()
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_looks_at_no_value_works(model: Any) -> None:
+    weight = weight_of(model)
+    assert isinstance(weight, nn.Parameter)
+    assert weight.shape == weight.data.shape == model.state_dict()[NAME].shape
+    assert (weight.dtype, weight.device, weight.requires_grad) == (torch.float32, torch.device("cpu"), True)
+    assert weight.detach().t().size(0) == weight.size(1)
+    assert weight.numel() == weight.data.nelement() and weight.is_floating_point() and not weight.is_sparse
+    assert torch.zeros_like(weight).sum() == 0 and weight.new_zeros(3).shape == (3,)
+    assert "in the store" in repr(weight) and "in the store" in f"{weight.data}"
+    assert model.num_parameters() == sum(parameter.numel() for parameter in model.parameters())
+    assert (model.dtype, model.device) == (torch.float32, torch.device("cpu"))
+    assert weight in set(model.parameters())
+    torch.optim.SGD(model.parameters(), lr=0.1)
+    for same in (model.to("cpu"), model.float(), model.to(torch.float32), model.cpu(), model.eval(), model.train()):
+        assert same is model
+    weight.requires_grad_(False)
+    assert not weight.requires_grad
+
+
+def test_weights_are_as_ever_while_the_model_runs(offload: Offload) -> None:
+    model = tiny_model("llama")
+    expected = weight_of(model).detach().clone()
+    offload(model)
+    seen: list[Tensor] = []
+
+    def look(module: Any, _args: Any) -> None:
+        seen.append(module.weight.detach().clone())
+        assert type(module.weight) is nn.Parameter
+
+    model.get_submodule(NAME.rpartition(".")[0]).register_forward_pre_hook(look)
+    model(**tiny_batch())
+    assert torch.equal(seen[0], expected)
+
+
+def test_a_model_of_another_library_says_how_it_is_saved(offload: Offload, tmp_path: Path) -> None:
+    """As diffusers' do, it would write what is in its own state dict."""
+
+    class Foreign(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny_model("llama")
+
+        def forward(self, **inputs: Any) -> Any:
+            return self.inner(**inputs)
+
+        def save_pretrained(self, folder: Path, **_: Any) -> None:
+            torch.save(self.state_dict(), folder / "model.bin")
+
+    model = Foreign()
+    offload(model)
+    with pytest.raises(ValueError, match=r"save_pretrained of Foreign.*accelerator\.get_state_dict"):
+        model.save_pretrained(tmp_path)
+    assert not list(tmp_path.glob("*.bin"))
