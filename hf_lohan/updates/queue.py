@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
@@ -59,21 +60,20 @@ class UpdateQueue:
         """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `is_guess`: it is
         held again, and nobody is handed the result; `may_borrow`: the step's backward is over, so the buffers of
         gradients that have been applied serve to read further ahead, and to wait in for the drive."""
-        began_s = time.perf_counter()
         self._chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
-        buffers = self._make_room(gradient, may_borrow)
-        with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
-            reads = self._held.bring_back(gradient)
-        self._wait_for_writes_of(gradient.chunk)
-        update = self._updater.begin(gradient, reads, loan=loan, is_guess=is_guess, buffers=buffers)
-        if not self._is_optimized or not may_borrow:
-            self._finish_pending()
-        self._pending.append((update, group_of, clip_coefficient))
-        if not self._is_optimized:
-            self._finish_pending()
-            self._wait_for_writes()
-        self._busy_s += time.perf_counter() - began_s
+        with self._timed():
+            buffers = self._make_room(gradient, may_borrow)
+            with self._timeline.task(UPDATES_WAIT, "spilled gradients", block=gradient.chunk.block.name):
+                reads = self._held.bring_back(gradient)
+            self._wait_for_writes_of(gradient.chunk)
+            update = self._updater.begin(gradient, reads, loan=loan, is_guess=is_guess, buffers=buffers)
+            if not may_borrow:
+                self._finish_all()
+            self._pending.append((update, group_of, clip_coefficient))
+            if not self._is_optimized:
+                self._finish_all()
+                self._wait_for_writes()
 
     def _make_room(self, gradient: ChunkGradient, may_borrow: bool) -> list[Buffer] | None:
         """Buffers for one more update, of those that are free now. Two are under way together with the buffers that
@@ -89,17 +89,16 @@ class UpdateQueue:
 
     def finish_pending(self) -> bool:
         """Finish the updates that wait for the next one's reads to be issued. Says whether there were any."""
-        began_s = time.perf_counter()
-        had_one = self._finish_pending()
-        self._busy_s += time.perf_counter() - began_s
+        had_one = bool(self._pending)
+        with self._timed():
+            self._finish_all()
         return had_one
 
     def settle(self) -> None:
         """Wait until all is written."""
-        self.finish_pending()
-        began_s = time.perf_counter()
-        self._wait_for_writes()
-        self._busy_s += time.perf_counter() - began_s
+        with self._timed():
+            self._finish_all()
+            self._wait_for_writes()
 
     def refuse_second(self, arrived: ArrivedChunk) -> None:
         """Raises RuntimeError if a gradient arrived of what has been updated with another."""
@@ -124,11 +123,15 @@ class UpdateQueue:
             self._step_counts[part] += 1
         self.forget()
 
-    def _finish_pending(self) -> bool:
-        had_one = bool(self._pending)
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self._busy_s += time.perf_counter() - began_s
+
+    def _finish_all(self) -> None:
         while self._pending:
             self._finish_first()
-        return had_one
 
     def _finish_first(self) -> None:
         update, group_of, clip_coefficient = self._pending.popleft()

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-from torch import Tensor
 
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device
-from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.optim import AdamWGroup, MasterFormat
-from hf_lohan.store import Checksums, RecordRead
+from hf_lohan.store import RecordFiles, Store
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]
 StepCounts = dict[ParamSlice, int]
 """How many optimizer steps each parameter has taken: AdamW's `step`. One without a gradient skips a step."""
-
-
-class RecordStore(Protocol):
-    """Reads and writes parts of records."""
-
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor) -> RecordRead: ...
-
-    def write(
-        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
-    ) -> IoRequest: ...
-
-
-class VersionedStore(RecordStore, Protocol):
-    """Keeps its last commit until the next, if it has two homes: then what was written since can be undone."""
-
-    @property
-    def num_homes(self) -> int: ...
-
-    @property
-    def has_drafts(self) -> bool: ...
-
-    def drop(self) -> None: ...
-
-    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums: ...
 
 
 @dataclass(frozen=True)
@@ -61,7 +33,8 @@ class UpdateSetup:
     schedule: Schedule
     holds_gradients: bool
     """Until the norm is known, unless it is guessed."""
-    store: VersionedStore
+    store: Store
+    """If it has two homes it keeps its last commit until the next: what was written since can be undone."""
     states: BufferPool
     """Where chunks are updated."""
     gradients: BufferPool
@@ -73,4 +46,4 @@ class UpdateSetup:
     gradients arrive: it is who empties that one."""
     spilled_blocks: frozenset[str] = frozenset()
     """Their held gradients wait on the SSD, in `spill`."""
-    spill: RecordStore | None = None
+    spill: RecordFiles | None = None
