@@ -108,21 +108,21 @@ class ChunkUpdater:
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
             for read in update.reads:
                 read.arrive()
-        in_parts = UpdateInParts(
-            form=self._master,
-            records=update.records,
-            gradient=gradient.values,
-            position=gradient.chunk.start,
-            reads=update.reads,
-            segments=merge_segments(gradient, group_of, self._step_counts),
-            clip_coefficient=clip_coefficient,
-            private=[buffer.bytes for buffer in update.private],
-            checksums_of=partial(self._store.checksums, block),
-            granule_numel=gradient.chunk.block.granule_numel,
-        )
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self._timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
-            checksums = in_parts.run(self._threads)
+            checksums = update_in_parts(
+                self._threads,
+                self._master,
+                update.records,
+                gradient.values,
+                update.reads,
+                merge_segments(gradient, group_of, self._step_counts),
+                position=gradient.chunk.start,
+                clip_coefficient=clip_coefficient,
+                private=[buffer.bytes for buffer in update.private],
+                checksums_of=partial(self._store.checksums, block),
+                granule_numel=gradient.chunk.block.granule_numel,
+            )
         assert gradient.buffer is not None
         for buffer in update.private if update.is_guess else (gradient.buffer, *update.private):
             buffer.release()
@@ -159,56 +159,52 @@ class ChunkUpdater:
             buffer.release()
 
 
-@dataclass(frozen=True)
-class UpdateInParts:
-    """The update of one chunk whose inputs have arrived, all [numel] but for records of which an element goes with many
-    parameters."""
+def update_in_parts(
+    threads: KernelThreads,
+    form: MasterFormat,
+    records: Mapping[str, Tensor],
+    gradient: Tensor,
+    reads: Sequence[RecordRead],
+    segments: Sequence[Segment],
+    *,
+    position: int,
+    clip_coefficient: float,
+    private: Sequence[Tensor],
+    checksums_of: Callable[[str, Tensor], Checksums],
+    granule_numel: int = GRANULE_NUMEL,
+) -> dict[str, Checksums]:
+    """Update a chunk's ``records``, by kind, in place from its float32 ``gradient`` [numel], which is scaled. ``reads``
+    filled these; they have arrived, and are verified here. Returns checksums of the records' granules by kind.
 
-    form: MasterFormat
-    records: Mapping[str, Tensor]
-    """By kind; they are updated in place."""
-    gradient: Tensor
-    """float32; it is scaled in place."""
-    position: int
-    """Of the chunk in its block's records."""
-    reads: Sequence[RecordRead]
-    """What filled these, not verified yet."""
-    segments: Sequence[Segment]
-    clip_coefficient: float
-    private: Sequence[Tensor]
-    """`MasterFormat.num_private_buffers`, each with 4 * numel bytes, or more: uint8."""
-    checksums_of: Callable[[str, Tensor], Checksums]
-    granule_numel: int = GRANULE_NUMEL
-    """Parameters that go with a granule."""
-
-    def run(self, threads: KernelThreads) -> dict[str, Checksums]:
-        """Update the records. Returns checksums of their granules by kind. Raises CorruptionError; what the records
-        hold then is of no use."""
-        numel = self.records["param"].numel()
-        part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), self.granule_numel))
-        found = threads.map(lambda part: self._update(*part), list(ranges(numel, part_numel)))
-        assert all(read.is_verified for read in self.reads)
-        return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in self.records}
+    ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
+    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule. Raises CorruptionError; what
+    the records hold then is of no use.
+    """
+    numel = records["param"].numel()
 
     @torch.no_grad()
-    def _update(self, start: int, stop: int) -> dict[str, Checksums]:
-        granules = start // self.granule_numel, -(-stop // self.granule_numel)
-        for read in self.reads:
-            read.verify(*granules)
-        gradient = self.gradient[start:stop]
-        if self.clip_coefficient != 1.0:  # also where it is NaN, as torch does
-            gradient.mul_(self.clip_coefficient)
-        is_last = stop == self.records["param"].numel()  # what is left of the buffers is its
-        records = {kind: part[slice(*self.form.elements(kind, start, stop))] for kind, part in self.records.items()}
+    def update(part: tuple[int, int]) -> dict[str, Checksums]:
+        start, stop = part
+        for read in reads:
+            read.verify(start // granule_numel, -(-stop // granule_numel))
+        if clip_coefficient != 1.0:  # also where it is NaN, as torch does
+            gradient[start:stop].mul_(clip_coefficient)
+        of_part = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
         update_records_(
-            records,
-            gradient,
-            within(self.segments, start, stop),
-            self.form,
-            position=self.position + start,
-            private=[buffer[4 * start : None if is_last else 4 * stop] for buffer in self.private],
+            of_part,
+            gradient[start:stop],
+            within(segments, start, stop),
+            form,
+            position=position + start,
+            # What is left of the buffers is the last part's.
+            private=[buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private],
         )
-        return {kind: self.checksums_of(kind, record) for kind, record in records.items()}
+        return {kind: checksums_of(kind, record) for kind, record in of_part.items()}
+
+    part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
+    found = threads.map(update, list(ranges(numel, part_numel)))
+    assert all(read.is_verified for read in reads)
+    return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in records}
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:

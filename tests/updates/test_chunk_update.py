@@ -23,9 +23,9 @@ from hf_lohan.optim import (
     encode_master_,
     master_format,
 )
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
+from hf_lohan.store import GRANULE_NUMEL, Checksums, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.threads import KernelThreads
-from hf_lohan.updates.chunk_update import MIN_PART_NUMEL, UpdateInParts
+from hf_lohan.updates.chunk_update import MIN_PART_NUMEL, update_in_parts
 
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)
@@ -89,19 +89,27 @@ def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
     return records, [store.read("block", kind, 0, out) for kind, out in records.items()]
 
 
-def split(
-    store: Store,
-    form: MasterFormat,
-    segments: tuple[Segment, ...] = SEGMENTS,
-    clip: float = 1.0,
-) -> UpdateInParts:
+def in_parts(
+    store: Store, form: MasterFormat, num_threads: int, clip: float = 1.0
+) -> tuple[dict[str, Tensor], dict[str, Checksums]]:
+    """The records after it, and their checksums."""
     records, reads = read_all(store)
     for read in reads:
         read.arrive()
     values = gradient(store)
-    private = [mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)]
-    checksums_of = partial(store.checksums, "block")
-    return UpdateInParts(form, records, values, POSITION, reads, segments, clip, private, checksums_of)
+    checksums = update_in_parts(
+        KernelThreads(num_threads),
+        form,
+        records,
+        values,
+        reads,
+        SEGMENTS,
+        position=POSITION,
+        clip_coefficient=clip,
+        private=[mapped_empty(values.nbytes) for _ in range(form.num_private_buffers)],
+        checksums_of=partial(store.checksums, "block"),
+    )
+    return records, checksums
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
@@ -147,11 +155,12 @@ def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Ten
 @pytest.mark.parametrize("num_threads", [1, 2, 9])
 @pytest.mark.parametrize("clip", [1.0, 0.3])
 def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int, clip: float) -> None:
-    update = split(store, form, clip=clip)
-    before = {kind: record.clone() for kind, record in update.records.items()}
-    checksums = update.run(KernelThreads(num_threads))
+    before, reads = read_all(store)
+    for read in reads:
+        read.wait()
+    records, checksums = in_parts(store, form, num_threads, clip)
     for kind, expected in in_one_piece(store, form, clip).items():
-        found = update.records[kind]
+        found = records[kind]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
         assert checksums[kind].tolist() == store.checksums("block", kind, expected).tolist()
@@ -165,9 +174,9 @@ def test_no_granule_of_any_input_is_used_unseen(
         first = form.numel(record.kind, granule * GRANULE_NUMEL)
         flip(record.kind, first * record.itemsize + 3)
         with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged: .* from {first} on"):
-            split(store, form).run(KernelThreads(2))
+            in_parts(store, form, 2)
         flip(record.kind, first * record.itemsize + 3)
-    split(store, form).run(KernelThreads(2))
+    in_parts(store, form, 2)
 
 
 @pytest.fixture
