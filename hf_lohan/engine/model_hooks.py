@@ -19,6 +19,7 @@ from hf_lohan.engine.step_clock import StepClock
 from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planner import SizeClass
+from hf_lohan.threads import raised_anew
 from hf_lohan.updates import GradientArrivals
 from hf_lohan.weights import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
 
@@ -297,4 +298,4 @@ def _cause_of_abort() -> Iterator[None]:
     try:
         yield
     except PoolAborted as aborted:
-        raise (aborted.__cause__ or aborted) from None
+        raise raised_anew(aborted.__cause__ or aborted) from aborted.__cause__

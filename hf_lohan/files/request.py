@@ -6,6 +6,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from hf_lohan.threads import raised_anew
+
 logger = logging.getLogger(__name__)
 
 
@@ -52,10 +54,10 @@ class IoRequest:
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Return when done; raise the first `StorageError` of its pieces, again on every call."""
+        """Return when done; raise one like the first `StorageError` of its pieces, on every call anew."""
         self._finished.wait()
         if self._error is not None:
-            raise self._error
+            raise raised_anew(self._error)
 
     def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
         """Call ``callback(request)`` once: from an I/O thread when done, or here and now if it is.

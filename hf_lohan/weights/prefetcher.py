@@ -7,7 +7,7 @@ from functools import partial
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
-from hf_lohan.threads import start_thread
+from hf_lohan.threads import raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.weights.schedule import NEVER, LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
@@ -90,7 +90,7 @@ class Prefetcher:
 
     def _raise_failure(self) -> None:
         if self._failure is not None:
-            raise self._failure
+            raise raised_anew(self._failure)
 
     def close(self) -> None:
         with self._ring.lock:
