@@ -43,8 +43,7 @@ from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.engine import Journal
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.huggingface import offload_model
-from hf_lohan.store import Checksums, RecordFiles
-from hf_lohan.store.granules import checksums
+from hf_lohan.store import Checksums, RecordFiles, checksums
 
 Side = Literal["on", "off"]
 SIDES: tuple[Side, ...] = ("on", "off")
@@ -87,8 +86,8 @@ class Contender:
 
     def _without_checksums(self, real: Callable[..., None], side: Side) -> Callable[..., None]:
         def init(files: RecordFiles, *args: Any, **kwargs: Any) -> None:
+            kwargs["hash_granules"] = self.hashing if side == "on" else no_checksums
             real(files, *args, **kwargs)
-            files.hash_granules = self.hashing if side == "on" else no_checksums
 
         return init
 
@@ -104,7 +103,7 @@ class Contender:
 
     def _only_turn_over(self, journal: Journal) -> None:
         """What is left of a commit without durability: the next step writes to the other home."""
-        versions = self.engine.tiers.store.files.versions
+        versions = self.engine.tiers.store.versions
         versions.commit(*versions.draft())
 
 

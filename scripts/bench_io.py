@@ -28,7 +28,7 @@ from torch import Tensor
 from hf_lohan.config import parse_bytes
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordSpec, StoreLayout
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout, checksums
 
 Pattern = Literal["read", "write", "mixed"]
 PATTERNS: tuple[Pattern, ...] = ("read", "write", "mixed")
@@ -73,6 +73,10 @@ class RawLoop:
         os.close(self._file)
 
 
+def no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
+    return np.zeros(-(-source.nbytes // granule_bytes), np.uint64)
+
+
 class Engine:
     """Records through an `IoEngine`, as many requests under way as there are buffers."""
 
@@ -82,11 +86,10 @@ class Engine:
         self._io = IoEngine(num_threads, piece_bytes, file_bytes)
         record = RecordSpec(*PLACE, "float32", file_bytes // 4)
         layout = StoreLayout((record,), (StorePath(str(folder), file_bytes),))
-        self._files = RecordFiles.create(layout, [str(folder)], "bench.bin", self._io)
-        if not hashes:
-            self._files.hash_granules = lambda source, granule_bytes: np.zeros(
-                -(-source.nbytes // granule_bytes), np.uint64
-            )
+        hash_granules = checksums if hashes else no_checksums
+        self._files = RecordFiles.create_files(
+            layout, [str(folder)], "bench.bin", self._io, hash_granules=hash_granules
+        )
         self._num_chunks = file_bytes // (4 * chunk_numel)
         self._chunk_numel = chunk_numel
         memory = mapped_empty(NUM_BUFFERS * 4 * chunk_numel)

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.store import Store, verify
+from hf_lohan.store import Store, damaged_files, verify
 
 _PIECE_BYTES = 4 << 20
 
@@ -34,8 +34,13 @@ def verify_store(given: Sequence[str]) -> bool:
                         num_damaged += 1
                         console.print(str(error), soft_wrap=True, markup=False, highlight=False)
             verdict = "every checksum is right" if not num_damaged else f"{num_damaged} granules are damaged"
+            files = damaged_files(store)
+            for damage in files:
+                console.print(str(damage), soft_wrap=True, markup=False, highlight=False)
+            if files:
+                verdict = f"{num_damaged} granules and {len(files)} other files are damaged"
             what = f"commit {store.committed.number}, {len(store.records)} records, {total_bytes} bytes"
             console.print(f"{what}: {verdict}")
     finally:
         io.close()
-    return not num_damaged
+    return not num_damaged and not files

@@ -11,6 +11,9 @@ from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import StepCounts
 
+Describe = Callable[[], Mapping[str, bytes] | None]
+"""What makes the files that belong beside a model's records, by name or relative path."""
+
 
 @dataclass(frozen=True)
 class Journal:
@@ -42,7 +45,7 @@ class StepCommits:
         self._when_written = when_written
         self._has_begun = False
         self._each_step = True
-        self._describe: Callable[[], None] | None = _nothing
+        self._describe: Describe | None = _nothing
         self.last_commit_s = 0.0
         self.num_commits = 0
 
@@ -60,11 +63,11 @@ class StepCommits:
         """From now on whoever has a journal to go with each step calls `request`."""
         self._each_step = False
 
-    def describe_first(self, write: Callable[[], None]) -> None:
-        """Have ``write`` put beside the records what belongs to this model, with the first commit; until then what an
-        earlier run wrote stays. Too late if there was a commit already."""
+    def describe_first(self, describe: Describe) -> None:
+        """Have the first commit put the files beside the records that ``describe`` makes: it is called by the thread
+        that asks for that commit. Until then those of an earlier run stay. Too late if there was a commit already."""
         if self._describe is not None:
-            self._describe = write
+            self._describe = describe
 
     def keep_what_was_loaded(self) -> None:
         """Before the first update of all: the first step can then be undone as any other. Not earlier: until here the
@@ -84,18 +87,19 @@ class StepCommits:
         found again when the engine goes back. Where the next update would overwrite the commit, only if
         `even_in_place`."""
         if self.are_kept or even_in_place:
-            self._when_written(lambda: self._write(journal or Journal()))
-
-    def _write(self, journal: Journal) -> None:
-        """All updates are in the store."""
-        if self._describe is not None:
-            self._describe()
+            model_files = self._describe() if self._describe is not None else None
             self._describe = None
+            self._when_written(lambda: self._write(journal or Journal(), model_files))
+
+    def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
+        """All updates are in the store."""
         began_s = time.perf_counter()
         num_updates = {part.name: count for part, count in self._step_counts.items() if part.trainable}
         facts = {"durability": self._store.durability, "num_updates": num_updates, **journal.facts}
         with self._timeline.task(UPDATES_WAIT, "commit"):
-            self._store.commit(facts, journal.files, journal.log_lines, keep_log=not journal.begins_log)
+            self._store.commit(
+                facts, journal.files, journal.log_lines, keep_log=not journal.begins_log, model_files=model_files
+            )
         self.last_commit_s = time.perf_counter() - began_s
         self.num_commits += 1
 

@@ -106,7 +106,7 @@ class ParameterAccess:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
         block, _ = self.slices[name]
         first, last = self.elements(name, kind)
-        record = self._store.files.layout.record(block.name, kind)
+        record = self._store.layout.record(block.name, kind)
         if first % record.granule_numel == 0:
             yield from self._read_ahead(record, first, last)
             return

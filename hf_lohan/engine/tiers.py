@@ -9,8 +9,7 @@ from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.model import OffloadLayout
-from hf_lohan.store import RecordFiles
-from hf_lohan.store.resident_records import ResidentStore
+from hf_lohan.store import RecordFiles, Store
 
 logger = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ class Tiers:
 
     device: Device
     io: IoEngine
-    store: ResidentStore
+    store: Store
     spill: RecordFiles | None
     staging: BufferPool
     states: BufferPool
@@ -40,12 +39,12 @@ class Tiers:
     @property
     def store_bytes(self) -> int:
         """Size of the files that stay."""
-        return self.store.files.size_bytes
+        return self.store.size_bytes
 
     @property
     def scratch_bytes(self) -> int:
         """Size of the files that hold spilled gradients and activations while the run lasts."""
-        return self.store.size_bytes - self.store_bytes
+        return self.store.scratch_bytes
 
     def close(self) -> None:
         self.store.close()
@@ -65,7 +64,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
-        store = ResidentStore.open_or_create(
+        store = Store.open_or_create(
             paths,
             layout.records,
             model=layout.identity,
@@ -76,7 +75,6 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
     except BaseException:
         io.close()
         raise
-    assert isinstance(store, ResidentStore)
     try:
         store.keep_copies([(record.block, record.kind) for record in layout.resident_records], device.host_empty)
         store.begin_anew()

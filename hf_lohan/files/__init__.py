@@ -1,7 +1,7 @@
 """Bytes in files: aligned buffers, the threads that move them, what is synced when, locks. Knows no records."""
 
-from hf_lohan.files.buffers import SECTOR_BYTES
-from hf_lohan.files.data_file import DataFile, FileBackend, PosixBackend
+from hf_lohan.files.data_file import DataFile, FileBackend
+from hf_lohan.files.directories import SECTOR_BYTES, StorePath
 from hf_lohan.files.durable_file import replace_durably, write_failure
 from hf_lohan.files.errors import (
     CapacityError,
@@ -12,9 +12,8 @@ from hf_lohan.files.errors import (
     StoreInUseError,
     TornStoreError,
 )
-from hf_lohan.files.io_engine import IoEngine, Transfer
-from hf_lohan.files.places import Extent, StorePath
-from hf_lohan.files.request import IoRequest
+from hf_lohan.files.io_engine import IoEngine, IoRequest, Transfer
+from hf_lohan.files.reflink import Extent
 
 __all__ = [
     "SECTOR_BYTES",
@@ -26,7 +25,6 @@ __all__ = [
     "ForeignStoreError",
     "IoEngine",
     "IoRequest",
-    "PosixBackend",
     "Shortfall",
     "StorageError",
     "StoreInUseError",

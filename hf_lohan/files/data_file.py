@@ -1,4 +1,5 @@
-"""Data files: the seam to the operating system, and one open file that moves all bytes or says why not."""
+"""Data files: the contract between memory and O_DIRECT, the calls to the system, and one open file that moves all bytes
+or says why not."""
 
 from __future__ import annotations
 
@@ -8,12 +9,13 @@ import logging
 import mmap
 import os
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
-from hf_lohan.files.buffers import SECTOR_BYTES
-from hf_lohan.files.directories import free_bytes_beside
-from hf_lohan.files.errors import NO_ROOM, StorageError
+import torch
+
+from hf_lohan.files.directories import SECTOR_BYTES, no_room
+from hf_lohan.files.errors import INODES, NO_ROOM, StorageError
+from hf_lohan.threads import close_in_children, closing, raised_anew
 from hf_lohan.wording import exact_bytes
 
 logger = logging.getLogger(__name__)
@@ -22,33 +24,28 @@ _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS}
 _ZEROS_BYTES = 4 << 20
 
 
-class FileBackend(ABC):
-    """The calls the storage room makes on data files. They may be short, and raise ``OSError``."""
-
-    @abstractmethod
-    def open(self, path: str, flags: int) -> int: ...
-
-    @abstractmethod
-    def close(self, fd: int) -> None: ...
-
-    @abstractmethod
-    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int: ...
-
-    @abstractmethod
-    def write(self, fd: int, offset: int, views: Sequence[memoryview]) -> int: ...
-
-    @abstractmethod
-    def allocate(self, fd: int, num_bytes: int) -> None: ...
-
-    @abstractmethod
-    def sync(self, fd: int) -> None: ...
-
-    @abstractmethod
-    def set_buffered(self, fd: int) -> None: ...
+def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous CPU tensor, whatever its dtype and shape, as uint8 ``[num_bytes]``."""
+    assert tensor.is_cpu and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
+    # Each call lets other threads have the interpreter, so none is made that is not needed.
+    flat = tensor.detach() if tensor.requires_grad else tensor
+    flat = flat if flat.dim() == 1 else flat.reshape(-1)
+    return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
-class PosixBackend(FileBackend):
-    """The real one."""
+def sector_view(tensor: torch.Tensor) -> memoryview:
+    """The memory of ``tensor`` as writable bytes, fit for O_DIRECT: aligned, and whole sectors of it."""
+    flat = byte_tensor(tensor)
+    assert flat.numel() % SECTOR_BYTES == 0, f"{flat.numel()} bytes are not whole {SECTOR_BYTES}-byte sectors"
+    assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), (
+        "the buffer's address is not sector-aligned"
+    )
+    return flat.numpy().data
+
+
+class FileBackend:
+    """The calls to the system that data files make. They may be short, and raise ``OSError``. Test doubles and other
+    ways to move bytes take its place."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o600)
@@ -85,6 +82,7 @@ class DataFile:
         self._fallback_lock = threading.Lock()
         self._unsynced_bytes = 0
         self._unsynced_lock = threading.Lock()
+        self._sync_failure: StorageError | None = None
         # A fresh file must be new (zeros, our mode), and no link may lead an old one elsewhere.
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
         try:
@@ -100,6 +98,7 @@ class DataFile:
                 self.is_direct = False
         except OSError as error:
             raise self._failure("cannot open", error) from error
+        close_in_children(self._fd)
 
     @property
     def unsynced_bytes(self) -> int:
@@ -130,15 +129,28 @@ class DataFile:
             self._write_zeros(num_bytes)
 
     def sync(self) -> None:
-        """Return when all finished writes are on the medium."""
+        """Return when all finished writes are on the medium.
+
+        Through the page cache that is never certain after a failure: the system forgets what it could not write, and a
+        second try succeeds without it. So each one raises the first error, until `forget_failure`.
+        """
+        if self._sync_failure is not None:
+            raise raised_anew(self._sync_failure)
         covered_bytes = self._unsynced_bytes
         try:
             self._backend.sync(self._fd)
         except OSError as error:
-            raise self._failure("cannot sync", error, needed_bytes=covered_bytes) from error
+            failure = self._failure("cannot sync", error, needed_bytes=covered_bytes)
+            self._sync_failure = None if self.is_direct else failure
+            raise failure from error
         self._count_unsynced(-covered_bytes)
 
+    def forget_failure(self) -> None:
+        """Nobody wants what was written since the last `sync` that succeeded."""
+        self._sync_failure = None
+
     def close(self) -> None:
+        closing(self._fd)
         self._backend.close(self._fd)
 
     def _move(
@@ -206,8 +218,11 @@ class DataFile:
     ) -> StorageError:
         advice = "check the disk, its free space and the permissions of this path"
         if error.errno in NO_ROOM:
-            free = exact_bytes(free_bytes_beside(self.path))
+            missing = no_room(self.path, needed_bytes)
+            free = exact_bytes(missing.available_bytes)
             advice = f"it needs {exact_bytes(needed_bytes)} and {free} are free; free some space"
+            if missing.limit == INODES:
+                advice = f"its file system has no inode left, with {free} free; delete some files"
         return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
 
 

@@ -6,13 +6,22 @@ import errno
 import os
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
-from hf_lohan.files.buffers import SECTOR_BYTES
-from hf_lohan.files.errors import NO_ROOM, CapacityError, Shortfall, StorageError
-from hf_lohan.files.places import StorePath
+from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, Shortfall, StorageError
 
+SECTOR_BYTES = 4096
+"""Alignment of every address, offset and length that meets a data file: no device in use asks for more."""
+_ROOM = "free space (or quota)"
 _ADVICE = "choose a directory that this user can write, or fix its permissions"
+
+
+@dataclass(frozen=True)
+class StorePath:
+    """A directory of a store and how much it may hold; None: all the free space of its file system."""
+
+    path: str
+    capacity_bytes: int | None = None
 
 
 def validate_directories(paths: Sequence[StorePath]) -> None:
@@ -63,11 +72,14 @@ def free_bytes(path: str) -> int:
     return status.f_bavail * status.f_frsize
 
 
-def free_bytes_beside(file: str) -> int:
-    """`free_bytes` for the message of an error: 0 if the file system does not even say that."""
+def no_room(path: str, needed_bytes: int) -> Shortfall:
+    """What is missing where the system refused ``needed_bytes``: bytes, or inodes. 0 are free if the file system does
+    not even say that."""
     with suppress(OSError):
-        return free_bytes(os.path.dirname(file))
-    return 0
+        status = os.statvfs(_nearest_existing(path))
+        is_out_of_inodes = status.f_files > 0 and status.f_favail == 0
+        return Shortfall(path, needed_bytes, free_bytes(path), INODES if is_out_of_inodes else _ROOM)
+    return Shortfall(path, needed_bytes, 0, _ROOM)
 
 
 def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
@@ -141,7 +153,7 @@ def _try_to_make(path: str, nearest: str) -> None:
 
 def _cannot_make(path: str, error: OSError) -> Exception:
     if error.errno in NO_ROOM:
-        return CapacityError([Shortfall(path, SECTOR_BYTES, free_bytes(path), "free space (or quota)")])
+        return CapacityError([no_room(path, SECTOR_BYTES)])
     return _unwritable(path, error.errno)
 
 

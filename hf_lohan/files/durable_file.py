@@ -1,12 +1,19 @@
-"""Small files that are replaced whole or not at all, and are there to stay."""
+"""Small files that are there to stay: replaced whole or not at all, or only growing."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import stat
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
-from hf_lohan.files.directories import free_bytes_beside, sync_directory
-from hf_lohan.files.errors import NO_ROOM, CapacityError, Shortfall, StorageError
+from hf_lohan.files.directories import no_room, sync_directory
+from hf_lohan.files.errors import NO_ROOM, CapacityError, StorageError
+
+_FOREIGN_ADVICE = "delete it, or choose another directory"
+_LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 
 def replace_durably(file: str, content: bytes) -> None:
@@ -39,11 +46,68 @@ def remove_durably(file: str) -> None:
         raise StorageError("cannot remove", path=file, errno=error.errno, advice=advice) from error
 
 
-def read_whole(file: str) -> bytes:
-    """The content of a small file, which no link may lead elsewhere. Raises OSError."""
-    fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    with open(fd, "rb") as stream:
-        return stream.read()
+def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
+    """The content of a small file, which no link may lead elsewhere. Raises FileNotFoundError, or `StorageError` if it
+    cannot be read, is larger, or is no file but may never end (a pipe, a device)."""
+    try:
+        fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise StorageError("no file but something else is", path=file, advice=_FOREIGN_ADVICE)
+            if status.st_size > max_bytes:
+                problem = f"{status.st_size} bytes are too many for"
+                raise StorageError(problem, path=file, advice=_FOREIGN_ADVICE)
+            return _read_to(fd, status.st_size)
+        finally:
+            os.close(fd)
+    except (FileNotFoundError, StorageError):
+        raise
+    except OSError as error:
+        advice = "check its permissions and the disk"
+        raise StorageError("cannot read", path=file, errno=error.errno, advice=advice) from error
+
+
+def _read_to(fd: int, num_bytes: int) -> bytes:
+    parts: list[bytes] = []
+    while part := os.read(fd, num_bytes - sum(map(len, parts))):
+        parts.append(part)
+    return b"".join(parts)
+
+
+def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
+    """Make a folder of these files, by name or relative path, in place of what was there, to stay. Private to this
+    user. Raises `CapacityError` or `StorageError`."""
+    try:
+        remove_folder(folder)
+        folders = [folder]
+        for name in files:
+            path = os.path.dirname(os.path.join(folder, name))
+            folders += [path] if path not in folders else []
+        for path in folders:
+            os.makedirs(path, mode=0o700, exist_ok=True)
+        for name, content in files.items():
+            _write_new(os.path.join(folder, name), content)
+        for path in reversed(folders):
+            sync_directory(path)
+        sync_directory(os.path.dirname(folder))
+    except StorageError:
+        raise
+    except OSError as error:
+        raise write_failure(folder, sum(map(len, files.values())), error) from error
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder with all that is in it, if it is there. A power cut may bring some of it back. Raises
+    `StorageError`."""
+    try:
+        if os.path.islink(folder) or os.path.isfile(folder):
+            os.unlink(folder)
+        elif os.path.isdir(folder):
+            shutil.rmtree(folder)
+    except OSError as error:
+        advice = "check that its directory is writable, and the disk"
+        raise StorageError("cannot remove", path=folder, errno=error.errno, advice=advice) from error
 
 
 def write_all(fd: int, content: bytes, offset: int = 0) -> None:
@@ -57,7 +121,7 @@ def write_all(fd: int, content: bytes, offset: int = 0) -> None:
 def write_failure(path: str, needed_bytes: int, error: OSError) -> CapacityError | StorageError:
     """The error to raise when writing ``needed_bytes`` to ``path`` failed."""
     if error.errno in NO_ROOM:
-        return CapacityError([Shortfall(path, needed_bytes, free_bytes_beside(path), "free space (or quota)")])
+        return CapacityError([no_room(path, needed_bytes)])
     advice = "check that the directory is there and writable, and the disk"
     return StorageError("cannot write", path=path, errno=error.errno, advice=advice)
 
@@ -69,3 +133,51 @@ def _write_new(file: str, content: bytes) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedLog:
+    """Lines behind one another. What a killed run appended after its last commit is cut off when writing goes on."""
+
+    path: str
+
+    def append(self, committed_bytes: int, lines: bytes) -> int:
+        """Make ``lines`` follow the first ``committed_bytes``, durably; returns how long the log is then.
+
+        Raises `CapacityError` or `StorageError`, and then the first ``committed_bytes`` are as they were.
+        """
+        if not lines:
+            return committed_bytes
+        try:
+            self._append(committed_bytes, lines)
+        except StorageError:
+            raise
+        except OSError as error:
+            raise write_failure(self.path, len(lines), error) from error
+        return committed_bytes + len(lines)
+
+    def read(self, start_byte: int, stop_byte: int) -> bytes:
+        """Those bytes of it. Raises `StorageError` if they are not there."""
+        if start_byte == stop_byte:
+            return b""
+        try:
+            content = read_whole(self.path)
+        except FileNotFoundError:
+            raise StorageError("missing is", path=self.path, advice=_LOG_ADVICE) from None
+        if len(content) < stop_byte:
+            raise StorageError(f"{stop_byte} bytes are not in", path=self.path, advice=_LOG_ADVICE)
+        return content[start_byte:stop_byte]
+
+    def _append(self, committed_bytes: int, lines: bytes) -> None:
+        is_new = not os.path.lexists(self.path)
+        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            if os.fstat(fd).st_size < committed_bytes:  # growing it would put zeros where lines were
+                raise StorageError(f"{committed_bytes} bytes are not in", path=self.path, advice=_LOG_ADVICE)
+            os.ftruncate(fd, committed_bytes)
+            write_all(fd, lines, committed_bytes)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        if is_new:
+            sync_directory(os.path.dirname(self.path))

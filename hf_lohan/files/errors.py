@@ -46,6 +46,9 @@ class ForeignStoreError(ValueError):
     """The directory holds something that is not this model's store, and nobody asked to destroy it."""
 
 
+INODES = "inodes"
+
+
 @dataclass(frozen=True)
 class Shortfall:
     """One place where bytes are missing; ``limit`` is what ran out: ``capacity`` or ``free space``."""
@@ -57,6 +60,8 @@ class Shortfall:
 
     def __str__(self) -> str:
         available = exact_bytes(self.available_bytes)
+        if self.limit == INODES:
+            return f"{self.path} needs a file but its file system has no inode left for one ({available} are free)"
         return f"{self.path} needs {exact_bytes(self.needed_bytes)} but its {self.limit} is {available}"
 
 

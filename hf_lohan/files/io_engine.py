@@ -1,7 +1,12 @@
-"""Asynchronous transfers between aligned host memory and data files, within a byte budget."""
+"""Asynchronous transfers between aligned host memory and data files, within a byte budget.
+
+`IoEngine` moves pieces with a few threads; an `IoRequest` is the receipt for bytes under way;
+`RequestsUnderWay` are those that still touch somebody's files.
+"""
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,11 +14,12 @@ from contextlib import suppress
 from functools import partial
 from typing import Literal, NamedTuple
 
-from hf_lohan.files.buffers import SECTOR_BYTES
-from hf_lohan.files.data_file import DataFile, FileBackend, PosixBackend
-from hf_lohan.files.request import IoRequest
-from hf_lohan.threads import TaskThreads
+from hf_lohan.files.data_file import DataFile, FileBackend
+from hf_lohan.files.directories import SECTOR_BYTES
+from hf_lohan.threads import Owner, TaskThreads, raised_anew
 from hf_lohan.timeline import SSD_READ, SSD_WRITE, Timeline
+
+logger = logging.getLogger(__name__)
 
 Complete = Callable[[], object]
 Verb = Literal["read", "write"]
@@ -44,6 +50,103 @@ class Transfer(NamedTuple):
     @property
     def num_bytes(self) -> int:
         return sum(view.nbytes for view in self.views)
+
+
+class IoRequest:
+    """One read or write of ``num_bytes``, moved in pieces by the threads of an `IoEngine`."""
+
+    def __init__(
+        self,
+        num_bytes: int,
+        num_pieces: int,
+        release: Callable[[int], None],
+        complete: Complete | None = None,
+        broken: Callable[[BaseException], None] | None = None,
+    ) -> None:
+        """``complete`` runs when all pieces have been moved, before the request is done; what it raises fails it. A
+        request of no pieces does not run it. ``release`` is told then how many bytes are free again, ``broken`` what a
+        callback raised."""
+        self.num_bytes = num_bytes
+        self._num_pending = num_pieces
+        self._release = release
+        self._complete = complete
+        self._broken = broken
+        self._error: BaseException | None = None
+        self._callbacks: list[Callable[[IoRequest], object]] = []
+        self._lock = threading.Lock()
+        self._finished = threading.Event()
+        if num_pieces == 0:
+            self._finished.set()
+
+    @classmethod
+    def finished(cls) -> IoRequest:
+        """One of nothing, which is done."""
+        return cls(0, 0, lambda num_bytes: None)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a piece of it has failed."""
+        return self._error is not None
+
+    @property
+    def error(self) -> BaseException | None:
+        """The first error of its pieces so far."""
+        return self._error
+
+    def done(self) -> bool:
+        """Whether no thread touches its memory any more, be it moved or failed."""
+        return self._finished.is_set()
+
+    def wait(self) -> None:
+        """Return when done; raise the first `StorageError` of its pieces, again on every call."""
+        self._finished.wait()
+        if self._error is not None:
+            raise raised_anew(self._error)
+
+    def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
+        """Call ``callback(request)`` once: from an I/O thread when done, or here and now if it is.
+
+        Keep it short; it must neither start requests nor wait for any. If it raises, somebody may wait for ever for
+        what it did not do: the engine starts no request any more, and says why.
+        """
+        with self._lock:
+            if not self._finished.is_set():
+                self._callbacks.append(callback)
+                return
+        self._call(callback)
+
+    def fail(self, error: BaseException) -> None:
+        """For the engine: what is left of it is not worth moving."""
+        with self._lock:
+            self._error = self._error or error
+
+    def finish_piece(self, error: BaseException | None) -> None:
+        """For the engine: count one piece as over, with its error if it failed."""
+        with self._lock:
+            self._error = self._error or error
+            self._num_pending -= 1
+            if self._num_pending:
+                return
+        if self._complete is not None and self._error is None:
+            try:
+                self._complete()
+            except BaseException as caught:  # it belongs to whoever waits
+                self._error = caught
+        # Room first: whoever wakes up from `wait` may want it.
+        self._release(self.num_bytes)
+        with self._lock:
+            self._finished.set()
+            callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            self._call(callback)
+
+    def _call(self, callback: Callable[[IoRequest], object]) -> None:
+        try:
+            callback(self)
+        except BaseException as error:
+            if self._broken is None:
+                raise
+            self._broken(error)
 
 
 class _Piece(NamedTuple):
@@ -79,7 +182,7 @@ class IoEngine:
         if max_inflight_bytes < 1:
             raise ValueError(f"max_inflight_bytes is {max_inflight_bytes}: choose at least one piece")
         self.num_threads = num_threads
-        self._backend = backend or PosixBackend()
+        self._backend = backend or FileBackend()
         self._timeline = timeline or Timeline()
         self._piece_bytes = piece_bytes
         self._max_inflight_bytes = max_inflight_bytes
@@ -87,10 +190,12 @@ class IoEngine:
         self._moved_bytes = {"read": 0, "write": 0}
         self._queued: dict[Need, deque[_Piece]] = {"urgent": deque(), "soon": deque(), "any time": deque()}
         self._closed = False
-        # Guards the four above. It is entered itself, not through the condition: that is Python code, in which an
+        self._failure: BaseException | None = None
+        # Guards the five above. It is entered itself, not through the condition: that is Python code, in which an
         # interrupt may come before the lock is let go, and then nobody ever gets it again.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
+        self._owner = Owner()
         self._here = threading.local()
         self._threads = TaskThreads(num_threads, "lohan-io", begin=partial(setattr, self._here, "is_io_thread", True))
 
@@ -136,7 +241,9 @@ class IoEngine:
         return self._submit("write", "any time", transfers, complete, of)
 
     def close(self) -> None:
-        """Finish what is in flight and end the threads."""
+        """Finish what is in flight and end the threads. In a forked child: do nothing."""
+        if not self._owner.is_here:
+            return
         with self._lock:
             self._closed = True
             self._changed.notify_all()
@@ -148,15 +255,20 @@ class IoEngine:
         self, verb: Verb, need: Need, transfers: Sequence[Transfer], complete: Complete | None, of: Content
     ) -> IoRequest:
         # A thread that waits here for room would be missing where the room is made.
+        if not self._owner.is_here:
+            raise RuntimeError("this is a forked child of the process that trains: it has no I/O threads")
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
-        request = IoRequest(sum(piece.num_bytes for piece in pieces), len(pieces), self._release, complete)
+        num_bytes = sum(piece.num_bytes for piece in pieces)
+        request = IoRequest(num_bytes, len(pieces), self._release, complete, self._break)
         to_queue = [_Piece(request, verb, piece, of) for piece in pieces]
         with self._lock:
-            while not (self._closed or self._has_room(request.num_bytes)):
+            while not (self._closed or self._failure or self._has_room(request.num_bytes)):
                 self._changed.wait()
             if self._closed:
                 raise RuntimeError("the I/O engine is closed: no request can start")
+            if self._failure is not None:
+                raise RuntimeError(f"a callback of the I/O engine failed: {self._failure!r}") from self._failure
             self._inflight_bytes += request.num_bytes
             self._queued[need].extend(to_queue)
         num_submitted = 0
@@ -198,10 +310,51 @@ class IoEngine:
     def _has_room(self, num_bytes: int) -> bool:
         return self._inflight_bytes == 0 or self._inflight_bytes + num_bytes <= self._max_inflight_bytes
 
+    def _break(self, error: BaseException) -> None:
+        logger.error("a callback of an I/O request failed", exc_info=error)
+        with self._lock:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
     def _release(self, num_bytes: int) -> None:
         with self._lock:
             self._inflight_bytes -= num_bytes
             self._changed.notify_all()
+
+
+class RequestsUnderWay:
+    """Knows each request from when it is added until it is done."""
+
+    def __init__(self) -> None:
+        self._requests: set[IoRequest] = set()
+        self._lock = threading.Lock()
+
+    def add(self, request: IoRequest) -> IoRequest:
+        """Returns the request."""
+        with self._lock:
+            self._requests.add(request)
+        request.add_done_callback(self._forget)
+        return request
+
+    def wait(self) -> None:
+        """Return when all that were added before are done. Raises what a request under way fails with; one that failed
+        before told whoever waits for it."""
+        for request in self._now():
+            request.wait()
+
+    def settle(self) -> None:
+        """`wait`, but errors are for whoever waits for the request."""
+        for request in self._now():
+            with suppress(Exception):
+                request.wait()
+
+    def _now(self) -> list[IoRequest]:
+        with self._lock:
+            return list(self._requests)
+
+    def _forget(self, request: IoRequest) -> None:
+        with self._lock:
+            self._requests.discard(request)
 
 
 def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:

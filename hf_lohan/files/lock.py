@@ -7,6 +7,7 @@ import os
 
 from hf_lohan.files.directories import make_directory
 from hf_lohan.files.errors import StorageError, StoreInUseError
+from hf_lohan.threads import Owner, close_in_children, closing
 
 LOCK_NAME = "lock"
 
@@ -19,6 +20,7 @@ class DirectoryLock:
     """
 
     def __init__(self, directory: str) -> None:
+        self._owner = Owner()
         make_directory(directory)
         file = os.path.join(directory, LOCK_NAME)
         try:
@@ -31,10 +33,13 @@ class DirectoryLock:
         except BaseException:
             os.close(self._fd)
             raise
+        close_in_children(self._fd)  # a data loader's worker may live on when its parent is killed
 
     def close(self) -> None:
-        """Let the directory go."""
-        os.close(self._fd)
+        """Let the directory go. In a forked child: do nothing."""
+        if self._owner.is_here:
+            closing(self._fd)
+            os.close(self._fd)
 
     def _take(self, directory: str) -> None:
         try:

@@ -7,9 +7,19 @@ import fcntl
 import os
 import struct
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hf_lohan.files.errors import StorageError
-from hf_lohan.files.places import Extent
+
+
+class Extent(NamedTuple):
+    """A run of bytes that is contiguous both in its record and in one path's file."""
+
+    path_index: int
+    file_offset: int
+    record_byte_offset: int
+    num_bytes: int
+
 
 _FICLONERANGE = 0x4020940D  # _IOW(0x94, 13, struct file_clone_range), as on x86 and Arm
 _RANGE = struct.Struct("=qQQQ")  # source fd, source offset, bytes, target offset

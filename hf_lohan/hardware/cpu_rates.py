@@ -14,8 +14,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Lane
 from hf_lohan.hardware.rates import median_s
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, AdamWGroup, MomentDtype, Segment, master_format, update_records_
-from hf_lohan.store import MAX_GRANULE_NUMEL
-from hf_lohan.store.granules import checksums
+from hf_lohan.store import MAX_GRANULE_NUMEL, checksums
 from hf_lohan.threads import KernelThreads
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)

@@ -18,7 +18,7 @@ from hf_lohan.hardware.rates import MatrixShape, elementwise_bytes_per_s, matmul
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.optim import MomentDtype
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
-from hf_lohan.store.store_files import DATA_NAMES
+from hf_lohan.store import DATA_NAMES
 from hf_lohan.threads import set_compute_threads
 
 _MIB = 1 << 20

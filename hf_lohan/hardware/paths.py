@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import SECTOR_BYTES, StorageError
-from hf_lohan.files.buffers import sector_view
+from hf_lohan.files.data_file import sector_view
 from hf_lohan.files.directories import free_bytes
 from hf_lohan.files.reflink import clone_range
 

@@ -19,8 +19,7 @@ from hf_lohan.device import Device
 from hf_lohan.files import SECTOR_BYTES, CapacityError, FileBackend, IoEngine, Shortfall, StorePath, write_failure
 from hf_lohan.files.directories import free_bytes
 from hf_lohan.hardware.paths import existing_directory
-from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout
-from hf_lohan.store.granules import granules_of
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout, granules_of
 
 Verb = Literal["read", "write"]
 
@@ -163,11 +162,13 @@ def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[
     try:
         for path in paths:
             directories.append(_new_directory(existing_directory(path.path)))
-        with RecordFiles.create(layout, directories, _FILE_NAME, engine, is_scratch=True) as files:
+        # Hashing is the CPU's time, which is measured apart.
+        with RecordFiles.create_files(
+            layout, directories, _FILE_NAME, engine, is_scratch=True, hash_granules=_no_checksums
+        ) as files:
             for directory in directories:
                 os.unlink(os.path.join(directory, _FILE_NAME))
                 os.rmdir(directory)
-            files.hash_granules = _no_checksums  # the CPU's time, which is measured apart
             yield files
     finally:
         engine.close()

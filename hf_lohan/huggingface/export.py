@@ -63,7 +63,12 @@ def _moment_dtype(store: Store) -> MomentDtype:
 
 
 def _export_store(store: Store, out: Path) -> None:
-    folder = store.paths[0].path
+    if store.model_folder is None:
+        raise ValueError(
+            f"the store in {store.paths[0].path} tells nothing of its model, so it cannot be exported without the code "
+            "that trains it"
+        )
+    folder = Path(store.model_folder)
     model: Any = build_described(folder)
     working_dtype = getattr(torch, next(record.dtype for record in store.records if record.kind == "param"))
     form = stored_form(model, working_dtype, _moment_dtype(store))

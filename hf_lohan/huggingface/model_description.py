@@ -1,4 +1,4 @@
-"""What a store needs beside its records to become a Hugging Face model again: `<store>/model/`."""
+"""What a store needs beside its records to become a Hugging Face model again: the files that its commit names."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import copy
 import errno
 import json
 import logging
-import os
-import shutil
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from hf_lohan.files import write_failure
 
 logger = logging.getLogger(__name__)
 
-FOLDER_NAME = "model"
 _FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
 _FORMAT_VERSION = 1
@@ -31,24 +29,18 @@ _CONFIGS_BYTES = 64 << 10
 """About what the configs of a model take."""
 
 
-def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> None:
-    """Write class, config, generation config, adapters, persistent buffers and the tokenizer beside the records, in
-    place of what was there. Raises `CapacityError` or `StorageError` if they cannot be written."""
-    folder = Path(engine.tiers.store.paths[0].path) / FOLDER_NAME
-    fresh, old = folder.with_name(f"{FOLDER_NAME}.new"), folder.with_name(f"{FOLDER_NAME}.old")
+def describe_model(model: Any, engine: OffloadEngine, tokenizer: Any = None) -> dict[str, bytes]:
+    """Files with class, config, generation config, adapters, persistent buffers and the tokenizer, to be committed
+    beside the records. Raises `CapacityError` or `StorageError` if they cannot be written."""
     buffers = _persistent_buffers(model)
-    with _written(folder, sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES):
-        for leftover in (fresh, old):
-            shutil.rmtree(leftover, ignore_errors=True)
-        _describe(model, engine, fresh, buffers)
+    needed_bytes = sum(tensor.nbytes for tensor in buffers.values()) + _CONFIGS_BYTES
+    with tempfile.TemporaryDirectory(prefix="lohan-") as name, _written(Path(name), needed_bytes):
+        folder = Path(name)
+        _describe(model, engine, folder, buffers)
         if hasattr(tokenizer, "save_pretrained"):
-            tokenizer.save_pretrained(fresh)
-        for path in fresh.rglob("*"):
-            os.chmod(path, 0o700 if path.is_dir() else 0o600)
-        if folder.exists():
-            folder.rename(old)
-        fresh.rename(folder)
-        shutil.rmtree(old, ignore_errors=True)
+            tokenizer.save_pretrained(folder)
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 def save_buffers(model: nn.Module, folder: str | Path) -> None:
@@ -72,7 +64,6 @@ def copy_buffers(model: nn.Module, values: Mapping[str, Tensor]) -> None:
 
 
 def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str, Tensor]) -> None:
-    folder.mkdir(mode=0o700)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     configs: list[Any] = [getattr(base, "config", None), getattr(base, "generation_config", None)]
     for config in configs:
@@ -105,14 +96,13 @@ def _written(folder: Path, needed_bytes: int) -> Iterator[None]:
         raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
 
 
-def build_described(store_folder: str | Path) -> Any:
+def build_described(folder: Path) -> Any:
     """The model on meta, with its frozen weights marked and its buffers filled in.
 
-    Raises ValueError if the store has no description, or one of a class that transformers does not have.
+    Raises ValueError if the folder has no description, or one of a class that transformers does not have.
     """
     import transformers
 
-    folder = Path(store_folder) / FOLDER_NAME
     facts = _read_facts(folder)
     model_class: Any = getattr(transformers, facts["model_class"], None)
     if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
@@ -135,11 +125,10 @@ def build_described(store_folder: str | Path) -> Any:
     return model
 
 
-def described_tokenizer(store_folder: str | Path) -> Any | None:
+def described_tokenizer(folder: Path) -> Any | None:
     """The tokenizer that the run used, None if it told of none."""
     import transformers
 
-    folder = Path(store_folder) / FOLDER_NAME
     if not (folder / "tokenizer_config.json").is_file():
         return None
     return transformers.AutoTokenizer.from_pretrained(folder)

@@ -7,24 +7,28 @@ written is a draft until it is committed, and what is read is checked against th
 here knows of models, steps or devices; whoever reads or writes brings the memory.
 """
 
-from hf_lohan.store.commit import Commit
-from hf_lohan.store.granules import GRANULE_NUMEL, MAX_GRANULE_NUMEL, Checksums
-from hf_lohan.store.last_commit import committed_log, last_commit
+from hf_lohan.store.commits import Commit
 from hf_lohan.store.layout import (
     DEFAULT_STRIPE_BYTES,
+    GRANULE_NUMEL,
     KINDS,
+    MAX_GRANULE_NUMEL,
     PARAMS_PER_ELEMENT,
     RECORD_ALIGN_NUMEL,
     RecordSpec,
     StoreLayout,
+    granules_of,
 )
 from hf_lohan.store.manifest import ModelIdentity
-from hf_lohan.store.record_files import RecordFiles
+from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
-from hf_lohan.store.verification import VerifiedRecord, verify
+from hf_lohan.store.store_folders import DATA_NAMES, committed_log, last_commit
+from hf_lohan.store.verification import VerifiedRecord, damaged_files, verify
+from hf_lohan.store.versions import Checksums
 
 __all__ = [
+    "DATA_NAMES",
     "DEFAULT_STRIPE_BYTES",
     "GRANULE_NUMEL",
     "KINDS",
@@ -40,7 +44,10 @@ __all__ = [
     "Store",
     "StoreLayout",
     "VerifiedRecord",
+    "checksums",
     "committed_log",
+    "damaged_files",
+    "granules_of",
     "last_commit",
     "verify",
 ]

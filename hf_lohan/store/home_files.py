@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 
-from hf_lohan.files import SECTOR_BYTES, CapacityError, DataFile, Extent, IoEngine, Shortfall, StorageError, Transfer
-from hf_lohan.files.directories import free_bytes_beside, sync_directory
+from hf_lohan.files import SECTOR_BYTES, CapacityError, DataFile, Extent, IoEngine, StorageError, Transfer
+from hf_lohan.files.directories import no_room, sync_directory
 from hf_lohan.files.errors import NO_ROOM
 from hf_lohan.store.layout import StoreLayout
 
@@ -43,8 +43,8 @@ class HomeFiles:
         files: list[DataFile] = []
         try:
             for directory, path, num_bytes in zip(directories, paths, layout.file_bytes, strict=True):
-                files.append(engine.open_file(path, create=True))
-                with _no_room(files[-1], num_bytes):
+                with _no_room(path, num_bytes):
+                    files.append(engine.open_file(path, create=True))
                     files[-1].allocate(num_bytes)
                     files[-1].sync()
                 sync_directory(directory)
@@ -75,11 +75,6 @@ class HomeFiles:
             raise
         return cls(layout, files)
 
-    @property
-    def size_bytes(self) -> int:
-        """Exact size of all its files together."""
-        return self.layout.total_bytes
-
     def transfers(self, block: str, kind: str, start_byte: int, view: memoryview) -> list[Transfer]:
         """What moves ``view`` from or to a record's bytes from ``start_byte`` on: one transfer per path."""
         assert start_byte % SECTOR_BYTES == 0, f"byte {start_byte} of {kind} of {block} is not the start of a sector"
@@ -92,11 +87,6 @@ class HomeFiles:
             views.setdefault(path, []).append(view[byte_offset - start_byte : byte_offset - start_byte + num_bytes])
         return [Transfer(self._files[path], first_offset[path], tuple(views[path])) for path in views]
 
-    def place(self, block: str, kind: str, byte: int) -> tuple[str, int]:
-        """The path of the file that holds one byte of a record, and its offset there."""
-        extent = self.layout.byte_extents(block, kind, byte, 1)[0]
-        return self._files[extent.path_index].path, extent.file_offset
-
     def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[tuple[str, Extent]]:
         """`StoreLayout.byte_extents` with the path of each one's file."""
         extents = self.layout.byte_extents(block, kind, start_byte, num_bytes)
@@ -105,8 +95,13 @@ class HomeFiles:
     def sync(self) -> None:
         """Return when every finished write is on the medium. Raises `CapacityError` or `StorageError`."""
         for file in self._files:
-            with _no_room(file, file.unsynced_bytes):
+            with _no_room(file.path, file.unsynced_bytes):
                 file.sync()
+
+    def forget_failures(self) -> None:
+        """Nobody wants what was written since the last `sync` that succeeded."""
+        for file in self._files:
+            file.forget_failure()
 
     def close(self) -> None:
         """Close the files, and delete scratch files. No transfer may be under way. A second time does nothing."""
@@ -125,16 +120,15 @@ class HomeFiles:
 
 
 @contextmanager
-def _no_room(file: DataFile, needed_bytes: int) -> Iterator[None]:
+def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
     """Free space was checked before, but others write to the disk too: a full one is a `CapacityError`."""
-    available_bytes = free_bytes_beside(file.path)
+    before = no_room(path, needed_bytes)
     try:
         yield
     except StorageError as error:
         if error.errno not in NO_ROOM:
             raise
-        shortfall = Shortfall(file.path, needed_bytes, available_bytes, "free space (or quota)")
-        raise CapacityError([shortfall]) from error
+        raise CapacityError([before]) from error
 
 
 def _unlink(paths: Iterable[str]) -> None:

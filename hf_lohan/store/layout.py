@@ -8,10 +8,13 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from hf_lohan.files import SECTOR_BYTES, CapacityError, Shortfall
-from hf_lohan.files.places import Extent, StorePath
-from hf_lohan.store.granules import GRANULE_NUMEL, granules_of
+from hf_lohan.files import SECTOR_BYTES, CapacityError, Extent, Shortfall, StorePath
 
+GRANULE_NUMEL = 16 * 1024
+"""Elements in the smallest granule that a model's records have. Small models have these."""
+MAX_GRANULE_NUMEL = 256 * 1024
+"""Large models have these: their tables of versions stay small, and `xxhash` lets other threads run while it hashes
+one. (It does so above 64 KiB.)"""
 RECORD_ALIGN_NUMEL = 2048
 """Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
 DEFAULT_STRIPE_BYTES = 4 << 20
@@ -20,6 +23,11 @@ DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
 """One element of these kinds goes with so many parameters, not with one; their granules have as many fewer, so that
 granules with the same number go with the same parameters."""
+
+
+def granules_of(numel: int, granule_numel: int) -> int:
+    """How many granules hold ``numel`` elements; the last may be short."""
+    return -(-numel // granule_numel)
 
 
 @dataclass(frozen=True)
@@ -168,6 +176,9 @@ class StoreLayout:
         """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
         records = tuple(RecordSpec(**record) for record in fields["records"])
         paths = tuple(StorePath(**path) for path in fields["paths"])
+        numels = [n for record in records for n in (record.numel, record.versioned_numel, record.granule_numel)]
+        if not all(type(number) is int for number in (*numels, *(path.capacity_bytes for path in paths))):
+            raise TypeError("a size is no whole number")
         return cls(records, paths, fields["stripe_bytes"])
 
     @cached_property

@@ -16,6 +16,8 @@ from hf_lohan.store.layout import StoreLayout
 
 MANIFEST_NAME = "manifest.json"
 FORMAT_VERSION = 3
+_MAX_BYTES = 64 << 20
+"""No manifest is larger: a record takes 200 bytes."""
 
 
 @dataclass(frozen=True)
@@ -108,16 +110,13 @@ def read_manifest(directory: str) -> Manifest | None:
     """
     file = os.path.join(directory, MANIFEST_NAME)
     try:
-        fields = json.loads(read_whole(file))
+        fields = json.loads(read_whole(file, _MAX_BYTES))
         version = int(fields["format_version"])
         if version == FORMAT_VERSION:
             return Manifest.from_json(fields)
     except FileNotFoundError:
         return None
-    except OSError as error:
-        advice = "check its permissions and the disk"
-        raise StorageError("cannot read", path=file, errno=error.errno, advice=advice) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ForeignStoreError(
             f"{file} is damaged or not a store's manifest ({error}): "
             f"choose another directory or delete this one"
@@ -152,7 +151,10 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
     for path in paths:
         found = read_manifest(path.path)
         if found is None:
+            others = [other.path for other in paths if other is not path and read_manifest(other.path) is not None]
             advice = "create one there or give the directory of one"
+            if others:
+                advice = f"the other part of it is in {' and '.join(others)}; is the drive of this one mounted?"
             raise StorageError("there is no store in", path=path.path, advice=advice)
         first = first or found
         if found.store_id != first.store_id:

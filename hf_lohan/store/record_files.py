@@ -1,46 +1,72 @@
-"""Records as tensors see them: read and written by (block, kind), whichever home and path holds their bytes."""
+"""Records as tensors see them: read and written by (block, kind), whichever home, path or RAM has their bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
+from typing import NamedTuple, Self
 
 import numpy as np
+import xxhash
 from torch import Tensor
 
 from hf_lohan.files import CorruptionError, Extent, IoEngine, IoRequest, StorageError
-from hf_lohan.files.buffers import byte_tensor, sector_view
-from hf_lohan.files.io_engine import Content
-from hf_lohan.files.requests_under_way import RequestsUnderWay
-from hf_lohan.store.granules import Checksums, checksums, granules_of
+from hf_lohan.files.data_file import byte_tensor, sector_view
+from hf_lohan.files.io_engine import Content, RequestsUnderWay
 from hf_lohan.store.home_files import HomeFiles
-from hf_lohan.store.layout import RecordSpec, StoreLayout
+from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
 from hf_lohan.store.record_read import RecordRead
-from hf_lohan.store.unaligned import Units, read_range, write_range
-from hf_lohan.store.versions import Home, Homes, Versions
+from hf_lohan.store.resident_copies import ResidentCopies
+from hf_lohan.store.versions import Checksums, Home, Homes, Versions
+from hf_lohan.threads import Owner
+
+
+def checksums(source: Tensor, granule_bytes: int) -> Checksums:
+    """xxh3 (64 bits) of each granule of ``source``, contiguous and in RAM, the last of which may be short."""
+    content = byte_tensor(source).numpy().data
+    starts = range(0, len(content), granule_bytes)
+    return np.array([xxhash.xxh3_64_intdigest(content[start : start + granule_bytes]) for start in starts], np.uint64)
+
+
+HashGranules = Callable[[Tensor, int], Checksums]
+BeforeWrite = Callable[[bool], None]
 
 
 class RecordFiles:
     """Records in one or two homes, with a checksum for each granule: taken when it is written, checked after each read.
 
     Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or the
-    record's end) at sector-aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer. Two
-    requests that touch the same granule, one of them a write, must not be under way together.
+    record's end) at sector-aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer: an
+    aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests that touch the same
+    granule, one of them a write, must not be under way together.
+
+    A record may have a copy in RAM (`keep_copies`): what that holds is not read from the drive again. Writes go
+    to both.
     """
 
-    def __init__(self, homes: Sequence[HomeFiles], versions: Versions, engine: IoEngine) -> None:
+    def __init__(
+        self,
+        homes: Sequence[HomeFiles],
+        versions: Versions,
+        engine: IoEngine,
+        *,
+        before_write: BeforeWrite = lambda tears: None,
+        hash_granules: HashGranules = checksums,
+    ) -> None:
+        """``before_write`` is called before each write is started, with whether it overwrites what is committed with
+        something else; ``hash_granules`` hashes memory granule by granule (benchmarks leave that out)."""
         self.versions = versions
         self.layout = homes[0].layout
-        self.before_write: Callable[[bool], None] | None = None
-        """Called before each write is started, with whether it overwrites what is committed with something else."""
-        self.hash_granules: Callable[[Tensor, int], Checksums] = checksums
-        """Hashes memory granule by granule; benchmarks put something else in its place."""
+        self.copies = ResidentCopies()
         self._homes = tuple(homes)
         self._engine = engine
+        self._before_write = before_write
+        self._hash_granules = hash_granules
         self._requests = RequestsUnderWay()
+        self._owner = Owner()
 
     @classmethod
-    def create(
+    def create_files(
         cls,
         layout: StoreLayout,
         directories: Sequence[str],
@@ -48,13 +74,15 @@ class RecordFiles:
         engine: IoEngine,
         *,
         is_scratch: bool = False,
+        hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """New files, of one home, in place of any old ones. See `HomeFiles.create`."""
+        """New files, of one home, in place of any old ones. Raises as `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
-        return cls([home], Versions(layout.records, num_homes=1), engine)
+        return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
     @property
     def records(self) -> tuple[RecordSpec, ...]:
+        """All records in their order on disk."""
         return self.layout.records
 
     @property
@@ -64,7 +92,7 @@ class RecordFiles:
     @property
     def size_bytes(self) -> int:
         """Exact size of all its files together."""
-        return sum(home.size_bytes for home in self._homes)
+        return sum(home.layout.total_bytes for home in self._homes)
 
     @property
     def home_layouts(self) -> tuple[StoreLayout, ...]:
@@ -76,35 +104,42 @@ class RecordFiles:
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
         """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on, before reads that are not
-        urgent if this ``is_urgent``.
+        urgent if this ``is_urgent``. Drafts are read where there are some.
 
         Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
         """
-        first, stop = self._granules(block, kind, start_numel, out)
+        span = self._span(block, kind, start_numel, out)
         content = byte_tensor(out)
+        copy = self.copies.of(block, kind)
+        fill: Callable[[int, int], None] | None = None
+        if copy is not None:
+            if copy.read(span.start_byte, content):
+                return RecordRead.of_memory()
+            copy.wait_for_writes(span.start_byte, content)
+            fill = copy.filler(span.start_byte, content)  # before the read begins, to tell what changes meanwhile
         view = sector_view(content)
-        homes, expected = self.versions.live(block, kind, first, stop)
-        granule_numel = self.layout.record(block, kind).granule_numel
-        granule_bytes = granule_numel * out.element_size()
+        homes, expected = self.versions.live(block, kind, span.first, span.stop)
         transfers = []
         for run in homes:
-            part = slice((run.first - first) * granule_bytes, (run.stop - first) * granule_bytes)
+            part = span.bytes_of(run.first, run.stop)
             if run.home is Home.NOWHERE:
                 content[part].zero_()
             else:
-                transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, view[part])
+                transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, view[part])
 
         def check(low: int, high: int) -> None:
             for run in homes:
-                begin, end = max(run.first - first, low), min(run.stop - first, high)
+                begin, end = max(run.first - span.first, low), min(run.stop - span.first, high)
                 if begin < end and run.home is not Home.NOWHERE:
-                    found = self.hash_granules(content[begin * granule_bytes : end * granule_bytes], granule_bytes)
-                    is_wrong = found != expected[begin:end]
+                    part = content[begin * span.granule_bytes : end * span.granule_bytes]
+                    is_wrong = self._hash_granules(part, span.granule_bytes) != expected[begin:end]
                     if is_wrong.any():
-                        raise self._corruption(block, kind, run.home, first + begin + int(np.argmax(is_wrong)))
+                        raise self._corruption(block, kind, run.home, span.first + begin + int(np.argmax(is_wrong)))
+            if fill is not None:
+                fill(low, high)
 
         request = self._requests.add(self._engine.read(transfers, of=Content(block, kind), is_urgent=is_urgent))
-        return RecordRead(request, out.numel(), granule_numel, check)
+        return RecordRead(request, out.numel(), self.layout.record(block, kind).granule_numel, check)
 
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
@@ -114,59 +149,88 @@ class RecordFiles:
         ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
         written again, or dropped, before a commit.
         """
-        first, stop = self._granules(block, kind, start_numel, source)
-        assert checksums is None or len(checksums) == stop - first, "a checksum for each granule"
+        copy = self.copies.of(block, kind)
+        if copy is None:
+            return self._write(block, kind, start_numel, source, checksums)
+        start_byte, content = start_numel * source.element_size(), byte_tensor(source)
+        copy.put(start_byte, content)
+        try:
+            request = self._write(block, kind, start_numel, source, checksums)
+        except BaseException:
+            copy.forget(start_byte, content)
+            raise
+        copy.follow(start_byte, content, request)
+        return request
+
+    def _write(
+        self, block: str, kind: str, start_numel: int, source: Tensor, checksums: Checksums | None
+    ) -> IoRequest:
+        span = self._span(block, kind, start_numel, source)
+        assert checksums is None or len(checksums) == span.stop - span.first, "a checksum for each granule"
         view = sector_view(source)
-        granule_bytes = self._granule_bytes(block, kind)
-        if self.versions.overwrites(block, kind, first, stop):
+        tears = False
+        if self.versions.overwrites(block, kind, span.first, span.stop):
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
-            self._announce_write(block, kind, first, checksums)
-        else:
-            self._announce_write(block, kind, first, None)
-        targets = self.versions.begin_write(block, kind, first, stop) if first < stop else []
+            # What overwrites committed bytes with the same ones, as loading frozen weights again does, harms no commit.
+            tears = self.versions.tears(block, kind, span.first, checksums)
+        self._before_write(tears)
+        if tears:
+            self.versions.mark_torn()
+        targets = self.versions.begin_write(block, kind, span.first, span.stop) if span.first < span.stop else []
         transfers = []
         for run in targets:
-            part = view[(run.first - first) * granule_bytes : (run.stop - first) * granule_bytes]
-            transfers += self._homes[run.home].transfers(block, kind, run.first * granule_bytes, part)
+            part = view[span.bytes_of(run.first, run.stop)]
+            transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, part)
 
         def note() -> None:
             of_source = self.checksums(block, kind, source) if checksums is None else checksums
-            self.versions.end_write(block, kind, first, targets, of_source)
+            self.versions.end_write(block, kind, span.first, targets, of_source)
 
         return self._requests.add(self._engine.write(transfers, note, of=Content(block, kind)))
 
     def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
-        """Of each granule of ``source`` [numel], of that record. To be given to `write`, by who has it in his
-        cache just now."""
+        """Of each granule of ``source`` [numel], of that record. To be given to `write`, by who has it in his cache
+        just now."""
         assert source.is_contiguous() and source.device.type == "cpu"
-        return self.hash_granules(source, self._granule_bytes(block, kind))
+        return self._hash_granules(source, self._granule_bytes(block, kind))
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
-        """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done.
-
-        ``bounce`` is an aligned uint8 buffer of at least one granule that nobody else uses meanwhile.
-        """
-        start = self._start_byte(block, kind, start_numel, out)
-        read_range(start, byte_tensor(out), bounce, self._units(block, kind), self._mover(self.read, block, kind, out))
+        """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done."""
+        copy = self.copies.of(block, kind)
+        start_byte, content = start_numel * out.element_size(), byte_tensor(out)
+        if copy is not None and copy.read(start_byte, content):
+            return
+        for low, high, first, staged in self._windows(block, kind, start_numel, out, bounce):
+            self.read(block, kind, first, staged).wait()
+            out[low - start_numel : high - start_numel].copy_(staged[low - first : high - first])
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
         """Write ``source`` [numel] from any address to any element, through ``bounce``; return when done.
 
-        Granules that are only partly covered are read, changed and written, so nothing else may write to them.
+        Granules that are only partly covered are read, changed and written, so nothing else may write to them. It is
+        for loading: a copy in RAM takes it over when it is read.
         """
-        start = self._start_byte(block, kind, start_numel, source)
-        read, write = (self._mover(move, block, kind, source) for move in (self.read, self.write))
-        write_range(start, byte_tensor(source), bounce, self._units(block, kind), read, write)
+        granule_numel, copy = self.layout.record(block, kind).granule_numel, self.copies.of(block, kind)
+        try:
+            for low, high, first, staged in self._windows(block, kind, start_numel, source, bounce):
+                last = (staged.numel() - 1) // granule_numel * granule_numel
+                partial = {0: low > first, last: high < first + staged.numel() or (last == 0 and low > first)}
+                for edge in (edge for edge, is_partial in partial.items() if is_partial):
+                    self.read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
+                staged[low - first : high - first].copy_(source[low - start_numel : high - start_numel])
+                self._write(block, kind, first, staged, None).wait()
+        finally:
+            if copy is not None:
+                copy.forget(start_numel * source.element_size(), byte_tensor(source))
 
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
         """Files and places of a whole record as it is now; None if some of it is being written, or never was."""
         record = self.layout.record(block, kind)
-        num_granules = record.num_granules
-        if not self.versions.is_written(block, kind, 0, num_granules):
+        if not self.versions.is_written(block, kind, 0, record.num_granules):
             return None
         found: list[tuple[str, Extent]] = []
         granule_bytes = self._granule_bytes(block, kind)
-        for run in self.versions.live(block, kind, 0, num_granules)[0]:
+        for run in self.versions.live(block, kind, 0, record.num_granules)[0]:
             start, stop = run.first * granule_bytes, min(run.stop * granule_bytes, record.num_bytes)
             found += self._homes[run.home].extents(block, kind, start, stop - start)
         return found
@@ -203,18 +267,14 @@ class RecordFiles:
         self._requests.settle()
 
     def close(self) -> None:
-        """Close the files once no request touches them, and delete scratch files; then do nothing."""
-        self.settle()
-        for home in self._homes:
-            home.close()
+        """Close the files once no request touches them, and delete scratch files; then do nothing. Nor in a forked
+        child, which has no thread that would end a request."""
+        if self._owner.is_here:
+            self.settle()
+            for home in self._homes:
+                home.close()
 
-    def remove(self) -> None:
-        """Close and delete the files."""
-        self.close()
-        for home in self._homes:
-            home.remove()
-
-    def __enter__(self) -> RecordFiles:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -222,60 +282,55 @@ class RecordFiles:
     ) -> None:
         self.close()
 
-    def _granules(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> tuple[int, int]:
-        self._start_byte(block, kind, start_numel, tensor)
-        granule_numel = self.layout.record(block, kind).granule_numel
-        stop_numel = start_numel + tensor.numel()
+    def _span(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> _Span:
+        """The granules that the tensor's elements fill."""
+        record = self._checked(block, kind, start_numel, tensor)
+        granule_numel, stop_numel = record.granule_numel, start_numel + tensor.numel()
+        granule_bytes = granule_numel * record.itemsize
         if start_numel == stop_numel:
-            return 0, 0
+            return _Span(0, 0, granule_bytes)
         assert start_numel % granule_numel == 0, f"element {start_numel} of {kind} of {block} begins no granule"
-        is_end = stop_numel == self.layout.record(block, kind).numel
-        assert is_end or stop_numel % granule_numel == 0, f"element {stop_numel} of {kind} of {block} ends no granule"
-        return start_numel // granule_numel, granules_of(stop_numel, granule_numel)
+        is_whole = stop_numel == record.numel or stop_numel % granule_numel == 0
+        assert is_whole, f"element {stop_numel} of {kind} of {block} ends no granule"
+        return _Span(start_numel // granule_numel, granules_of(stop_numel, granule_numel), granule_bytes)
 
-    def _granule_bytes(self, block: str, kind: str) -> int:
-        record = self.layout.record(block, kind)
-        return record.granule_numel * record.itemsize
-
-    def _start_byte(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> int:
+    def _checked(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> RecordSpec:
         assert not self.closed, "the files are closed"
         record = self.layout.record(block, kind)
         dtype = str(tensor.dtype).removeprefix("torch.")
         assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, the tensor {dtype}"
         assert 0 <= start_numel <= start_numel + tensor.numel() <= record.numel, "the range leaves its record"
-        return start_numel * record.itemsize
+        return record
 
-    def _units(self, block: str, kind: str) -> Units:
+    def _windows(
+        self, block: str, kind: str, start_numel: int, tensor: Tensor, bounce: Tensor
+    ) -> Iterator[tuple[int, int, int, Tensor]]:
+        """What fits the bounce buffer at a time: elements [low, high), the first of the whole granules that hold them,
+        and where in the buffer those are."""
+        record = self._checked(block, kind, start_numel, tensor)
+        granule_numel, stop_numel = record.granule_numel, start_numel + tensor.numel()
+        staging = bounce[: bounce.numel() // record.itemsize * record.itemsize].view(tensor.dtype)
+        room_numel = staging.numel() // granule_numel * granule_numel
+        assert room_numel, f"a bounce buffer has at least one granule of {granule_numel} elements"
+        if start_numel == stop_numel:
+            return
+        for first in range(start_numel // granule_numel * granule_numel, stop_numel, room_numel):
+            low, high = max(start_numel, first), min(stop_numel, first + room_numel)
+            last = min(first + granules_of(high - first, granule_numel) * granule_numel, record.numel)
+            yield low, high, first, staging[: last - first]
+
+    def _granule_bytes(self, block: str, kind: str) -> int:
         record = self.layout.record(block, kind)
-        return Units(self._granule_bytes(block, kind), record.num_bytes)
-
-    def _mover(
-        self, move: Callable[[str, str, int, Tensor], IoRequest | RecordRead], block: str, kind: str, like: Tensor
-    ) -> Callable[[int, Tensor], None]:
-        """``move`` for bytes, that waits."""
-
-        def moved(start_byte: int, staged: Tensor) -> None:
-            move(block, kind, start_byte // like.element_size(), staged.view(like.dtype)).wait()
-
-        return moved
-
-    def _announce_write(self, block: str, kind: str, first: int, checksums: Checksums | None) -> None:
-        """Tell `before_write`. What overwrites committed bytes with the same ones, as loading frozen weights again
-        does, harms no commit."""
-        tears = checksums is not None and self.versions.tears(block, kind, first, checksums)
-        if self.before_write is not None:
-            self.before_write(tears)
-        if tears:
-            self.versions.mark_torn()
-
-    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
-        """Path and offset of the first byte of a granule."""
-        itemsize = self.layout.record(block, kind).itemsize
-        return self._homes[home].place(block, kind, self._element(block, kind, granule) * itemsize)
+        return record.granule_numel * record.itemsize
 
     def _element(self, block: str, kind: str, granule: int) -> int:
         """The first one of a granule."""
         return granule * self.layout.record(block, kind).granule_numel
+
+    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
+        """Path and offset of the first byte of a granule."""
+        path, extent = self._homes[home].extents(block, kind, granule * self._granule_bytes(block, kind), 1)[0]
+        return path, extent.file_offset
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
         path, offset = self._place(block, kind, home, granule)
@@ -286,3 +341,19 @@ class RecordFiles:
             offset=offset,
             advice="check the drive and the memory; resume from a checkpoint",
         )
+
+
+class _Span(NamedTuple):
+    """Granules [first, stop) of a record."""
+
+    first: int
+    stop: int
+    granule_bytes: int
+
+    @property
+    def start_byte(self) -> int:
+        return self.first * self.granule_bytes
+
+    def bytes_of(self, first: int, stop: int) -> slice:
+        """Where in the span's bytes those granules are."""
+        return slice((first - self.first) * self.granule_bytes, (stop - self.first) * self.granule_bytes)

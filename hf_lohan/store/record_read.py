@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 
 from hf_lohan.files import IoRequest
-from hf_lohan.store.granules import granules_of
+from hf_lohan.store.layout import granules_of
 
 Check = Callable[[int, int], None]
 """Raises `CorruptionError` if one of the granules [first, stop) of what was read is not what was written."""

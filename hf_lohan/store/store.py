@@ -2,33 +2,72 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import re
-from collections.abc import Mapping, Sequence
-from types import TracebackType
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import datetime, timezone
 from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_lohan.files import Extent, IoEngine, IoRequest, StorePath, TornStoreError
-from hf_lohan.store.commit import Commit
-from hf_lohan.store.commit_sequence import CommitSequence
-from hf_lohan.store.granules import Checksums
+from hf_lohan.files import ForeignStoreError, IoEngine, StorePath, TornStoreError
+from hf_lohan.files.directories import resolve_capacities, validate_directories
+from hf_lohan.files.lock import DirectoryLock
+from hf_lohan.store.commits import Commit, CommitSequence
+from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import DEFAULT_STRIPE_BYTES, RecordSpec, StoreLayout
-from hf_lohan.store.manifest import ModelIdentity
-from hf_lohan.store.opening import (
-    Durability,
-    OpenParts,
-    create_parts,
-    durability_of,
-    open_or_create_parts,
-    open_parts,
+from hf_lohan.store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ModelIdentity,
+    assemble,
+    home_layouts,
+    read_manifest,
+    remove_manifests,
+    write_manifests,
 )
 from hf_lohan.store.record_files import RecordFiles
-from hf_lohan.store.record_read import RecordRead
-from hf_lohan.store.store_files import HOME_NAMES, SCRATCH_NAME, check_room, scratch_file_name
+from hf_lohan.store.store_folders import (
+    DATA_NAMES,
+    HOME_NAMES,
+    SCRATCH_NAME,
+    check_room,
+    check_sizes,
+    committed_in,
+    fits,
+    is_half_made,
+    refuse_foreign,
+    remove_scratch,
+    remove_store,
+    scratch_file_name,
+    versions_in,
+)
+from hf_lohan.store.versions import Versions
+
+logger = logging.getLogger(__name__)
+
+Durability = Literal["auto", "step", "checkpoint"]
 
 
-class Store:
+@dataclass(frozen=True)
+class OpenParts:
+    """What an open store is made of."""
+
+    manifest: Manifest
+    paths: tuple[StorePath, ...]
+    homes: Sequence[HomeFiles]
+    versions: Versions
+    engine: IoEngine
+    committed: Commit | None
+    held: ExitStack
+    """Closes the files, then the locks."""
+
+
+class Store(RecordFiles):
     """Preallocated records under a lock, until `close`; make one with `create`, `open` or `open_or_create`.
 
     With two homes, what is written is a draft until `commit`: a run that is killed leaves its last commit. With one
@@ -36,13 +75,11 @@ class Store:
     """
 
     def __init__(self, parts: OpenParts) -> None:
+        self._commits = CommitSequence(parts.manifest.store_id, parts.paths[0].path, parts.committed)
+        super().__init__(parts.homes, parts.versions, parts.engine, before_write=self._commits.before_write)
         self._manifest = parts.manifest
         self._paths = parts.paths
-        self._files = parts.files
-        self._engine = parts.engine
         self._held = parts.held
-        self._commits = CommitSequence(parts.manifest.store_id, parts.paths[0].path, parts.committed)
-        self._files.before_write = self._commits.before_write
         self._scratches: dict[str, RecordFiles] = {}
 
     @classmethod
@@ -61,9 +98,34 @@ class Store:
         Raises before anything is written: ValueError and `StorageError` for unusable paths, `CapacityError`,
         `ForeignStoreError`, `StoreInUseError`. If it fails later, no records are left behind.
         """
-        return cls(
-            create_parts(paths, records, model=model, engine=engine, stripe_bytes=stripe_bytes, num_homes=num_homes)
-        )
+        validate_directories(paths)
+        resolved = resolve_capacities(paths, DATA_NAMES)
+        layout = StoreLayout(tuple(records), resolved, stripe_bytes)
+        layouts = home_layouts(layout, num_homes)
+        check_room(resolved, layouts)
+        versions = Versions(layout.records, num_homes=num_homes)
+        directories = [path.path for path in resolved]
+        refuse_foreign(directories, model)
+        with ExitStack() as held:
+            _lock(directories, held)
+            refuse_foreign(directories, model)  # again: now nobody else can change it
+            if any(os.path.lexists(os.path.join(directory, MANIFEST_NAME)) for directory in directories):
+                logger.warning("replacing the store of the same model in %s", ", ".join(directories))
+            remove_store(directories)
+            homes: list[HomeFiles] = []
+            created = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            manifest = Manifest(uuid.uuid4().hex, created, model, layout, num_homes)
+            try:
+                for home_layout, name in zip(layouts, HOME_NAMES, strict=False):
+                    homes.append(HomeFiles.create(home_layout, directories, name, engine))
+                    held.callback(homes[-1].close)
+                write_manifests(manifest, directories)
+            except BaseException:
+                for home in homes:
+                    home.remove()
+                remove_manifests(directories)
+                raise
+            return cls(OpenParts(manifest, resolved, homes, versions, engine, None, held.pop_all()))
 
     @classmethod
     def open(
@@ -80,7 +142,30 @@ class Store:
         if it is larger than a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
         ``allow_torn`` (for whoever writes everything anew).
         """
-        return cls(open_parts(paths, model=model, engine=engine, allow_torn=allow_torn))
+        validate_directories(paths)
+        assemble(paths)  # before the lock, which would leave a file where no store is
+        with ExitStack() as held:
+            _lock([path.path for path in paths], held)
+            manifest, ordered = assemble(paths)
+            directories = [path.path for path in ordered]
+            if model is not None:
+                manifest.refuse_other(model, directories[0])
+            check_sizes(ordered, manifest.home_layouts)
+            remove_scratch(directories)
+            committed = committed_in(directories, manifest)
+            if committed is not None and committed.is_torn and not allow_torn:
+                checkpoint = committed.facts.get("last_checkpoint") or "a checkpoint"
+                raise TornStoreError(
+                    f"the store in {directories[0]} keeps one version (durability: checkpoint) and its run ended in "
+                    f"the middle of a step, so it holds no whole state: resume from {checkpoint}"
+                )
+            homes: list[HomeFiles] = []
+            for layout, name in zip(manifest.home_layouts, HOME_NAMES, strict=False):
+                homes.append(HomeFiles.open(layout, directories, name, engine))
+                held.callback(homes[-1].close)
+            versions = versions_in(directories, manifest, committed)
+            resolved = resolve_capacities(ordered, HOME_NAMES)
+            return cls(OpenParts(manifest, resolved, homes, versions, engine, committed, held.pop_all()))
 
     @classmethod
     def open_or_create(
@@ -98,16 +183,25 @@ class Store:
         ``durability`` "step" asks for two homes, "checkpoint" for one; "auto" is "step" if both fit beside ``scratch``.
         Raises as `create` and `open`, and `ForeignStoreError` if the store there has other homes than asked for.
         """
-        return cls(
-            open_or_create_parts(
-                paths, records, model=model, engine=engine, durability=durability, scratch=scratch
+        validate_directories(paths)
+        manifests = [read_manifest(path.path) for path in paths]
+        found = next((manifest for manifest in manifests if manifest is not None), None)
+        num_homes = 1 if durability == "checkpoint" else 2
+        if found is not None and found.model.fingerprint == model.fingerprint and not is_half_made(paths, manifests):
+            if durability != "auto" and found.num_homes != num_homes:
+                raise ForeignStoreError(
+                    f"{paths[0].path} holds a store of this model with durability {_durability(found.num_homes)!r}, "
+                    f"not {durability!r}: keep that setting, delete the store or choose another directory"
+                )
+            return cls.open(paths, model=model, engine=engine, allow_torn=True)
+        if durability == "auto" and not fits(paths, records, num_homes, scratch):
+            num_homes = 1
+            logger.warning(
+                "%s: no room for two versions of this model's state, so the store keeps one (durability: checkpoint): "
+                "a run that dies goes on from its last checkpoint, not from its last step",
+                " and ".join(path.path for path in paths),
             )
-        )
-
-    @property
-    def records(self) -> tuple[RecordSpec, ...]:
-        """All records in their order on disk."""
-        return self._files.records
+        return cls.create(paths, records, model=model, engine=engine, num_homes=num_homes)
 
     @property
     def model(self) -> ModelIdentity:
@@ -119,14 +213,9 @@ class Store:
         return self._paths
 
     @property
-    def size_bytes(self) -> int:
-        """Exact size of all its data files, open scratch files included."""
-        return sum(files.size_bytes for files in (self._files, *self._open_scratches().values()))
-
-    @property
-    def files(self) -> RecordFiles:
-        """The records' files, below versions and commits."""
-        return self._files
+    def scratch_bytes(self) -> int:
+        """Exact size of its open scratch files."""
+        return sum(files.size_bytes for files in self._open_scratches().values())
 
     @property
     def num_homes(self) -> int:
@@ -134,8 +223,8 @@ class Store:
 
     @property
     def durability(self) -> Literal["step", "checkpoint"]:
-        """"step" with two homes, "checkpoint" with one."""
-        return durability_of(self.num_homes)
+        """What the configuration calls so many homes: "step" is two, "checkpoint" one."""
+        return _durability(self.num_homes)
 
     @property
     def committed(self) -> Commit | None:
@@ -145,49 +234,32 @@ class Store:
     @property
     def log(self) -> bytes:
         """The lines that were appended to the log up to the last commit. Raises `StorageError` if they are lost."""
-        return self._commits.log
+        return self.committed.read_log(self._paths[0].path) if self.committed is not None else b""
+
+    @property
+    def model_folder(self) -> str | None:
+        """Where the model's files of the last commit lie; None if it has none. Raises `StorageError` if they are not as
+        they were written."""
+        if self.committed is None or not self.committed.model_folder:
+            return None
+        return self.committed.check_model_files(self._paths[0].path)
 
     @property
     def has_drafts(self) -> bool:
         """Whether anything was written since the last commit."""
-        return self._files.versions.has_drafts
+        return self.versions.has_drafts
 
-    def has(self, block: str, kind: str) -> bool:
-        return self._files.has(block, kind)
-
-    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
-        """See `RecordFiles.read`. Drafts are read where there are some."""
-        return self._files.read(block, kind, start_numel, out, is_urgent=is_urgent)
-
-    def write(
-        self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
-    ) -> IoRequest:
-        """See `RecordFiles.write`. A draft, until `commit`."""
-        return self._files.write(block, kind, start_numel, source, checksums=checksums)
-
-    def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
-        """See `RecordFiles.checksums`."""
-        return self._files.checksums(block, kind, source)
-
-    def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
-        """See `RecordFiles.read_unaligned`."""
-        self._files.read_unaligned(block, kind, start_numel, out, bounce)
-
-    def write_unaligned(
-        self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor
-    ) -> None:
-        """See `RecordFiles.write_unaligned`."""
-        self._files.write_unaligned(block, kind, start_numel, source, bounce)
-
-    def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """See `RecordFiles.extents`."""
-        return self._files.extents(block, kind)
+    def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
+        """Keep copies in RAM of the records with these (block, kind) ``names``. Raises as ``host_empty``: see
+        `ResidentCopies.take`."""
+        self.copies.take([self.layout.record(block, kind) for block, kind in names], host_empty)
 
     def begin_anew(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
         committed record that has one home is overwritten."""
-        self._files.settle()
-        self._files.versions.begin_anew()
+        self.settle()
+        self.versions.begin_anew()
+        self.copies.begin_anew()
 
     def commit(
         self,
@@ -196,31 +268,36 @@ class Store:
         log_lines: bytes = b"",
         *,
         keep_log: bool = True,
+        model_files: Mapping[str, bytes] | None = None,
     ) -> None:
         """Make all that was written count: it is durable, and current, when this returns.
 
         ``facts`` (JSON's types) and ``journal`` (small files by name) are found again in `committed`; ``log_lines``
-        follow the log (``keep_log=False`` begins it anew). The caller sees to it that no write is under way. Raises
-        `CapacityError` or `StorageError`; what was committed before is then still so, and `commit` may be tried again.
+        follow the log (``keep_log=False`` begins it anew); ``model_files`` take the place of those of the last commit,
+        if they are given. The caller sees to it that no write is under way. Raises `CapacityError` or `StorageError`;
+        what was committed before is then still so, and `commit` may be tried again, unless the drive lost what was
+        written.
         """
-        home, checksum = self._files.draft()
-        self._commits.follow(home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log)
-        self._files.versions.commit(home, checksum)
+        home, checksum = self.draft()
+        self._commits.follow(
+            home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
+        )
+        self.versions.commit(home, checksum)
+        self.copies.commit()
 
     def drop(self) -> None:
         """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
         was written over what is committed."""
-        self._files.settle()
-        if self._files.versions.is_torn:
+        self.settle()
+        if self.versions.is_torn:
             raise TornStoreError(
                 f"the last commit of the store in {self._paths[0].path} is gone: records that are kept in one version "
                 "have been overwritten since; resume from a checkpoint, or use durability='step'"
             )
-        self._files.versions.drop()
-
-    def sync(self) -> None:
-        """See `RecordFiles.sync`."""
-        self._files.sync()
+        for home in self._homes:
+            home.forget_failures()
+        self.versions.drop()
+        self.copies.drop()
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
         """More preallocated records, in ``<name>.bin`` on the same paths, deleted when closed.
@@ -233,26 +310,30 @@ class Store:
             raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word: choose another")
         file_name = scratch_file_name(name)
         layout = StoreLayout(tuple(records), self._paths, self._manifest.layout.stripe_bytes)
-        parts = [*self._files.home_layouts, *(files.layout for files in scratches.values()), layout]
+        parts = [*self.home_layouts, *(files.layout for files in scratches.values()), layout]
         check_room(self._paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
         directories = [path.path for path in self._paths]
-        files = RecordFiles.create(layout, directories, file_name, self._engine, is_scratch=True)
+        files = RecordFiles.create_files(layout, directories, file_name, self._engine, is_scratch=True)
         self._scratches = scratches | {name: files}
         return files
 
     def close(self) -> None:
-        """Delete the scratch files, close the rest and let the directories go; a second time does nothing."""
-        for files in self._open_scratches().values():
-            files.close()
-        self._held.close()
-
-    def __enter__(self) -> Store:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        """Delete the scratch files, close the rest and let the directories go; a second time does nothing, nor does a
+        forked child."""
+        if self._owner.is_here:
+            for files in self._open_scratches().values():
+                files.close()
+            super().close()
+            self._held.close()
 
     def _open_scratches(self) -> dict[str, RecordFiles]:
         return {name: files for name, files in self._scratches.items() if not files.closed}
+
+
+def _durability(num_homes: int) -> Literal["step", "checkpoint"]:
+    return "checkpoint" if num_homes == 1 else "step"
+
+
+def _lock(directories: Sequence[str], held: ExitStack) -> None:
+    for directory in directories:
+        held.callback(DirectoryLock(directory).close)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_lohan.device import mapped_empty
-from hf_lohan.files import CorruptionError
+from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.store.layout import RecordSpec
 from hf_lohan.store.store import Store
 
@@ -37,6 +37,17 @@ def verify(store: Store) -> Iterator[VerifiedRecord]:
                     error = _error(store, record, first, min(first + granule_numel, stop), memory)
                     errors += [error] if error is not None else []
         yield VerifiedRecord(record, errors)
+
+
+def damaged_files(store: Store) -> list[StorageError]:
+    """What is wrong with the files beside the records that the last commit names: its log, and its model's files."""
+    errors: list[StorageError] = []
+    for check in (lambda: store.log, lambda: store.model_folder):
+        try:
+            check()
+        except StorageError as error:
+            errors.append(error)
+    return errors
 
 
 def _error(store: Store, record: RecordSpec, start: int, stop: int, memory: torch.Tensor) -> CorruptionError | None:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from threading import Lock
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.store.granules import Checksums, granules_of, runs
-from hf_lohan.store.layout import RecordSpec
+from hf_lohan.store.layout import RecordSpec, granules_of
 
+Checksums = npt.NDArray[np.uint64]
 Homes = npt.NDArray[np.uint8]
 
 
@@ -215,3 +215,15 @@ def _versioned_granules(record: RecordSpec) -> int:
 
 def _runs(homes: Homes, first: int) -> list[HomeRun]:
     return [HomeRun(Home(home), first + start, first + stop) for home, start, stop in runs(homes)]
+
+
+def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
+    """(value, start, stop) of each run of equal neighbours."""
+    content = values.tobytes()
+    if content and content.count(content[0]) == len(content):  # nearly always, and then much cheaper
+        yield content[0], 0, len(content)
+        return
+    edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]
+    for start, stop in pairwise(edges):
+        if start < stop:
+            yield int(values[start]), start, stop

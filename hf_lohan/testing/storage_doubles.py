@@ -10,10 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 
-from hf_lohan.files import PosixBackend
+from hf_lohan.files import FileBackend
 
 
-class SlowBackend(PosixBackend):
+class SlowBackend(FileBackend):
     """Every read and write takes ``delay_s`` longer, so that whoever does not wait loses the race."""
 
     def __init__(self, delay_s: float) -> None:
@@ -28,7 +28,7 @@ class SlowBackend(PosixBackend):
         return super().write(fd, offset, views)
 
 
-class GatedBackend(PosixBackend):
+class GatedBackend(FileBackend):
     """Reads and writes wait until the test sets ``gate``; ``arrived`` counts those that have come so far."""
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class GatedBackend(PosixBackend):
         self.gate.wait()
 
 
-class CountingBackend(PosixBackend):
+class CountingBackend(FileBackend):
     """Counts calls by name in ``calls`` and keeps the size of every read and write, in bytes."""
 
     def __init__(self) -> None:

@@ -1,16 +1,26 @@
-"""Threads: for short tasks, for kernels beside compute, for one order of commands; and malloc's policy."""
+"""Threads: for short tasks, for kernels beside compute, for one order of commands; policies of a CPU that computes; and
+what a forked child leaves alone."""
 
-from hf_lohan.threads.allocator import keep_freed_memory
+from hf_lohan.threads.cpu_policies import (
+    keep_freed_memory,
+    set_compute_threads,
+    start_thread,
+    usable_cpus,
+    use_all_cores,
+)
 from hf_lohan.threads.failures import raised_anew
-from hf_lohan.threads.kernel_threads import KernelThreads, set_compute_threads, start_thread, usable_cpus, use_all_cores
-from hf_lohan.threads.task_threads import TaskThreads
+from hf_lohan.threads.forks import Owner, close_in_children, closing
+from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
 from hf_lohan.threads.work_thread import Command, WorkThread
 
 __all__ = [
     "Command",
     "KernelThreads",
+    "Owner",
     "TaskThreads",
     "WorkThread",
+    "close_in_children",
+    "closing",
     "keep_freed_memory",
     "raised_anew",
     "set_compute_threads",

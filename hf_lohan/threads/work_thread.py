@@ -7,11 +7,14 @@ import threading
 from collections.abc import Callable
 from typing import TypeVar
 
+from hf_lohan.threads.cpu_policies import start_thread
 from hf_lohan.threads.failures import raised_anew
-from hf_lohan.threads.kernel_threads import start_thread
+from hf_lohan.threads.forks import Owner
 
 Command = Callable[[], object]
 Result = TypeVar("Result")
+_LOOK_S = 1.0
+"""How often who waits for the thread looks whether it is still there."""
 
 
 class WorkThread:
@@ -34,6 +37,7 @@ class WorkThread:
         self._name = name
         self._beside_kernels = beside_kernels
         self._thread: threading.Thread | None = None
+        self._owner = Owner()
 
     def start(self) -> None:
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
@@ -44,11 +48,11 @@ class WorkThread:
 
     def barrier(self) -> None:
         """Wait until all commands so far have run. Raises what failed."""
-        if self._thread is None or not self._thread.is_alive():
-            raise RuntimeError("the engine is closed; load the model again")
         reached = threading.Event()
+        self._refuse_if_ended()
         self._commands.put(reached)
-        reached.wait()
+        while not reached.wait(_LOOK_S):
+            self._refuse_if_ended()
         if self.failure is not None:
             raise raised_anew(self.failure)
 
@@ -66,10 +70,18 @@ class WorkThread:
             self._failed(error)
 
     def close(self) -> None:
-        """Run what was put before, and end."""
+        """Run what was put before, and end. In a forked child: do nothing."""
+        if not self._owner.is_here:
+            return
         assert self._thread is not None, "it was never started"
         self._commands.put(None)
         self._thread.join()
+
+    def _refuse_if_ended(self) -> None:
+        if not self._owner.is_here:
+            raise RuntimeError("this is a forked child of the process that trains; use the model in that one")
+        if self._thread is None or not self._thread.is_alive():
+            raise RuntimeError("the engine is closed; load the model again")
 
     def _run(self) -> None:
         while True:

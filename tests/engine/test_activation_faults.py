@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapped_tensor import SwappedTensor
-from hf_lohan.files import CorruptionError, PosixBackend, StorageError
+from hf_lohan.files import CorruptionError, FileBackend, StorageError
 from hf_lohan.planner.placement import Placement
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
@@ -204,7 +204,7 @@ def test_a_first_step_without_gradients_keeps_watching(make_twins: TwinsFactory)
     assert all(layer.candidates for layer in twins.engine.activation_memory.trace.values())
 
 
-class ActivationFaults(PosixBackend):
+class ActivationFaults(FileBackend):
     """While armed, what is read from or written to the activations' file fails, or has a bit flipped."""
 
     def __init__(self, call: str, fault: str) -> None:

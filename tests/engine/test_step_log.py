@@ -228,7 +228,7 @@ def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
         raise StorageError("cannot write", path="the commit", errno=errno.ENOSPC, advice="free space")
 
     if cause == "no_commit_file":
-        monkeypatch.setattr("hf_lohan.store.commit_sequence.write_commit", refuse)
+        monkeypatch.setattr("hf_lohan.store.commits.write_commit", refuse)
     else:
         backend.fail_on = 1
     expected = CapacityError if cause == "full_disk" else StorageError

@@ -21,7 +21,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import RecordTraffic, SizeClass, step_traffic
-from hf_lohan.store.resident_records import ResidentStore
+from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 SMALL = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
@@ -171,10 +171,10 @@ def test_a_step_reads_what_the_planner_says(
 ) -> None:
     """And no more where updates hand their weights over, or have them from a slot, when there is time for it."""
     read: Counter[tuple[str, str]] = Counter()
-    real_read = ResidentStore.read
+    real_read = Store.read
 
     def counted(
-        store: ResidentStore, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
+        store: Store, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
     ) -> Any:
         read[block, kind] += out.nbytes
         return real_read(store, block, kind, start_numel, out, is_urgent=is_urgent)
@@ -182,7 +182,7 @@ def test_a_step_reads_what_the_planner_says(
     engine = an_engine(
         tmp_path, hold_gradients=num_backwards > 1, frozen=frozen, resident_records="none", schedule=schedule
     )
-    monkeypatch.setattr(ResidentStore, "read", counted)
+    monkeypatch.setattr(Store, "read", counted)
     optimizer = trained(engine)
     steps(engine, optimizer, 2, num_backwards=num_backwards)
     read.clear()

@@ -18,7 +18,7 @@ import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.files import CorruptionError, FileBackend, IoEngine, PosixBackend, StorePath
+from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorePath
 from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import Store
@@ -138,7 +138,7 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> dict[int, State]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         for num_steps in range(NUM_STEPS + 1):
             store = folder / str(num_steps)
-            train(store, PosixBackend(), monkeypatch, num_steps)
+            train(store, FileBackend(), monkeypatch, num_steps)
             found = committed_state(store)
             if found is not None:
                 states[found[0]] = found[1]

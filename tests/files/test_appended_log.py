@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from hf_lohan.files import CapacityError, StorageError
-from hf_lohan.files.appended_log import AppendedLog
+from hf_lohan.files.durable_file import AppendedLog
 from hf_lohan.testing.recorded_disk import RecordedDisk
 
 
@@ -26,7 +26,7 @@ def test_lines_follow_what_is_committed(tmp_path: Path) -> None:
 
 def test_lost_lines_are_an_error(tmp_path: Path) -> None:
     log = AppendedLog(str(tmp_path / "log"))
-    with pytest.raises(StorageError, match=r"cannot read .*/log \(No such file or directory\): the store is damaged"):
+    with pytest.raises(StorageError, match=r"missing is .*/log: the store is damaged"):
         log.read(0, 4)
     log.append(0, b"one\n")
     with pytest.raises(StorageError, match=r"5 bytes are not in .*/log: the store is damaged"):

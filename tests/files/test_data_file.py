@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hf_lohan.device import mapped_empty
-from hf_lohan.files import DataFile, PosixBackend, StorageError
-from hf_lohan.files.buffers import sector_view
+from hf_lohan.files import DataFile, FileBackend, StorageError
+from hf_lohan.files.data_file import sector_view
 from hf_lohan.testing.storage_doubles import FaultyBackend, NoDirectBackend, ShortBackend
 
 NUM_BYTES = 65536
@@ -36,7 +36,7 @@ def test_short_calls_go_on_where_they_stopped(tmp_path: Path, max_bytes: int) ->
 
 
 def test_a_direct_call_that_ends_inside_a_sector_goes_on_at_its_start(tmp_path: Path) -> None:
-    class Reports(PosixBackend):
+    class Reports(FileBackend):
         """Moves all and reports less, as a direct call that is cut short by the kernel."""
 
         def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
@@ -79,7 +79,7 @@ def test_einval_without_o_direct_is_an_error(tmp_path: Path) -> None:
 
 
 def test_the_end_of_the_file_is_an_error_with_counts(tmp_path: Path) -> None:
-    file = DataFile(str(tmp_path / "f"), PosixBackend(), create=True)
+    file = DataFile(str(tmp_path / "f"), FileBackend(), create=True)
     file.allocate(8192)
     with pytest.raises(StorageError, match=r"16384 bytes wanted, 8192 read\).* at byte 8192") as caught:
         file.read(0, [sector_view(mapped_empty(16384))])
@@ -116,11 +116,11 @@ def test_sync_errors_are_named(tmp_path: Path) -> None:
 
 
 def test_files_are_private_and_never_reached_through_links(tmp_path: Path) -> None:
-    file = DataFile(str(tmp_path / "f"), PosixBackend(), create=True)
+    file = DataFile(str(tmp_path / "f"), FileBackend(), create=True)
     file.close()
     assert stat.S_IMODE(os.stat(file.path).st_mode) == 0o600
     with pytest.raises(StorageError, match="File exists"):
-        DataFile(file.path, PosixBackend(), create=True)
+        DataFile(file.path, FileBackend(), create=True)
     (tmp_path / "link").symlink_to(file.path)
     with pytest.raises(StorageError, match="symbolic links"):
-        DataFile(str(tmp_path / "link"), PosixBackend(), create=False)
+        DataFile(str(tmp_path / "link"), FileBackend(), create=False)

@@ -12,7 +12,7 @@ from data_files import EngineFactory, new_file, transfer
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import IoEngine, IoRequest, StorageError, Transfer
-from hf_lohan.files.buffers import sector_view
+from hf_lohan.files.data_file import sector_view
 from hf_lohan.testing.storage_doubles import CountingBackend, FaultyBackend, GatedBackend
 
 
@@ -56,7 +56,7 @@ def test_more_buffers_than_the_kernel_takes_in_one_call(make_engine: EngineFacto
     file.close()
 
 
-def test_callbacks_come_once_and_their_errors_harm_nobody(
+def test_callbacks_come_once_and_nothing_is_started_after_their_errors(
     make_engine: EngineFactory, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     backend = GatedBackend()
@@ -75,7 +75,9 @@ def test_callbacks_come_once_and_their_errors_harm_nobody(
     late: list[IoRequest] = []
     request.add_done_callback(late.append)
     assert late == [request]
-    assert "done-callback of an I/O request failed" in caplog.text
+    assert "callback of an I/O request failed" in caplog.text
+    with pytest.raises(RuntimeError, match="a callback of the I/O engine failed: ZeroDivisionError"):
+        engine.write([transfer(file, 0, mapped_empty(4096))])  # else who waits for that callback would wait for ever
     file.close()
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from hf_lohan.files import DataFile, IoEngine, Transfer
-from hf_lohan.files.buffers import sector_view
+from hf_lohan.files.data_file import sector_view
 
 EngineFactory = Callable[..., IoEngine]
 

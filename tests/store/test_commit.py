@@ -10,7 +10,7 @@ import pytest
 
 from hf_lohan.files import StorageError
 from hf_lohan.store import Commit
-from hf_lohan.store.commit import COMMIT_NAME, read_commit, write_commit
+from hf_lohan.store.commits import COMMIT_NAME, read_commit, write_commit
 
 COMMIT = Commit(
     store_id="abc",
@@ -89,5 +89,5 @@ def test_other_files_are_no_commits(tmp_path: Path) -> None:
         read_commit(str(tmp_path))
     file.unlink()
     file.mkdir()
-    with pytest.raises(StorageError, match=rf"cannot read .*{COMMIT_NAME} \(Is a directory\)"):
+    with pytest.raises(StorageError, match=rf"no file but something else is .*{COMMIT_NAME}"):
         read_commit(str(tmp_path))

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from xxhash import _xxhash
 
-from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL
-from hf_lohan.store.granules import checksums, granules_of, runs
+from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, checksums, granules_of
+from hf_lohan.store.versions import runs
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from versioned_stores import CHECKPOINT, MODEL, RECORDS, fill, new_store
 
 from hf_lohan.files import ForeignStoreError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store, last_commit
-from hf_lohan.store.commit import read_commit, write_commit
+from hf_lohan.store.commits import read_commit, write_commit
 from hf_lohan.testing.stored_state import aligned, content_of
 
 

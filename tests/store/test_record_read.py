@@ -19,7 +19,7 @@ Values = Callable[[RecordSpec, int], torch.Tensor]
 @pytest.fixture
 def files(tmp_path: Path, engine: IoEngine) -> Iterator[RecordFiles]:
     layout = StoreLayout((RECORD,), (StorePath(str(tmp_path), 1),))
-    with RecordFiles.create(layout, [str(tmp_path)], "r.bin", engine) as files:
+    with RecordFiles.create_files(layout, [str(tmp_path)], "r.bin", engine) as files:
         yield files
 
 

@@ -13,24 +13,23 @@ from torch import Tensor
 
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, TornStoreError
-from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.store.resident_records import ResidentStore
+from hf_lohan.store import GRANULE_NUMEL, Store
 from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend
 
 
 @pytest.fixture
-def opened(tmp_path: Path) -> Iterator[tuple[ResidentStore, IoEngine]]:
+def opened(tmp_path: Path) -> Iterator[tuple[Store, IoEngine]]:
     with open_store(tmp_path) as both:
         yield both
 
 
-def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     store.write(*ALL, values(WEIGHT, fill=3)).wait()
     for _ in range(2):
         assert is_all(store, 3)
     assert engine.read_bytes == 0
-    assert store.resident_read_bytes == 2 * WEIGHT.num_bytes
+    assert store.copies.num_bytes_read == 2 * WEIGHT.num_bytes
     assert engine.write_bytes == WEIGHT.num_bytes
 
 
@@ -68,7 +67,7 @@ def test_memory_is_taken_once_and_is_as_large_as_the_records(tmp_path: Path) -> 
         assert is_all(store, 2) and is_all(store, 4, record=MOMENT)
 
 
-def test_a_drop_brings_back_the_commit(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_a_drop_brings_back_the_commit(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.write("layer", "exp_avg", 0, values(MOMENT, fill=5)).wait()
@@ -82,7 +81,7 @@ def test_a_drop_brings_back_the_commit(opened: tuple[ResidentStore, IoEngine]) -
     assert engine.read_bytes == WEIGHT.num_bytes
 
 
-def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
@@ -96,7 +95,7 @@ def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[ResidentStore, I
     assert is_all(store, 1)
 
 
-def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
@@ -127,13 +126,13 @@ def test_a_failed_write_leaves_what_the_store_has(tmp_path: Path) -> None:
         assert is_all(store, 3)
 
 
-def test_a_write_that_cannot_begin_leaves_what_the_store_has(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_a_write_that_cannot_begin_leaves_what_the_store_has(opened: tuple[Store, IoEngine]) -> None:
     store, _ = opened
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
-    proceed, store.files.before_write = store.files.before_write, _refuse
+    proceed, store._before_write = store._before_write, _refuse
     with pytest.raises(OSError, match="planned"):
         store.write(*ALL, values(WEIGHT, fill=2))
-    store.files.before_write = proceed
+    store._before_write = proceed
     assert is_all(store, 1)
 
 
@@ -178,7 +177,7 @@ def test_half_of_a_record_held_is_read_from_the_ssd_where_it_must_be(tmp_path: P
         assert engine.read_bytes > 0
 
 
-def test_unaligned_access_reads_the_copy_and_never_leaves_it_old(opened: tuple[ResidentStore, IoEngine]) -> None:
+def test_unaligned_access_reads_the_copy_and_never_leaves_it_old(opened: tuple[Store, IoEngine]) -> None:
     store, engine = opened
     bounce = mapped_empty(4 * GRANULE_NUMEL)
     store.write(*ALL, values(WEIGHT, fill=1)).wait()

@@ -17,21 +17,21 @@ def test_scratch_records_come_and_go(
     paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine, random_values: Values
 ) -> None:
     with Store.create(paths, records, model=model, engine=engine) as store:
-        own_bytes = store.size_bytes
+        own_bytes = store.size_bytes + store.scratch_bytes
         scratch = store.scratch(SCRATCH)
         values, out = random_values(SCRATCH[0], 8192), random_values(SCRATCH[0], 8192)
         scratch.write("layers.0", "gradient", 0, values).wait()
         scratch.read("layers.0", "gradient", 0, out).wait()
         assert torch.equal(out.view(torch.uint8), values.view(torch.uint8))
-        assert store.size_bytes == data_file_bytes(paths) == own_bytes + 32768
+        assert store.size_bytes + store.scratch_bytes == data_file_bytes(paths) == own_bytes + 32768
         assert not read_all(store).any()
         with pytest.raises(ValueError, match="'gradients' is taken"):
             store.scratch(SCRATCH)
         scratch.close()
-        assert store.size_bytes == data_file_bytes(paths) == own_bytes
+        assert store.size_bytes + store.scratch_bytes == data_file_bytes(paths) == own_bytes
         store.scratch(SCRATCH)
         store.scratch(SCRATCH, name="more")
-        assert store.size_bytes == data_file_bytes(paths) == own_bytes + 65536
+        assert store.size_bytes + store.scratch_bytes == data_file_bytes(paths) == own_bytes + 65536
     assert data_file_bytes(paths) == own_bytes
     store.close()
 
@@ -53,7 +53,7 @@ def test_scratch_counts_against_the_capacity(
     with Store.create(paths, records, model=model, engine=engine) as store:
         with pytest.raises(CapacityError, match=r"/a needs .* but its capacity is 200,000 bytes"):
             store.scratch([RecordSpec("layers.0", "gradient", "float32", 26 * 2048)])
-        assert store.size_bytes == data_file_bytes(paths)
+        assert store.size_bytes + store.scratch_bytes == data_file_bytes(paths)
         store.scratch([RecordSpec("layers.0", "gradient", "float32", 20 * 2048)])
 
 
@@ -69,4 +69,4 @@ def test_scratch_of_a_killed_run_is_cleared(
     for start in starts:
         stale.write_bytes(b"left behind")
         with start() as store:
-            assert not stale.exists() and store.size_bytes == data_file_bytes(paths)
+            assert not stale.exists() and store.size_bytes + store.scratch_bytes == data_file_bytes(paths)

@@ -78,7 +78,7 @@ def aligned(values: Tensor) -> Tensor:
 
 
 def gradient(store: Store) -> Tensor:
-    numel = store.files.layout.record("block", "param").numel
+    numel = store.layout.record("block", "param").numel
     return torch.randn(numel, generator=torch.Generator().manual_seed(1))
 
 

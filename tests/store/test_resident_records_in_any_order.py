@@ -20,7 +20,6 @@ from torch import Tensor
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store
-from hf_lohan.store.resident_records import ResidentStore
 from hf_lohan.testing.storage_doubles import GatedBackend
 
 
@@ -53,17 +52,17 @@ def test_a_read_during_a_write_sees_what_is_being_written(tmp_path: Path) -> Non
         assert is_all(store, 2) and engine.read_bytes == 0
 
 
-def read_aligned(store: ResidentStore, out: Tensor) -> None:
+def read_aligned(store: Store, out: Tensor) -> None:
     store.read(*ALL, out).wait()
 
 
-def read_unaligned(store: ResidentStore, out: Tensor) -> None:
+def read_unaligned(store: Store, out: Tensor) -> None:
     store.read_unaligned(*ALL, out, mapped_empty(out.nbytes))
 
 
 @pytest.mark.parametrize("read", [read_aligned, read_unaligned])
 def test_a_read_of_more_than_is_being_written_waits_for_it(
-    read: Callable[[ResidentStore, Tensor], None], tmp_path: Path
+    read: Callable[[Store, Tensor], None], tmp_path: Path
 ) -> None:
     gate = Gate()
     with open_store(tmp_path) as (store, _):
@@ -110,7 +109,7 @@ def test_it_reads_as_the_store_does(
         assert_same_as_below(store)
 
 
-def act(store: ResidentStore, operation: str, random: Random) -> None:
+def act(store: Store, operation: str, random: Random) -> None:
     record, start, stop = random.choice(CHUNKS)
     source = values(record, stop - start, fill=random.randrange(100))
     bounce = mapped_empty(4 * GRANULE_NUMEL)
@@ -138,7 +137,7 @@ def act(store: ResidentStore, operation: str, random: Random) -> None:
 
 
 def assert_same_as_below(
-    store: ResidentStore, record: RecordSpec | None = None, start: int = 0, stop: int | None = None
+    store: Store, record: RecordSpec | None = None, start: int = 0, stop: int | None = None
 ) -> None:
     for one in [record] if record is not None else RECORDS:
         out, below = (values(one, (stop or one.numel) - start) for _ in range(2))

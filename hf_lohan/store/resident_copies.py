@@ -1,25 +1,71 @@
-"""One record's bytes in RAM, and which of them may be used instead of the store's."""
+"""Copies of records in RAM, and which of their bytes may be used instead of the store's."""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from threading import Lock
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
 from hf_lohan.files import IoRequest
+from hf_lohan.store.layout import RecordSpec
 
 NumChanges = npt.NDArray[np.uint32]
 
 
-class Stamp(NamedTuple):
-    """How often granules from `first` on had changed when a read of them began."""
+class ResidentCopies:
+    """The copies that a store asks when it reads and tells when it writes.
 
-    first: int
-    num_changes: NumChanges
+    The store stays the authority: it holds all that a commit must contain, and copies only hold what it holds. A drop
+    forgets what was written since the last commit; the next read brings it back, verified. (A version that is in RAM
+    only until a commit would be a granule that `put` marks as newer than the store, and that `Store.commit`
+    writes first.)
+    """
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[str, str], ResidentCopy] = {}
+
+    def take(self, records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]) -> None:
+        """Take memory for copies of these records, once, all that they will use. They hold nothing yet. `host_empty`
+        makes a page-aligned uint8 tensor [num_bytes]."""
+        assert not self._copies, "memory is taken once"
+        if not records:
+            return
+        memory = host_empty(sum(record.num_bytes for record in records))
+        stops = accumulate(record.num_bytes for record in records)
+        self._copies = {
+            (record.block, record.kind): ResidentCopy(
+                memory[stop - record.num_bytes : stop], record.granule_numel * record.itemsize
+            )
+            for record, stop in zip(records, stops, strict=True)
+        }
+
+    def of(self, block: str, kind: str) -> ResidentCopy | None:
+        return self._copies.get((block, kind))
+
+    @property
+    def num_bytes_read(self) -> int:
+        """Bytes that were read from copies so far, and not from the SSD."""
+        return sum(copy.num_bytes_read for copy in self._copies.values())
+
+    def commit(self) -> None:
+        """All that was written is committed."""
+        for copy in self._copies.values():
+            copy.commit()
+
+    def drop(self) -> None:
+        """The store has gone back to its last commit; no request is under way."""
+        for copy in self._copies.values():
+            copy.drop()
+
+    def begin_anew(self) -> None:
+        """The store's records are other ones from now on, and not committed."""
+        for copy in self._copies.values():
+            copy.begin_anew()
 
 
 class ResidentCopy:
@@ -85,20 +131,22 @@ class ResidentCopy:
             with contextlib.suppress(Exception):  # for whoever wrote
                 request.wait()
 
-    def stamp(self, start: int, out: Tensor) -> Stamp:
-        """To be asked for before a read of the store begins, and given to `fill`."""
+    def filler(self, start: int, out: Tensor) -> Callable[[int, int], None]:
+        """To be asked for before a read of the store into ``out`` begins. Called with granules [first, stop) of it once
+        they are verified, it holds them, unless they have changed since."""
         part = self._granules(start, out)
         with self._lock:
-            return Stamp(part.start, self._num_changes[part].copy())
+            before = self._num_changes[part].copy()
 
-    def fill(self, start: int, source: Tensor, stamp: Stamp) -> None:
-        """Hold what was read from the store, and verified, unless it has changed since `stamp`."""
-        part = self._granules(start, source)
-        before = stamp.num_changes[part.start - stamp.first : part.stop - stamp.first]
-        with self._lock:
-            if np.array_equal(self._num_changes[part], before):
-                self._memory[start : start + source.numel()].copy_(source)
-                self._is_held[part] = True
+        def fill(first: int, stop: int) -> None:
+            low, high = first * self._granule_bytes, min(stop * self._granule_bytes, out.numel())
+            granules = slice(part.start + first, part.start + stop)
+            with self._lock:
+                if np.array_equal(self._num_changes[granules], before[first:stop]):
+                    self._memory[start + low : start + high].copy_(out[low:high])
+                    self._is_held[granules] = True
+
+        return fill
 
     def commit(self) -> None:
         """All that was written is committed."""

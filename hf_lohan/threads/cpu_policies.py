@@ -1,26 +1,29 @@
-"""CPU threads: as many as the affinity mask allows, whatever a launcher exported.
+"""Policies for a model that computes on the CPU, on the same cores as our threads. With a GPU none of them matters.
 
-`accelerate launch` and `torchrun` set OMP_NUM_THREADS=1, which would run the CPU optimizer on a single core.
+Each was measured on two cores: torch's team of threads as `accelerate launch` left it (OMP_NUM_THREADS=1), a second
+team beside the model's, and glibc giving back what the next step takes again.
 """
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import sys
 import threading
-from collections.abc import Callable, Sequence
-from functools import partial
-from queue import SimpleQueue
-from typing import TypeVar
+from collections.abc import Callable
 
 import torch
 
-from hf_lohan.threads.task_threads import TaskThreads
-
 logger = logging.getLogger(__name__)
 
-_Part = TypeVar("_Part")
-_Result = TypeVar("_Result")
+_M_TRIM_THRESHOLD = -1
+_M_MMAP_THRESHOLD = -3
+_LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20
+"""glibc allows no larger one. Larger tensors are mapped and unmapped each time."""
+_KEPT_BYTES = 256 << 20
+"""Freed memory at the heap's end beyond this goes back to the system."""
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
 def usable_cpus() -> int:
@@ -43,6 +46,19 @@ def set_compute_threads(num_threads: int) -> None:
     torch.set_num_threads(num_threads)
 
 
+def keep_freed_memory() -> bool:
+    """Have glibc keep some of what is freed: gradients and activations come and go on a CPU, and clearing fresh pages
+    for them takes up to a twentieth of a step. Says whether it does; not where the user chose otherwise, or another C
+    library or allocator is in charge."""
+    if sys.platform != "linux" or any(name in os.environ for name in _SETTINGS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    kept = mallopt(_M_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD_BYTES) and mallopt(_M_TRIM_THRESHOLD, _KEPT_BYTES)
+    return bool(kept)
+
+
 _here = threading.local()
 
 
@@ -55,7 +71,7 @@ def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool)
 
     def run() -> None:
         if beside_kernels:
-            _run_kernels_alone()
+            run_kernels_alone()
             _here.runs_alone = True
         has_begun.set()
         may_go_on.wait()
@@ -83,52 +99,7 @@ def use_all_cores() -> None:
         torch.set_num_threads(of_others[0])
 
 
-class KernelThreads:
-    """Threads that each run torch's CPU kernels alone: what is more than one kernel can be done part by part, without
-    having all threads meet after each. They end with this object, if it is not closed before."""
-
-    def __init__(self, num_threads: int) -> None:
-        self.num_threads = num_threads
-        of_others = torch.get_num_threads()
-        has_begun = threading.Semaphore(0)
-
-        def begin() -> None:
-            _run_kernels_alone()
-            has_begun.release()
-
-        try:
-            self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
-            for _ in range(num_threads):
-                has_begun.acquire()
-        finally:  # as in `start_thread`
-            torch.set_num_threads(of_others)
-
-    def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
-        """What `work` makes of each part; where it fails, the first error, once all are done."""
-        results: dict[int, _Result] = {}
-        errors: dict[int, BaseException] = {}
-        done: SimpleQueue[None] = SimpleQueue()
-
-        def run(index: int, part: _Part) -> None:
-            try:
-                results[index] = work(part)
-            except BaseException as error:
-                errors[index] = error
-            done.put(None)
-
-        for index, part in enumerate(parts):
-            self._threads.put(partial(run, index, part))
-        for _ in parts:
-            done.get()
-        if errors:
-            raise errors[min(errors)]
-        return [results[index] for index in range(len(parts))]
-
-    def close(self) -> None:
-        """Return when what runs has ended, and the threads too: the interpreter must not go away under a kernel."""
-        self._threads.close()
-
-
-def _run_kernels_alone() -> None:
+def run_kernels_alone() -> None:
+    """The calling thread's kernels run on it alone."""
     torch.get_num_threads()  # before its first use a thread forgets what it was told
     torch.set_num_threads(1)

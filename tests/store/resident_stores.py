@@ -12,7 +12,6 @@ from torch import Tensor
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
-from hf_lohan.store.resident_records import ResidentStore
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
 WEIGHT = RecordSpec("layer", "param", "bfloat16", 3 * GRANULE_NUMEL + 2048)
@@ -37,18 +36,18 @@ def open_store(
     num_homes: int = 2,
     resident: tuple[RecordSpec, ...] = RECORDS,
     backend: FileBackend | None = None,
-) -> Iterator[tuple[ResidentStore, IoEngine]]:
+) -> Iterator[tuple[Store, IoEngine]]:
     """A store in `folder`, new or as it was left."""
     engine = IoEngine(2, 1 << 20, 1 << 24, backend)
     try:
-        store = ResidentStore.open_or_create(
+        store = Store.open_or_create(
             [StorePath(str(folder), 1 << 26)],
             RECORDS,
             model=MODEL,
             engine=engine,
             durability="step" if num_homes == 2 else "checkpoint",
         )
-        assert isinstance(store, ResidentStore)
+        assert isinstance(store, Store)
         with store:
             store.keep_copies([(record.block, record.kind) for record in resident], mapped_empty)
             yield store, engine

@@ -1,0 +1,238 @@
+"""What is committed: the file whose replacement is the commit, the log and the model's files that belong to it, and the
+commits of an open store, one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+from safetensors import SafetensorError
+from safetensors.numpy import load, save
+
+from hf_lohan.files import StorageError, replace_durably
+from hf_lohan.files.durable_file import AppendedLog, read_whole, remove_durably, remove_folder, write_folder
+from hf_lohan.store.versions import Checksums, Homes
+
+COMMIT_NAME = "commit.safetensors"
+LOG_NAME = "log.jsonl"
+MODEL_NAMES = ("model-0", "model-1")
+"""Folders of the model's files: the one that is committed, and the one for the next."""
+_JOURNAL = "journal/"
+_ARRAYS = ("home", "checksum", "journal")
+_MAX_BYTES = 1 << 30
+"""No commit is larger: it has 9 bytes for a granule of 32 KiB or more, and small files."""
+_ADVICE = "check the drive; the store must be made anew, from a checkpoint"
+_MODEL_ADVICE = "check the drive; put the right file back, or train a step and use that commit"
+
+
+@dataclass(frozen=True, eq=False)
+class Commit:
+    """What one commit wrote down: the version of every granule, and what its writer wants to find again."""
+
+    store_id: str
+    number: int
+    """Commits of this store are counted from 1."""
+    home: npt.NDArray[np.uint8]
+    checksum: Checksums
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    """In JSON's types."""
+    journal: Mapping[str, bytes] = field(default_factory=dict)
+    """Small files, by name."""
+    log_start_byte: int = 0
+    log_stop_byte: int = 0
+    """The part of the store's log file that belongs to this commit."""
+    log_crc32: int = 0
+    """Of that part: unlike a hash, it can be carried on."""
+    is_torn: bool = False
+    """Whether records are being changed in place, so that they are of no step."""
+    model_folder: str = ""
+    """Where the model's files lie, beside the commit."""
+    model_files: Mapping[str, str] = field(default_factory=dict)
+    """Their xxh3, by name in that folder."""
+
+    def check_model_files(self, directory: str) -> str:
+        """The folder of the model's files in the store's first ``directory``. Raises `StorageError` where one is not as
+        it was committed."""
+        folder = os.path.join(directory, self.model_folder)
+        for name, digest in self.model_files.items():
+            file = os.path.join(folder, name)
+            try:
+                is_right = xxhash.xxh3_64_hexdigest(read_whole(file)) == digest
+            except FileNotFoundError:
+                raise StorageError("missing is", path=file, advice=_MODEL_ADVICE) from None
+            if not is_right:
+                raise StorageError("the checksum is wrong of", path=file, advice=_MODEL_ADVICE)
+        return folder
+
+    def read_log(self, directory: str) -> bytes:
+        """The lines that belong to it. Raises `StorageError` if they are not there, or not as they were written."""
+        log = AppendedLog(os.path.join(directory, LOG_NAME))
+        lines = log.read(self.log_start_byte, self.log_stop_byte)
+        if zlib.crc32(lines) != self.log_crc32:
+            advice = "check the drive; resume from a checkpoint"
+            raise StorageError("the checksum is wrong of", path=log.path, advice=advice)
+        return lines
+
+
+def write_commit(commit: Commit, directory: str) -> None:
+    """Put it in place of the last one, whole or not at all. See `replace_durably`."""
+    arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
+    arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
+    text = json.dumps({part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS})
+    metadata = {"commit": text, "xxh3": _digest(text, arrays)}
+    replace_durably(os.path.join(directory, COMMIT_NAME), save(arrays, metadata))
+
+
+def read_commit(directory: str) -> Commit | None:
+    """The commit in a store's first directory, None if there is none yet. Raises `StorageError` if it is damaged."""
+    file = os.path.join(directory, COMMIT_NAME)
+    try:
+        content = read_whole(file, _MAX_BYTES)
+    except FileNotFoundError:
+        return None
+    try:
+        arrays, metadata = load(content), _metadata(content)
+        text = metadata["commit"]
+        if _digest(text, arrays) == metadata["xxh3"]:
+            return _parse(json.loads(text), arrays)
+    except (SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError, MemoryError) as error:
+        raise StorageError("not a commit is", path=file, advice=f"{_ADVICE} ({type(error).__name__})") from error
+    raise StorageError("the checksum is wrong of", path=file, advice=_ADVICE)
+
+
+def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Commit:
+    for name, value in head.items():
+        kind = type(getattr(_EMPTY, name))
+        if not isinstance(value, kind) or (kind is int and value < 0):
+            raise ValueError(f"{name} is {value!r}")
+    if any(os.path.isabs(name) or ".." in name.split("/") for name in (head["model_folder"], *head["model_files"])):
+        raise ValueError("the model's files lie outside the store")
+    journal = {
+        name.removeprefix(_JOURNAL): array.tobytes() for name, array in arrays.items() if name.startswith(_JOURNAL)
+    }
+    return Commit(home=arrays["home"], checksum=arrays["checksum"], journal=journal, **head)
+
+
+def _metadata(content: bytes) -> dict[str, str]:
+    """What the header of a safetensors file says beside its tensors."""
+    header_bytes = int.from_bytes(content[:8], "little")
+    metadata = json.loads(content[8 : 8 + header_bytes])["__metadata__"]
+    assert isinstance(metadata, dict), "safetensors has checked the header before"
+    return metadata
+
+
+def _digest(text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
+    digest = xxhash.xxh3_64(text.encode())
+    for name, array in sorted(arrays.items()):
+        digest.update(f"{name} {array.dtype} {array.shape}".encode())
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+_EMPTY = Commit("", 0, np.zeros(0, np.uint8), np.zeros(0, np.uint64))
+
+
+class CommitSequence:
+    """Keeps the commit file, the log and the model's files of the store in ``directory``, whose lock is held: each
+    commit is in place, whole, before the next may touch a byte."""
+
+    def __init__(self, store_id: str, directory: str, last: Commit | None) -> None:
+        self._directory = directory
+        self._last = last
+        self._none = replace(_EMPTY, store_id=store_id)
+        self._log = AppendedLog(os.path.join(directory, LOG_NAME))
+        self._is_marked_torn = last is not None and last.is_torn
+        self._is_settled = True
+        """Whether the commit file is certainly that of ``_last``, also after a power cut."""
+        self._lock = Lock()
+
+    @property
+    def last(self) -> Commit | None:
+        """What the last commit wrote down; None before the first."""
+        return self._last
+
+    def before_write(self, tears: bool) -> None:
+        """Before records are written: what is on disk must not name bytes that go away, other than as torn.
+
+        A commit that failed at its very end may be in place all the same, and a power cut may bring either: then the
+        last one is put back first. Raises `CapacityError` or `StorageError` if that fails.
+        """
+        if self._is_settled and (self._is_marked_torn or not tears):
+            return
+        with self._lock:
+            marks_torn = self._is_marked_torn or tears
+            if self._is_settled and marks_torn == self._is_marked_torn:
+                return
+            self._is_settled = False
+            if self._last is None:
+                remove_durably(os.path.join(self._directory, COMMIT_NAME))
+            else:
+                write_commit(_torn(self._last) if marks_torn else self._last, self._directory)
+                self._is_marked_torn = marks_torn
+            self._is_settled = True
+
+    def follow(
+        self,
+        home: Homes,
+        checksum: Checksums,
+        facts: Mapping[str, Any],
+        journal: Mapping[str, bytes],
+        log_lines: bytes,
+        *,
+        keep_log: bool,
+        model_files: Mapping[str, bytes] | None,
+    ) -> None:
+        """Make these the last commit. Raises `CapacityError` or `StorageError`, and then the last one is as before."""
+        last = self._last or self._none
+        log_start, crc32 = last.log_start_byte, last.log_crc32
+        if not keep_log:  # behind the lines of the last commit, which count until this one does
+            log_start, crc32 = last.log_stop_byte, 0
+        log_stop = self._log.append(last.log_stop_byte, log_lines)
+        commit = Commit(
+            last.store_id,
+            last.number + 1,
+            home,
+            checksum,
+            facts,
+            journal,
+            log_start,
+            log_stop,
+            zlib.crc32(log_lines, crc32),
+            model_folder=last.model_folder,
+            model_files=last.model_files,
+        )
+        if model_files is not None:
+            self.before_write(False)  # the last commit is in place for certain, and names the other folder
+            commit = self._with_model_files(commit, model_files)
+        with self._lock:
+            self._is_settled = False
+            write_commit(commit, self._directory)
+            self._is_settled, self._is_marked_torn = True, False
+            self._last = commit
+        if commit.model_folder != last.model_folder:
+            remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
+
+    def _with_model_files(self, commit: Commit, files: Mapping[str, bytes]) -> Commit:
+        """Write them beside those of the last commit, if they are others or not as they were written."""
+        digests = {name: xxhash.xxh3_64_hexdigest(content) for name, content in files.items()}
+        if commit.model_folder and commit.model_files == digests:
+            try:
+                commit.check_model_files(self._directory)
+                return commit
+            except StorageError:
+                pass  # mended by writing them anew
+        folder = MODEL_NAMES[commit.model_folder == MODEL_NAMES[0]]
+        write_folder(os.path.join(self._directory, folder), files)
+        return replace(commit, model_folder=folder, model_files=digests)
+
+
+def _torn(commit: Commit) -> Commit:
+    return replace(commit, journal={}, log_start_byte=0, log_stop_byte=0, log_crc32=0, is_torn=True)
