@@ -1,12 +1,14 @@
 #!/usr/bin/env bash
-# On a machine with CUDA: the GPU tests, then every benchmark on the GPU. Arguments go to pytest.
-# Each scripts/bench_*.py that has a --device runs as: bench_x.py --device cuda --output $OUT/bench_x.json
-# Environment: OUT, where the figures go (default bench_out); PYTHON, the interpreter (default: .venv's, else python3).
+# On a machine with CUDA: the GPU tests, one step of a large model, then every benchmark on the GPU. Arguments go to pytest.
+# What matters most runs first, so that a session that ends early has it. Each part may take LIMIT seconds.
+# Environment: OUT, where the figures go (default docs/benchmarks; a file a benchmark and GPU, over the last one);
+# PYTHON, the interpreter (default: .venv's, else python3); LIMIT (default 600).
 # Exit status: 0 all well; 1 a test or a benchmark failed; 3 no CUDA.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-out=${OUT:-bench_out}
+out=${OUT:-docs/benchmarks}
+limit=${LIMIT:-600}
 if [ -x .venv/bin/python ]; then python=${PYTHON:-.venv/bin/python}; else python=${PYTHON:-python3}; fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 
@@ -17,7 +19,7 @@ if ! "$python" -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; 
 fi
 mkdir -p "$out" || exit 1
 
-"$python" - <<'PY' | tee "$out/machine.txt"
+"$python" - <<'PY'
 import importlib.metadata as metadata
 import platform
 
@@ -33,13 +35,13 @@ for package in ("torch", "transformers", "accelerate", "peft", "datasets", "safe
 PY
 
 failed=()
-"$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")
+timeout "$limit" "$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")  # on 24 GB: tests/gpu/conftest.py
 
-# Those that compute; the others (bench_io, bench_rivals) measure the drive and the CPU.
-for bench in $(grep -l 'device: DeviceOption' scripts/bench_*.py); do
-    name=$(basename "$bench" .py)
+# bench_rivals compares on the CPU; bench_io knows no device, and measures the drive.
+for name in gpu_step bench_step bench_io bench_micro_batches bench_planner bench_optimizer bench_schedules \
+    bench_durability bench_scaling bench_large; do
     echo "== $name"
-    "$python" "$bench" --device cuda --output "$out/$name.json" || failed+=("$name")
+    timeout "$limit" "$python" "scripts/benchmarks/$name.py" --device cuda --output "$out" || failed+=("$name")
 done
 
 if [ ${#failed[@]} -gt 0 ]; then

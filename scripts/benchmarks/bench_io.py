@@ -1,6 +1,6 @@
 """The I/O engine against a raw loop of preadv and pwritev: the same bytes, the same files, one interleaved run.
 
-    python scripts/bench_io.py --store /mnt/nvme --file-bytes 2GiB
+    python scripts/benchmarks/bench_io.py --store /mnt/nvme --file-bytes 2GiB
 
 The raw loop is what fio would do: one thread, one call at a time, O_DIRECT, and as many threads as the engine has. The
 engine moves records of a store, chunk by chunk, as a run does, its checksums off and on. "mixed" reads and writes in
@@ -11,17 +11,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import numpy as np
 import torch
 import typer
-from benchmarking import OutputOption, StoreOption, folder_in, table_of, write_figures
+from benchmarking import Options, benchmark, folder_in, in_turns, spread, table_of
 from rich.console import Console
 from torch import Tensor
 
@@ -129,46 +129,51 @@ def measure(folder: Path, file_bytes: int, piece_bytes: int, num_threads: int, n
         "engine": Engine(folder / "engine", file_bytes, piece_bytes, num_threads, hashes=False),
         "engine, checksums": Engine(folder / "hashing", file_bytes, piece_bytes, num_threads, hashes=True),
     }
-    rates: dict[str, dict[str, list[float]]] = {name: {p: [] for p in PATTERNS} for name in contenders}
     try:
         for contender in contenders.values():
             contender.run("write")  # the first write to a place costs a file system more
-        for _ in range(num_turns):
-            for pattern in PATTERNS:
-                for name, contender in contenders.items():
-                    rates[name][pattern].append(bytes_per_s(contender.run, pattern))
+        rates = in_turns(
+            {
+                f"{name}: {pattern}": partial(bytes_per_s, contender.run, pattern)
+                for pattern in PATTERNS
+                for name, contender in contenders.items()
+            },
+            num_turns,
+        )
     finally:
         for contender in contenders.values():
             contender.close()
-    medians = {name: {p: statistics.median(of[p]) for p in PATTERNS} for name, of in rates.items()}
-    best_raw = {p: max(medians[name][p] for name in medians if name.startswith("raw")) for p in PATTERNS}
+    figures = spread("bytes_per_s", rates)
+    medians = figures["bytes_per_s"]
+    best_raw = {
+        p: max(rate for name, rate in medians.items() if name.startswith("raw") and p in name) for p in PATTERNS
+    }
     return {
         "file_bytes": file_bytes,
         "piece_bytes": piece_bytes,
         "num_threads": num_threads,
-        "bytes_per_s": medians,
-        "bytes_per_s_all": rates,
-        "engine_over_raw": {p: medians["engine"][p] / best_raw[p] for p in PATTERNS},
+        **figures,
+        "engine_over_raw": {p: medians[f"engine: {p}"] / best_raw[p] for p in PATTERNS},
     }
 
 
+@benchmark("io")
 def main(
-    store: StoreOption = None,
+    options: Options,
+    *,
     file_bytes: Annotated[str, typer.Option(help="of each contender's file")] = "1GiB",
     piece_bytes: Annotated[str, typer.Option(help="bytes of one call")] = "8MiB",
     num_threads: int = 2,
-    num_turns: int = 3,
-    output: OutputOption = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    with folder_in(store) as folder:
-        result = measure(folder, parse_bytes(file_bytes), parse_bytes(piece_bytes), num_threads, num_turns)
+) -> dict[str, Any]:
+    with folder_in(options.store) as folder:
+        result = measure(folder, parse_bytes(file_bytes), parse_bytes(piece_bytes), num_threads, options.num_turns)
+    rates = result["bytes_per_s"]
     table = table_of("GB/s (medians, interleaved)", "", *PATTERNS)
-    for name, rates in result["bytes_per_s"].items():
-        table.add_row(name, *(f"{rates[pattern] / 1e9:.2f}" for pattern in PATTERNS))
+    for name in dict.fromkeys(side.rpartition(": ")[0] for side in rates):
+        table.add_row(name, *(f"{rates[f'{name}: {pattern}'] / 1e9:.2f}" for pattern in PATTERNS))
     table.add_row("engine / best raw", *(f"{result['engine_over_raw'][pattern]:.2f}" for pattern in PATTERNS))
     Console().print(table)
-    write_figures(output, result)
+    return result
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What the planner says against what happens: predicted and measured step times, and a sweep over what is swapped.
 
-    python scripts/bench_planner.py                     # three batches: bound by the SSD, in between, bound by compute
-    python scripts/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
+    python scripts/benchmarks/bench_planner.py  # three batches: bound by the SSD, in between, bound by compute
+    python scripts/benchmarks/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
 
 For each batch one engine runs under `activations: auto`: it measures the hardware if that is not known, plans after its
 first step, and corrects the plan once after its fourth. Its step time is then measured and stands beside both
@@ -11,26 +11,14 @@ everything, in turns (A B C A B C ...); medians are quoted, and the planner's ow
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
-from benchmarking import (
-    STEPS_PER_TURN,
-    DeviceOption,
-    OutputOption,
-    Shape,
-    StoreOption,
-    folder_in,
-    offloaded_step,
-    table_of,
-    turn,
-)
+from benchmarking import BatchesOption, Options, Shape, benchmark, folder_in, offloaded_step, spread, table_of, turn
 from rich.console import Console
 
 from hf_lohan.config import OffloadConfig, format_bytes
@@ -40,7 +28,7 @@ from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import OffloadPlan, plan_offload, sweep_swapped_bytes
 
 STEPS_UNTIL_CORRECTED = 5
-BATCHES = ((1, 32), (1, 256), (2, 256))
+BATCHES = ["1x32", "1x256", "4x256"]
 
 
 @dataclass(frozen=True)
@@ -77,9 +65,7 @@ def measure_shape(
     run = run_plan_of(engine)
     assert run is not None
     run.begin(num_steps=1000)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
-    step = offloaded_step(engine, {"input_ids": ids.to(device), "labels": ids.to(device)}, 1.0)
+    step = offloaded_step(engine, shape.batch(device), 1.0)
     try:
         for _ in range(STEPS_UNTIL_CORRECTED):
             step()
@@ -93,7 +79,8 @@ def measure_shape(
                 engine.activation_memory.place(contender.plan.activations)
                 times[contender.name].append(turn(step, engine.settle, device=device))
                 backward[contender.name].append(engine.last_backward_s)
-        medians = {name: statistics.median(values) for name, values in times.items()}
+        figures = spread("step_s", times)
+        medians = figures["step_s"]
         backward_s = {name: statistics.median(values) for name, values in backward.items()}
         return {
             "batch": [shape.batch_size, shape.sequence_length],
@@ -104,12 +91,10 @@ def measure_shape(
             "corrected_error": run.plan.prediction.step_s / medians["planned"] - 1,
             "swapped_bytes": {contender.name: contender.swapped_bytes for contender in contenders},
             "predicted_s": {contender.name: contender.plan.prediction.step_s for contender in contenders},
-            "step_s": medians,
-            "step_s_all": times,
+            **figures,
             "backward_s": backward_s,
             "planned_over_best": medians["planned"] / min(medians.values()),
             "backward_swap_over_recompute": backward_s["swap"] / backward_s["recompute"],
-            "hardware": engine.device.describe(),
         }
     finally:
         engine.close()
@@ -154,35 +139,28 @@ def show(results: list[dict[str, Any]]) -> None:
         console.print(sweep)
 
 
+@benchmark("planner", cpu_memory="1GiB")
 def main(
-    device: DeviceOption = "cpu",
-    hidden: int = 1024,
-    layers: int = 8,
-    intermediate: int = 4096,
-    vocabulary: int = 8192,
-    bf16: bool = False,
-    batch: Annotated[list[str] | None, typer.Option(help="such as 2x256; may be given several times")] = None,
-    cpu_memory: str = "1GiB",
-    gpu_memory: str = "512MiB",
-    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each plan")] = 3,
+    options: Options,
+    *,
+    batch: BatchesOption = None,
     num_points: Annotated[int, typer.Option(help="forced amounts to swap")] = 4,
-    store: StoreOption = None,
-    output: OutputOption = None,
-) -> None:
-    """Measure, print tables, and write JSON."""
-    batches = [tuple(int(size) for size in one.split("x")) for one in batch] if batch else BATCHES
-    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "clip": "defer"}
+) -> dict[str, Any]:
     results = []
-    for batch_size, sequence_length in batches:
-        shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-        with folder_in(store) as folder:
+    for shape in options.shapes(batch or BATCHES):
+        with folder_in(options.store) as folder:
             results.append(
-                measure_shape(shape, settings, folder, device=device, num_turns=num_turns, num_points=num_points)
+                measure_shape(
+                    shape,
+                    {**options.budgets, "clip": "defer"},
+                    folder,
+                    device=options.device,
+                    num_turns=options.num_turns,
+                    num_points=num_points,
+                )
             )
     show(results)
-    if output is not None:
-        shape_facts = asdict(Shape(hidden, layers, intermediate, vocabulary, 0, 0, bf16))
-        output.write_text(json.dumps({"shape": shape_facts, **settings, "results": results}, indent=2) + "\n")
+    return {"results": results}
 
 
 if __name__ == "__main__":

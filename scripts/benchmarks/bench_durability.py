@@ -1,7 +1,7 @@
 """What checksums and commits cost: the same offloaded model with and without them, in one interleaved run.
 
-    python scripts/bench_durability.py                  # Llama 151M, batch 2 x 256, float32, max_grad_norm 1.0
-    python scripts/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16
+    python scripts/benchmarks/bench_durability.py  # Llama 151M, batch 2 x 256, float32, max_grad_norm 1.0
+    python scripts/benchmarks/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16
 
 Two engines take turns of three steps (on, off, on, off, ...). "on" is the library as it is: each read is checked, each
 granule hashed when it is written, each step committed with a journal of the size that Trainer's has. "off" hashes
@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from unittest.mock import patch
@@ -25,16 +26,17 @@ import torch
 import typer
 from benchmarking import (
     STEPS_PER_TURN,
-    DeviceOption,
-    OutputOption,
+    BatchesOption,
+    Options,
     Shape,
-    StoreOption,
-    TurnsOption,
+    benchmark,
     folder_in,
+    in_turns,
     offloaded_step,
+    pairs_ratio,
+    spread,
     table_of,
     turn,
-    write_figures,
 )
 from rich.console import Console
 from torch import Tensor
@@ -110,47 +112,41 @@ class Contender:
 def measure(
     shape: Shape, settings: dict[str, Any], folder: Path, *, device: str, max_grad_norm: float, num_turns: int
 ) -> dict[str, Any]:
-    batch = a_batch(shape, device)
+    batch = shape.batch(device)
     contenders = {side: Contender(side, shape, settings, folder, device) for side in SIDES}
     turns = {side: contender.stepping(batch, max_grad_norm) for side, contender in contenders.items()}
     for one_turn in turns.values():
         one_turn()
     hashing, engine = contenders["on"].hashing, contenders["on"].engine
     hashing.hashed_bytes, hashing.cpu_s = 0, 0.0
-    times: dict[str, list[float]] = {side: [] for side in SIDES}
     cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     commit_s = []
-    for _ in range(num_turns):
-        for side, one_turn in turns.items():
-            began_s = time.process_time()
-            times[side].append(one_turn())
-            cpu[side].append((time.process_time() - began_s) / (1 + STEPS_PER_TURN))
-        commit_s.append(engine.commits.last_commit_s)
+
+    def timed_turn(side: Side) -> float:
+        began_s = time.process_time()
+        seconds = turns[side]()
+        cpu[side].append((time.process_time() - began_s) / (1 + STEPS_PER_TURN))
+        if side == "on":
+            commit_s.append(engine.commits.last_commit_s)
+        return seconds
+
+    times = in_turns({side: partial(timed_turn, side) for side in SIDES}, num_turns)
     num_steps = num_turns * (1 + STEPS_PER_TURN)
-    medians = {side: statistics.median(values) for side, values in times.items()}
+    steps_s = spread("step_s", times)
     result = {
         "num_parameters": engine.layout.num_parameters,
         "max_grad_norm": max_grad_norm,
-        "step_s": medians,
-        "step_s_all": times,
-        "ratio": medians["on"] / medians["off"],
-        "ratio_of_pairs": statistics.median(a / b for a, b in zip(times["on"], times["off"], strict=True)),
-        "cpu_s": {side: statistics.median(values) for side, values in cpu.items()},
-        "cpu_s_all": cpu,
+        **steps_s,
+        "ratio": steps_s["step_s"]["on"] / steps_s["step_s"]["off"],
+        "ratio_of_pairs": pairs_ratio(times, "on", "off"),
+        **spread("cpu_s", cpu),
         "commit_s": statistics.median(commit_s),
         "hashed_bytes_per_step": hashing.hashed_bytes / num_steps,
         "hashing_cpu_s_per_step": hashing.cpu_s / num_steps,
-        "hardware": engine.device.describe(),
     }
     for contender in contenders.values():
         contender.engine.close()
     return result
-
-
-def a_batch(shape: Shape, device: str) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
-    return {"input_ids": ids.to(device), "labels": ids.to(device)}
 
 
 def peak_bytes(
@@ -158,7 +154,7 @@ def peak_bytes(
 ) -> int:
     """Anonymous memory that a turn of one side takes at most; call it in a process of its own."""
     contender = Contender(side, shape, settings, folder, device)
-    one_turn = contender.stepping(a_batch(shape, device), max_grad_norm)
+    one_turn = contender.stepping(shape.batch(device), max_grad_norm)
     peak = AnonymousMemoryPeak()
     peak.start()
     one_turn()
@@ -167,9 +163,10 @@ def peak_bytes(
     return peak.peak_bytes
 
 
-def show(result: dict[str, Any]) -> None:
+def show(results: list[dict[str, Any]]) -> None:
     table = table_of(
         "what checksums and commits cost (medians, interleaved)",
+        "batch",
         "on",
         "off",
         "ratio",
@@ -181,56 +178,56 @@ def show(result: dict[str, Any]) -> None:
         "peak RAM on",
         "off",
     )
-    table.add_row(
-        f"{result['step_s']['on']:.3f} s",
-        f"{result['step_s']['off']:.3f} s",
-        f"{result['ratio']:.3f}",
-        f"{result['cpu_s']['on']:.2f} s",
-        f"{result['cpu_s']['off']:.2f} s",
-        f"{1000 * result['commit_s']:.1f} ms",
-        format_bytes(int(result["hashed_bytes_per_step"])),
-        f"{result['hashing_cpu_s_per_step']:.3f} s",
-        *(format_bytes(result["peak_anonymous_bytes"][side]) for side in SIDES),
-    )
+    for result in results:
+        table.add_row(
+            "{} x {}".format(*result["batch"]),
+            f"{result['step_s']['on']:.3f} s",
+            f"{result['step_s']['off']:.3f} s",
+            f"{result['ratio']:.3f}",
+            f"{result['cpu_s']['on']:.2f} s",
+            f"{result['cpu_s']['off']:.2f} s",
+            f"{1000 * result['commit_s']:.1f} ms",
+            format_bytes(int(result["hashed_bytes_per_step"])),
+            f"{result['hashing_cpu_s_per_step']:.3f} s",
+            *(format_bytes(result["peak_anonymous_bytes"][side]) for side in SIDES),
+        )
     Console().print(table)
 
 
-def main(
-    device: DeviceOption = "cpu",
-    hidden: int = 1024,
-    layers: int = 8,
-    intermediate: int = 4096,
-    vocabulary: int = 8192,
-    batch_size: int = 2,
-    sequence_length: int = 256,
-    bf16: bool = False,
-    cpu_memory: str = "512MiB",
-    gpu_memory: str = "512MiB",
-    max_grad_norm: float = 1.0,
-    num_turns: TurnsOption = 5,
-    store: StoreOption = None,
-    output: OutputOption = None,
-    only_peak: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "clip": "defer"}
-    if only_peak is not None:
-        side: Side = "on" if only_peak == "on" else "off"
-        with folder_in(store) as folder:
-            print(f"peak {peak_bytes(side, shape, settings, folder, device, max_grad_norm)}")
-        return
-    with folder_in(store) as folder:
-        result = measure(shape, settings, folder, device=device, max_grad_norm=max_grad_norm, num_turns=num_turns)
-    result["peak_anonymous_bytes"] = {side: alone(side) for side in SIDES}
-    show(result)
-    write_figures(output, {"shape": shape.__dict__, **result})
-
-
-def alone(side: str) -> int:
-    command = [sys.executable, *sys.argv, "--only-peak", side]
+def alone(side: Side, shape: Shape) -> int:
+    """`peak_bytes` in a process of its own."""
+    batch = f"{shape.batch_size}x{shape.sequence_length}"
+    command = [sys.executable, *sys.argv, "--only-peak", side, "--peak-batch", batch]
     lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
     return int(next(line for line in lines if line.startswith("peak ")).split()[1])
+
+
+@benchmark("durability", num_turns=5)
+def main(
+    options: Options,
+    *,
+    batch: BatchesOption = None,
+    max_grad_norm: float = 1.0,
+    only_peak: Annotated[str | None, typer.Option(hidden=True)] = None,
+    peak_batch: Annotated[str, typer.Option(hidden=True)] = "",
+) -> dict[str, Any]:
+    device, settings = options.device, {**options.budgets, "clip": "defer"}
+    if only_peak is not None:
+        side: Side = "on" if only_peak == "on" else "off"
+        with folder_in(options.store) as folder:
+            (shape,) = options.shapes([peak_batch])
+            print(f"peak {peak_bytes(side, shape, settings, folder, device, max_grad_norm)}")
+        raise typer.Exit
+    results = []
+    for shape in options.shapes(batch):
+        with folder_in(options.store) as folder:
+            result = measure(
+                shape, settings, folder, device=device, max_grad_norm=max_grad_norm, num_turns=options.num_turns
+            )
+        result["peak_anonymous_bytes"] = {side: alone(side, shape) for side in SIDES}
+        results.append({"batch": [shape.batch_size, shape.sequence_length], **result})
+    show(results)
+    return {"results": results}
 
 
 if __name__ == "__main__":

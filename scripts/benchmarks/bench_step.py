@@ -1,7 +1,7 @@
 """Step time of an offloaded model against the same model in memory, in one interleaved run.
 
-    python scripts/bench_step.py                       # Llama 151M, batch 2 x 256, float32, all records on the SSD
-    python scripts/bench_step.py --device cuda --hidden 4096 --layers 8 --bf16
+    python scripts/benchmarks/bench_step.py  # Llama 151M, batch 2 x 256, float32, all records on the SSD
+    python scripts/benchmarks/bench_step.py --device cuda --hidden 4096 --layers 8 --bf16
 
 Both sides run the same steps in turns (A A A A B B B B A A A A ...; a turn's first step is not timed, so that each
 timed one has, as in a run, a step before it), with the same activation recomputation and the same AdamW; medians are
@@ -12,7 +12,7 @@ files, and FLOPs over the throughput of this model's own matrix shapes, both mea
 from __future__ import annotations
 
 import statistics
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,19 +20,19 @@ import torch
 import typer
 from benchmarking import (
     STEPS_PER_TURN,
-    DeviceOption,
     NormsOption,
-    OutputOption,
+    Options,
     Shape,
-    StoreOption,
-    TurnsOption,
+    benchmark,
     folder_in,
     in_memory_step,
+    in_turns,
     offloaded_step,
+    pairs_ratio,
+    spread,
     table_of,
     timed,
     turn,
-    write_figures,
 )
 from io_alone import alone_bytes_per_s, moments_of
 from rich.console import Console
@@ -71,9 +71,7 @@ def compute_floor(model: Any, batch: dict[str, torch.Tensor], shape: Shape, devi
 def measure(
     shape: Shape, config: OffloadConfig, folder: Path, *, device: str, max_grad_norm: float, num_turns: int
 ) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(0, shape.vocabulary, (shape.batch_size, shape.sequence_length), generator=generator)
-    batch = {"input_ids": ids.to(device), "labels": ids.to(device)}
+    batch = shape.batch(device)
     reference = shape.model().to(device)
     engine = offload_model(
         shape.model(), config, torch_device=device, default_ssd_path=folder, hold_gradients=max_grad_norm > 0
@@ -88,31 +86,26 @@ def measure(
             turn(step, engine.settle, device=device)
         io = engine.tiers.io
         before = io.read_bytes, io.write_bytes
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for _ in range(num_turns):
-            for name, step in sides.items():
-                times[name].append(turn(step, engine.settle, device=device))
+        times = in_turns(
+            {name: partial(turn, step, engine.settle, device=device) for name, step in sides.items()}, num_turns
+        )
         num_steps = num_turns * (1 + STEPS_PER_TURN)
         read_bytes = (io.read_bytes - before[0]) / num_steps
         write_bytes = (io.write_bytes - before[1]) / num_steps
         floor |= io_floor(engine, read_bytes, write_bytes)
-        medians = {name: statistics.median(values) for name, values in times.items()}
+        steps_s = spread("step_s", times)
         return {
             "max_grad_norm": max_grad_norm,
             "num_parameters": engine.layout.num_parameters,
-            "step_s": medians,
-            "step_s_all": times,
-            "ratio": medians["offloaded"] / medians["in_memory"],
-            "ratio_of_pairs": statistics.median(
-                b / a for a, b in zip(times["in_memory"], times["offloaded"], strict=True)
-            ),
+            **steps_s,
+            "ratio": steps_s["step_s"]["offloaded"] / steps_s["step_s"]["in_memory"],
+            "ratio_of_pairs": pairs_ratio(times, "offloaded", "in_memory"),
             "read_bytes_per_step": read_bytes,
             "write_bytes_per_step": write_bytes,
             "store_bytes": engine.tiers.store_bytes,
             "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
             "gpu_pool_bytes": engine.layout.plan.gpu_pool_bytes,
             **floor,
-            "hardware": engine.device.describe(),
         }
     finally:
         engine.close()
@@ -144,40 +137,25 @@ def show(results: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+@benchmark("step")
 def main(
-    device: DeviceOption = "cpu",
-    hidden: int = 1024,
-    layers: int = 8,
-    intermediate: int = 4096,
-    vocabulary: int = 8192,
-    batch_size: int = 2,
-    sequence_length: int = 256,
-    bf16: bool = False,
-    cpu_memory: str = "512MiB",
-    gpu_memory: str = "512MiB",
+    options: Options,
+    *,
     schedule: str = "optimized",
     activations: Annotated[str, typer.Option(help="recompute is what the model in memory does")] = "recompute",
     max_grad_norm: NormsOption = None,
-    num_turns: TurnsOption = 3,
-    store: StoreOption = None,
-    output: OutputOption = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    settings = {
-        "cpu_memory": cpu_memory,
-        "gpu_memory": gpu_memory,
-        "schedule": schedule,
-        "activations": activations,
-    }
-    with folder_in(store) as folder:
+) -> dict[str, Any]:
+    settings = {**options.budgets, "schedule": schedule, "activations": activations}
+    with folder_in(options.store) as folder:
         config = OffloadConfig.load({**settings, "ssd": str(folder)})
         results = [
-            measure(shape, config, folder, device=device, max_grad_norm=norm, num_turns=num_turns)
+            measure(
+                options.shape, config, folder, device=options.device, max_grad_norm=norm, num_turns=options.num_turns
+            )
             for norm in (max_grad_norm or [0.0, 1.0])
         ]
     show(results)
-    write_figures(output, {"shape": asdict(shape), "results": results})
+    return {"results": results}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A model that memory does not hold: loading it, training steps, saving it, and how much of the drive a step uses.
 
-    python scripts/bench_large.py                                                   # 1.1B parameters, 1 x 32 tokens
-    python scripts/bench_large.py --hidden 3072 --layers 25 --intermediate 8192 --cpu-memory 4GiB   # 3B
+    python scripts/benchmarks/bench_large.py  # 1.1B parameters, 1 x 32 tokens
+    python scripts/benchmarks/bench_large.py --hidden 3072 --layers 25 --intermediate 8192 --cpu-memory 4GiB  # 3B
 
 A checkpoint of random weights is written layer by layer and loaded by `from_pretrained`, so that the model never stands
 in memory. Turns of steps and of the I/O engine alone are interleaved: alone, it moves the same records of the same
@@ -15,35 +15,21 @@ import json
 import shutil
 import statistics
 import time
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import typer
-from benchmarking import (
-    STEPS_PER_TURN,
-    DeviceOption,
-    OutputOption,
-    Shape,
-    StoreOption,
-    folder_in,
-    offloaded_step,
-    synchronize,
-    write_figures,
-)
+from benchmarking import STEPS_PER_TURN, Options, Shape, benchmark, folder_in, offloaded_step, synchronize
 from io_alone import alone_bytes_per_s, moments_of, moved_bytes
 from rich.console import Console
 from rich.table import Table
 from safetensors.torch import save_file
 
 import hf_lohan
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, parse_bytes
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware import AnonymousMemoryPeak
-
-ALONE_BYTES = 6 * 10**9
-"""What the engine moves alone in one turn."""
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> int:
@@ -74,14 +60,18 @@ def write_checkpoint(shape: Shape, folder: Path) -> int:
 
 
 def train(
-    engine: OffloadEngine, shape: Shape, *, device: str, max_grad_norm: float, num_turns: int, steps_per_turn: int
+    engine: OffloadEngine,
+    shape: Shape,
+    *,
+    device: str,
+    max_grad_norm: float,
+    num_turns: int,
+    steps_per_turn: int,
+    alone_bytes: int,
 ) -> dict[str, Any]:
     """Turns of steps, each after a turn of the I/O engine alone; the first step of a turn is not timed."""
     model: Any = engine.model
-    generator = torch.Generator().manual_seed(1)
-    size = (shape.batch_size, shape.sequence_length)
-    ids = torch.randint(0, shape.vocabulary, size, generator=generator).to(device)
-    batch = {"input_ids": ids, "labels": ids}
+    batch = shape.batch(device)
     step = offloaded_step(engine, batch, max_grad_norm)
     step()
     engine.settle()
@@ -90,7 +80,7 @@ def train(
     reads, writes = [], []
     for _ in range(num_turns):
         write_share = writes[-1] / reads[-1] if reads else 0.9
-        turns["alone_bytes_per_s"].append(alone_bytes_per_s(engine, where, write_share, num_bytes=ALONE_BYTES))
+        turns["alone_bytes_per_s"].append(alone_bytes_per_s(engine, where, write_share, num_bytes=alone_bytes))
         step()
         synchronize(device)
         before, began_s = moved_bytes(engine), time.perf_counter()
@@ -109,11 +99,12 @@ def train(
     moved = statistics.median(reads) + statistics.median(writes)
     return {
         "max_grad_norm": max_grad_norm,
-        "num_tokens": ids.numel(),
+        "num_tokens": batch["input_ids"].numel(),
         "read_bytes_per_step": statistics.median(reads),
         "write_bytes_per_step": statistics.median(writes),
         **medians,
         "io_floor_s": moved / medians["alone_bytes_per_s"],
+        **{f"{name}_spread": [min(values), max(values)] for name, values in turns.items()},
         "all": turns,
         "loss_after": loss,
     }
@@ -128,6 +119,7 @@ def measure(
     max_grad_norm: float,
     num_turns: int,
     steps_per_turn: int,
+    alone_bytes: int,
 ) -> dict[str, Any]:
     checkpoint, saved = folder / "checkpoint", folder / "saved"
     checkpoint.mkdir()
@@ -151,6 +143,7 @@ def measure(
             max_grad_norm=max_grad_norm,
             num_turns=num_turns,
             steps_per_turn=steps_per_turn,
+            alone_bytes=alone_bytes,
         )
         train_peak_bytes = peak.take_recent_peak()
         began_s = time.perf_counter()
@@ -172,7 +165,6 @@ def measure(
                 "saving": peak.take_recent_peak(),
             },
             **result,
-            "hardware": engine.device.describe(),
         }
     finally:
         engine.close()
@@ -201,40 +193,39 @@ def show(result: dict[str, Any]) -> None:
     Console().print(table)
 
 
+@benchmark(
+    "large",
+    hidden=2048,
+    layers=15,
+    intermediate=8192,
+    vocabulary=16384,
+    batch_size=1,
+    sequence_length=32,
+    cpu_memory="2GiB",
+    gpu_memory="2GiB",
+)
 def main(
-    device: DeviceOption = "cpu",
-    hidden: int = 2048,
-    layers: int = 15,
-    intermediate: int = 8192,
-    vocabulary: int = 16384,
-    batch_size: int = 1,
-    sequence_length: int = 32,
-    bf16: bool = False,
-    cpu_memory: str = "2GiB",
-    gpu_memory: str = "2GiB",
+    options: Options,
+    *,
     durability: str = "auto",
     max_grad_norm: float = 1.0,
-    num_turns: int = 3,
     steps_per_turn: int = STEPS_PER_TURN,
-    store: StoreOption = None,
-    output: OutputOption = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    shape = Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, bf16)
-    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "durability": durability}
-    with folder_in(store) as folder:
-        config = OffloadConfig.load({**settings, "activations": "recompute", "ssd": str(folder / "store")})
+    alone_bytes: Annotated[str, typer.Option(help="what the I/O engine moves alone in a turn")] = "6GB",
+) -> dict[str, Any]:
+    settings = {**options.budgets, "durability": durability, "activations": "recompute"}
+    with folder_in(options.store) as folder:
         result = measure(
-            shape,
-            config,
+            options.shape,
+            OffloadConfig.load({**settings, "ssd": str(folder / "store")}),
             folder,
-            device=device,
+            device=options.device,
             max_grad_norm=max_grad_norm,
-            num_turns=num_turns,
+            num_turns=options.num_turns,
             steps_per_turn=steps_per_turn,
+            alone_bytes=parse_bytes(alone_bytes),
         )
     show(result)
-    write_figures(output, {"shape": asdict(shape), "settings": settings, **result})
+    return {"benchmark": f"large_{result['num_parameters'] / 1e9:.0f}b", **result}
 
 
 if __name__ == "__main__":

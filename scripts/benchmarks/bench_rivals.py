@@ -1,7 +1,7 @@
 """Offloaded, in memory, and under DeepSpeed ZeRO-3 with NVMe optimizer offload: step time and memory, interleaved.
 
-    python scripts/bench_rivals.py                                    # against the model in memory
-    python scripts/bench_rivals.py --deepspeed-python ds/bin/python   # and against DeepSpeed, from its own environment
+    python scripts/benchmarks/bench_rivals.py  # against the model in memory
+    python scripts/benchmarks/bench_rivals.py --deepspeed-python ds/bin/python  # and DeepSpeed
 
 Each contender lives in a process of its own, so that its memory can be told; they take turns of three steps. DeepSpeed
 wants an environment of its own (`pip install deepspeed transformers`, libaio's headers, a compiler) and, on a CPU,
@@ -32,6 +32,7 @@ from rich.table import Table
 STEPS_PER_TURN = 3
 LEARNING_RATE = 1e-4
 READY = "ready"
+WORKER = "--worker"
 
 
 # In a contender's process.
@@ -104,9 +105,7 @@ def our_step(
 
     config = OffloadConfig.load({**budgets, "ssd": folder, "activations": "recompute"})
     model = Shape(**shape).model()
-    engine = offload_model(
-        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0
-    )
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0)
     return offloaded_step(engine, batch, max_grad_norm), engine.settle
 
 
@@ -172,7 +171,7 @@ class Contender:
         environment = {**os.environ, "DS_ACCELERATOR": "cpu", "TOKENIZERS_PARALLELISM": "false"}
         with log.open("wb") as errors:
             self._process = subprocess.Popen(
-                [python, __file__, "--worker", json.dumps(task)],
+                [python, __file__, WORKER, json.dumps(task)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=errors,
@@ -228,6 +227,9 @@ def measure(
     return {
         "max_grad_norm": max_grad_norm,
         "step_s": step_s,
+        "step_s_spread": {
+            side: [f(answer["step_s"] for answer in of) for f in (min, max)] for side, of in answers.items()
+        },
         "step_s_all": {side: [answer["step_s"] for answer in of] for side, of in answers.items()},
         "anonymous_bytes": {side: max(answer["anonymous_bytes"] for answer in of) for side, of in answers.items()},
         "offloaded_over": {side: step_s["offloaded"] / step_s[side] for side in step_s},
@@ -251,44 +253,46 @@ def show(results: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
-def main(
-    hidden: int = 1024,
-    layers: int = 8,
-    intermediate: int = 4096,
-    vocabulary: int = 8192,
-    batch_size: int = 2,
-    sequence_length: int = 256,
-    cpu_memory: str = "512MiB",
-    gpu_memory: str = "512MiB",
-    max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
-    num_turns: Annotated[int, typer.Option(help=f"turns of {STEPS_PER_TURN} steps for each")] = 4,
-    deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
-    store: Annotated[Path | None, typer.Option(help="folder on the drive to measure; default: a temporary one")] = None,
-    output: Annotated[Path | None, typer.Option(help="write the figures as JSON")] = None,
-    worker: Annotated[str | None, typer.Option(hidden=True)] = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    if worker is not None:
-        work(json.loads(worker))
-        return
-    from benchmarking import Shape
+def ask() -> None:
+    """The command. The library is imported here only: DeepSpeed's environment does not have it."""
+    from benchmarking import Options, benchmark
 
-    shape = asdict(Shape(hidden, layers, intermediate, vocabulary, batch_size, sequence_length, False))
-    pythons = {"in memory": sys.executable, "offloaded": sys.executable}
-    if deepspeed_python is not None:
-        pythons["deepspeed"] = deepspeed_python
-    budgets = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
-    results = []
-    for norm in max_grad_norm or [0.0, 1.0]:
-        folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
-        try:
-            results.append(measure(shape, pythons, folder, budgets, max_grad_norm=norm, num_turns=num_turns))
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-    show(results)
-    if output is not None:
-        output.write_text(json.dumps({"shape": shape, "budgets": budgets, "results": results}, indent=2) + "\n")
+    globals()["Options"] = Options  # what annotations below are looked up in
+
+    @benchmark("rivals", num_turns=4)
+    def main(
+        options: Options,
+        *,
+        max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
+        deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
+    ) -> dict[str, Any]:
+        pythons = {"in memory": sys.executable, "offloaded": sys.executable}
+        if deepspeed_python is not None:
+            pythons["deepspeed"] = deepspeed_python
+        results = []
+        for norm in max_grad_norm or [0.0, 1.0]:
+            folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=options.store or "."))
+            try:
+                results.append(
+                    measure(
+                        asdict(options.shape),
+                        pythons,
+                        folder,
+                        options.budgets,
+                        max_grad_norm=norm,
+                        num_turns=options.num_turns,
+                    )
+                )
+            finally:
+                shutil.rmtree(folder, ignore_errors=True)
+        show(results)
+        return {"results": results}
+
+    typer.run(main)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    if WORKER in sys.argv:
+        work(json.loads(sys.argv[-1]))
+    else:
+        ask()

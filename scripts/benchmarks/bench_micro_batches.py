@@ -1,7 +1,7 @@
 """Gradient accumulation, micro-batch after micro-batch against block after block, in one interleaved run.
 
-    python scripts/bench_micro_batches.py                       # Llama 151M, 4 micro-batches of 1 x 64 and of 1 x 256
-    python scripts/bench_micro_batches.py --num-micro-batches 16 --sequence-length 64 --max-grad-norm 0
+    python scripts/benchmarks/bench_micro_batches.py  # Llama 151M, 4 micro-batches of 1 x 64 and of 1 x 256
+    python scripts/benchmarks/bench_micro_batches.py --num-micro-batches 16 --lengths 64 --max-grad-norm 0
 
 One engine each, on a store of its own, with equal weights and batches, in turns of three steps (A A A A B B B B A ...;
 a turn's first step is not timed). `in_turn` runs each micro-batch's forward and backward through all blocks; `vertical`
@@ -12,9 +12,8 @@ chunk is exact to about an ulp in turn, and to the bit vertical.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,16 +23,15 @@ import typer
 from benchmarking import (
     LEARNING_RATE,
     STEPS_PER_TURN,
-    DeviceOption,
     NormsOption,
-    OutputOption,
+    Options,
     Shape,
-    StoreOption,
-    TurnsOption,
+    benchmark,
     folder_in,
+    in_turns,
+    spread,
     table_of,
     turn,
-    write_figures,
 )
 from rich.console import Console
 
@@ -92,12 +90,7 @@ def measure(
     max_grad_norm: float,
     num_turns: int,
 ) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(1)
-    size = (num_micro_batches, shape.batch_size, shape.sequence_length)
-    batches = [
-        {"input_ids": ids, "labels": ids}
-        for ids in torch.randint(0, shape.vocabulary, size, generator=generator).to(device)
-    ]
+    batches = shape.batches(num_micro_batches, device)
     engines, steps = {}, {}
     for side in SIDES:
         config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
@@ -115,29 +108,27 @@ def measure(
         for side in SIDES:
             turn(steps[side], engines[side].settle, device=device)
         before = {side: (engine.tiers.io.read_bytes, engine.tiers.io.write_bytes) for side, engine in engines.items()}
-        times: dict[str, list[float]] = {side: [] for side in SIDES}
-        for _ in range(num_turns):
-            for side in SIDES:
-                times[side].append(turn(steps[side], engines[side].settle, device=device))
+        figures = spread(
+            "step_s",
+            in_turns(
+                {side: partial(turn, steps[side], engines[side].settle, device=device) for side in SIDES}, num_turns
+            ),
+        )
         num_steps = num_turns * (1 + STEPS_PER_TURN)
         read, written = (
             {side: (count(engine) - before[side][index]) / num_steps for side, engine in engines.items()}
             for index, count in enumerate((lambda e: e.tiers.io.read_bytes, lambda e: e.tiers.io.write_bytes))
         )
-        medians = {side: statistics.median(times[side]) for side in SIDES}
         return {
             "shape": asdict(shape),
-            "settings": settings,
             "num_micro_batches": num_micro_batches,
             "max_grad_norm": max_grad_norm,
             "num_parameters": engines["vertical"].layout.num_parameters,
-            "step_s": medians,
-            "step_s_all": times,
-            "vertical_over_in_turn": medians["vertical"] / medians["in_turn"],
+            **figures,
+            "vertical_over_in_turn": figures["step_s"]["vertical"] / figures["step_s"]["in_turn"],
             "read_bytes_per_step": read,
             "write_bytes_per_step": written,
             "weights_equal": all_equal(engines),
-            "hardware": engines["vertical"].device.describe(),
         }
     finally:
         for engine in engines.values():
@@ -171,42 +162,31 @@ def show(results: list[dict[str, Any]]) -> None:
     Console().print(table)
 
 
+@benchmark("micro_batches", batch_size=1)
 def main(
-    device: DeviceOption = "cpu",
-    hidden: int = 1024,
-    layers: int = 8,
-    intermediate: int = 4096,
-    vocabulary: int = 8192,
-    batch_size: int = 1,
-    sequence_length: Annotated[list[int] | None, typer.Option(help="may be given several times")] = None,
+    options: Options,
+    *,
+    lengths: Annotated[list[int] | None, typer.Option(help="tokens; may be given several times")] = None,
     num_micro_batches: int = 4,
-    bf16: bool = False,
-    cpu_memory: str = "512MiB",
-    gpu_memory: str = "512MiB",
     activations: Annotated[str, typer.Option(help="where they wait for backward")] = "recompute",
     max_grad_norm: NormsOption = None,
-    num_turns: TurnsOption = 3,
-    store: StoreOption = None,
-    output: OutputOption = None,
-) -> None:
-    """Measure, print a table, and write JSON."""
-    settings = {"cpu_memory": cpu_memory, "gpu_memory": gpu_memory, "activations": activations}
-    with folder_in(store) as folder:
+) -> dict[str, Any]:
+    with folder_in(options.store) as folder:
         results = [
             measure(
-                Shape(hidden, layers, intermediate, vocabulary, batch_size, length, bf16),
-                settings,
+                replace(options.shape, sequence_length=length),
+                {**options.budgets, "activations": activations},
                 folder,
-                device=device,
+                device=options.device,
                 num_micro_batches=num_micro_batches,
                 max_grad_norm=norm,
-                num_turns=num_turns,
+                num_turns=options.num_turns,
             )
-            for length in (sequence_length or [64, 256])
+            for length in (lengths or [64, 256])
             for norm in (max_grad_norm or [1.0])
         ]
     show(results)
-    write_figures(output, {"results": results})
+    return {"results": results}
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What `optimizer_state_dtype` does to a real fine-tune: its losses, its weights, its bytes and its time.
 
     bash scripts/quickstart.sh                                   # for its inputs, in quickstart_out/
-    python scripts/measure_state_dtypes.py quickstart_out        # SmolLM2-135M, 48 steps of 2 x 256 tokens, float32
+    python scripts/benchmarks/measure_state_dtypes.py quickstart_out  # SmolLM2-135M, 48 steps of 2 x 256 tokens
 
 The quickstart's fine-tune with float32, bfloat16 and int8 moments, one after the other, from the same weights and over
 the same batches. With float32 it is bit for bit that of torch in memory: what differs from it is the rounding's doing.
@@ -13,16 +13,15 @@ import gc
 import json
 import shutil
 import statistics
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
 import datasets
-import text_data
 import torch
 import transformers
 import typer
-from benchmarking import OutputOption, StoreOption, folder_in, write_figures
-from quickstart import BLOCK_SIZE, CONFIG, NUM_EVAL_BLOCKS, Progress, training_arguments
+from benchmarking import Options, benchmark, folder_in
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,6 +29,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from hf_lohan import Trainer
 from hf_lohan.config import OffloadConfig, format_bytes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the quickstart is
+import text_data
+from quickstart import BLOCK_SIZE, CONFIG, NUM_EVAL_BLOCKS, Progress, training_arguments
 
 DTYPES = ("float32", "bfloat16", "int8")
 NUM_FIRST_STEPS = 5
@@ -83,7 +86,6 @@ def fine_tune(inputs: Path, folder: Path, settings: dict[str, Any], num_steps: i
         "cpu_pool_bytes": engine.layout.plan.cpu_pool_bytes,
         "state_bytes_per_param": engine.layout.master.state_bytes_per_param,
         "num_parameters": engine.layout.num_parameters,
-        "hardware": engine.device.describe(),
     }
     engine.close()
     return figures | {"weights": weights}
@@ -102,36 +104,6 @@ def compare(run: dict[str, Any], exact: dict[str, Any], first: Weights) -> dict[
         "held_out_loss_difference": run["held_out_loss_after"] - exact["held_out_loss_after"],
         "weight_difference_over_update": (apart / moved) ** 0.5,
     }
-
-
-def main(
-    inputs: Annotated[Path, typer.Argument(help="folder with the quickstart's base/, train.jsonl and heldout.jsonl")],
-    num_steps: int = 48,
-    bf16: Annotated[bool, typer.Option(help="bfloat16 weights, with exact float32 masters")] = False,
-    store: StoreOption = None,
-    output: OutputOption = None,
-) -> None:
-    """Fine-tune once for each dtype, print a table, and write JSON."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-    datasets.disable_progress_bars()
-    common = {"activations": "recompute", "resident_records": "none", "clip": "defer"}
-    base = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32)
-    first = {name: parameter.detach() for name, parameter in base.named_parameters()}
-    result: dict[str, Any] = {"num_steps": num_steps, "bf16": bf16, "settings": common, "dtypes": {}}
-    exact: dict[str, Any] = {}
-    with folder_in(store) as folder:
-        for dtype in DTYPES:
-            console.print(f"fine-tuning with optimizer_state_dtype={dtype}, {num_steps} steps")
-            run = fine_tune(inputs, folder / dtype, {**common, "optimizer_state_dtype": dtype}, num_steps, bf16)
-            exact = exact or run
-            figures = {name: value for name, value in run.items() if name != "weights"}
-            result["dtypes"][dtype] = figures | compare(run, exact, first)
-            shutil.rmtree(folder / dtype, ignore_errors=True)
-            del run
-            gc.collect()
-    console.print(shown_as_table(result))
-    write_figures(output, result)
 
 
 def shown_as_table(result: dict[str, Any]) -> Table:
@@ -155,6 +127,35 @@ def shown_as_table(result: dict[str, Any]) -> Table:
     for label, (name, text) in shown.items():
         table.add_row(label, *(text(result["dtypes"][dtype][name]) for dtype in DTYPES))
     return table
+
+
+@benchmark("state_dtypes")
+def main(
+    options: Options,
+    inputs: Annotated[Path, typer.Argument(help="folder with the quickstart's base/, train.jsonl and heldout.jsonl")],
+    *,
+    num_steps: int = 48,
+) -> dict[str, Any]:
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    datasets.disable_progress_bars()
+    common = {"activations": "recompute", "resident_records": "none", "clip": "defer"}
+    base = AutoModelForCausalLM.from_pretrained(inputs / "base", dtype=torch.float32)
+    first = {name: parameter.detach() for name, parameter in base.named_parameters()}
+    result: dict[str, Any] = {"num_steps": num_steps, "settings": common, "dtypes": {}}
+    exact: dict[str, Any] = {}
+    with folder_in(options.store) as folder:
+        for dtype in DTYPES:
+            console.print(f"fine-tuning with optimizer_state_dtype={dtype}, {num_steps} steps")
+            run = fine_tune(inputs, folder / dtype, {**common, "optimizer_state_dtype": dtype}, num_steps, options.bf16)
+            exact = exact or run
+            figures = {name: value for name, value in run.items() if name != "weights"}
+            result["dtypes"][dtype] = figures | compare(run, exact, first)
+            shutil.rmtree(folder / dtype, ignore_errors=True)
+            del run
+            gc.collect()
+    console.print(shown_as_table(result))
+    return result
 
 
 if __name__ == "__main__":

@@ -1,0 +1,60 @@
+"""The benchmarks run, at sizes that measure nothing; what only a GPU can run is run here on the CPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+BENCHMARKS = ROOT / "scripts" / "benchmarks"
+SMALL = [
+    *("--hidden", "64", "--layers", "2", "--intermediate", "128", "--vocabulary", "128", "--batch-size", "2"),
+    *("--sequence-length", "8", "--cpu-memory", "64MiB", "--gpu-memory", "16MiB", "--num-turns", "1"),
+]
+
+
+def run(script: Path, *arguments: str, folder: Path) -> str:
+    command = [sys.executable, str(script), *arguments]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=folder)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_a_gpu_step_in_small_on_the_cpu(tmp_path: Path) -> None:
+    output = tmp_path / "figures"
+    run(BENCHMARKS / "gpu_step.py", *SMALL, "--output", str(output), folder=tmp_path)
+    (written,) = output.iterdir()
+    assert written.name.startswith("gpu_step_cpu_") and written.name.endswith("cores.json")
+    figures = json.loads(written.read_text())
+    assert figures["first_losses_equal"], (figures["in_memory"], figures["offloaded"])
+    assert set(figures["step_s"]) == set(figures["step_s_spread"]) == {"in_memory", "offloaded"}
+    assert figures["offloaded"]["write_bytes_per_step"] > 0
+    assert figures["commit"] and figures["hardware"]["name"]
+    assert figures["command"].startswith("python scripts/benchmarks/gpu_step.py --hidden 64")
+    assert str(tmp_path) not in written.read_text()
+
+
+COMMANDS = """
+import runpy, sys
+from pathlib import Path
+import typer.main
+sys.path.insert(0, sys.argv[1])
+for script in sorted(Path(sys.argv[1]).glob("*.py")):
+    main = runpy.run_path(str(script)).get("main")
+    if main is not None:
+        app = typer.Typer()
+        app.command()(main)
+        print(script.stem, *(parameter.name for parameter in typer.main.get_command(app).params))
+"""
+
+
+def test_every_benchmark_takes_the_same_arguments(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", COMMANDS, str(BENCHMARKS)]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    options = {name: set(rest) for name, *rest in map(str.split, result.stdout.splitlines())}
+    assert {"bench_step", "bench_io", "gpu_step", "measure_state_dtypes"} <= set(options)
+    shared = set.intersection(*options.values())
+    assert {"device", "hidden", "layers", "cpu_memory", "num_turns", "store", "output"} <= shared

@@ -1,0 +1,111 @@
+"""The documents name only files, headings and settings that are there."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "hf_lohan"
+DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
+TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} | {path.name for path in PACKAGE.iterdir()}
+OF_A_RUN = re.compile(r"^(store/(model|lohan|manifest|records|log)|lohan/|checkpoint-)")
+"""What a run writes is no file of this project, though its folders are called as rooms are."""
+WRITTEN_BY_USERS = {"train.py", "script.py", "your_script.py", "any_script.py"}
+NAMED = re.compile(r"^[\w.{},*-]+(/[\w.{},*-]+)*/?$")
+ANCHOR = re.compile(r"[^\w\- ]")
+
+
+def words(document: Path) -> Iterator[str]:
+    """What stands in backticks, and every word of code blocks."""
+    text = document.read_text(encoding="utf-8")
+    blocks = re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE)
+    for block in blocks:
+        text = text.replace(block, "")
+        yield from block.split()
+    for quoted in re.findall(r"`([^`\n]+)`", text):
+        yield from quoted.split()
+
+
+def expanded(name: str) -> list[str]:
+    """ "a/{b,c}.py" -> "a/b.py", "a/c.py"."""
+    match = re.search(r"\{([^{}]*)\}", name)
+    if match is None:
+        return [name]
+    return [one for part in match[1].split(",") for one in expanded(name.replace(match[0], part, 1))]
+
+
+def is_file_of_ours(name: str) -> bool:
+    if not NAMED.match(name) or OF_A_RUN.match(name) or name in WRITTEN_BY_USERS:
+        return False
+    first, slash, _ = name.partition("/")
+    return (bool(slash) and first in TOPS) or name.endswith((".py", ".sh"))
+
+
+def exists(name: str) -> bool:
+    """From the project's folder, from the package's, or, as a name alone, anywhere; `files/reflink.clone_range` is a
+    name in a module."""
+    name = name.rstrip("/")
+    module, _, inside = name.rpartition(".")
+    for base in (ROOT, PACKAGE):
+        if any(True for one in (name, f"{name}.py") for _ in base.glob(one)):
+            return True
+        if "/" in module and (base / f"{module}.py").is_file():
+            return inside in (base / f"{module}.py").read_text(encoding="utf-8")
+    return "/" not in name and name in all_names()
+
+
+@cache
+def all_names() -> set[str]:
+    folders = (ROOT / name for name in ("hf_lohan", "scripts", "tests", "configs", "docs"))
+    return {path.name for folder in folders for path in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_file_that_is_named_exists(document: Path) -> None:
+    named = {word.strip(".,:;()\"'") for word in words(document)}
+    wrong = [name for word in sorted(filter(is_file_of_ours, named)) for name in expanded(word) if not exists(name)]
+    assert not wrong, f"{document.name} names what is not there: {', '.join(wrong)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_every_link_leads_somewhere(document: Path) -> None:
+    wrong = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
+        if re.match(r"https?://|mailto:", link):
+            continue
+        path, _, anchor = link.partition("#")
+        target = document.parent / path if path else document
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            wrong.append(link)
+    assert not wrong, f"{document.name} links to what is not there: {', '.join(wrong)}"
+
+
+def anchors(document: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", document.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {ANCHOR.sub("", heading.strip().lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("tests/test_docs.py", True),
+        ("hf_lohan/nowhere.py", False),
+        ("bench_step.py", True),
+        ("bench_nothing.py", False),
+        ("config/offload_config", True),
+        ("docs/*.md", True),
+    ],
+)
+def test_the_looking_itself(name: str, found: bool) -> None:
+    assert is_file_of_ours(name) and exists(name) == found
+
+
+def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
+    names = {path.name for path in (ROOT / "docs" / "benchmarks").iterdir()} - {"README.md"}
+    assert all(re.fullmatch(r"[a-z]+(_[a-z0-9]+)*\.json", name) for name in names), names
+    assert not [name for name in names if re.search(r"20\d\d|later|again|newer|\.png", name)]
