@@ -22,7 +22,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.step_lines import StepLines
-from hf_lohan.report import CONFIG_NAME, FOLDER, SUMMARY_NAME
+from hf_lohan.report import CONFIG_NAME, FOLDER, SUMMARY_NAME, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ class RunRecord:
         folder = self._folder / FOLDER
         text = json.dumps(content, indent=2) + "\n"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            make_folder(folder)
         except OSError as error:
             raise write_failure(str(folder), len(text), error) from error
         # Whole or not at all: a run that is killed here is resumed by what is written here.

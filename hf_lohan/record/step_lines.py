@@ -16,7 +16,7 @@ from typing import Any
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.trace_file import StepMark, write_trace
-from hf_lohan.report import STEPS_NAME, TRACE_NAME
+from hf_lohan.report import STEPS_NAME, TRACE_NAME, make_folder, open_text
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals
 
 logger = logging.getLogger(__name__)
@@ -155,7 +155,7 @@ class StepLines:
         if self._file is None:
             return
         try:
-            with self._file.open("a", encoding="utf-8") as stream:
+            with open_text(self._file, "a") as stream:
                 stream.write(json.dumps(self._line, allow_nan=False) + "\n")
         except OSError as error:
             logger.warning("steps are not recorded any more: %s", error)
@@ -168,8 +168,9 @@ class StepLines:
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
-            self._file.parent.mkdir(parents=True, exist_ok=True)
-            fresh.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
+            make_folder(self._file.parent)
+            with open_text(fresh, "w") as stream:
+                stream.writelines(f"{line}\n" for line in kept)
             os.replace(fresh, self._file)
         except OSError as error:
             logger.warning("steps are not recorded: %s", error)

@@ -12,6 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from hf_lohan.report import make_folder, open_text
 from hf_lohan.timeline import Timeline, trace_events
 
 logger = logging.getLogger(__name__)
@@ -38,8 +39,8 @@ def write_trace(path: Path, timeline: Timeline, steps: Iterable[StepMark] = ()) 
     events = chain(_row_of_steps(), marks, trace_events(timeline.tasks, began_s=timeline.began_s))
     fresh = path.with_name(f"{path.name}.new")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with fresh.open("w", encoding="utf-8") as stream:
+        make_folder(path.parent)
+        with open_text(fresh, "w") as stream:
             stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(events):
                 stream.write((",\n" if number else "") + json.dumps(event))

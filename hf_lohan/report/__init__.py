@@ -14,7 +14,9 @@ from hf_lohan.report.run_data import (
     STORE_FOLDER,
     SUMMARY_NAME,
     TRACE_NAME,
+    make_folder,
     no_run_in,
+    open_text,
     output_folder,
 )
 
@@ -27,7 +29,9 @@ __all__ = [
     "STORE_FOLDER",
     "SUMMARY_NAME",
     "TRACE_NAME",
+    "make_folder",
     "no_run_in",
+    "open_text",
     "output_folder",
     "write_report",
 ]

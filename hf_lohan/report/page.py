@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from html import escape
@@ -14,7 +13,7 @@ from typing import Any
 from hf_lohan.config import setting_rows
 from hf_lohan.report import charts, sentences
 from hf_lohan.report.findings import Findings, picture_of
-from hf_lohan.report.run_data import FOLDER, REPORT_NAME, read_run
+from hf_lohan.report.run_data import FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, open_text, read_run
 from hf_lohan.wording import count, duration, format_bytes, rate, seconds
 
 
@@ -25,15 +24,14 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     """
     data = read_run(run)
     path = Path(output) if output is not None else data.output_dir / FOLDER / REPORT_NAME
-    page = render(Findings(data))
-    with open(path, "w", encoding="utf-8", opener=_open_private) as file:
+    try:
+        page = render(Findings(data))
+    except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
+        files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
+        raise ValueError(f"{files} is not as a run writes it ({type(error).__name__}: {error})") from error
+    with open_text(path, "w") as file:
         file.write(page)
     return path
-
-
-def _open_private(path: str, flags: int) -> int:
-    """Whatever the umask, nobody else may write what a run tells of itself."""
-    return os.open(path, flags, 0o644)
 
 
 def render(findings: Findings) -> str:

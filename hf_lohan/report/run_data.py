@@ -1,4 +1,4 @@
-"""A run's files: their names, and how they are read back. They lie in `lohan` in the run's output folder.
+"""A run's files: their names, who may write them, and how they are read back. They lie in `lohan` in its output folder.
 
 What is not there is left out: old runs, and runs that are not over, have less.
 """
@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 FOLDER = Path("lohan")
 CONFIG_NAME = "config.json"
@@ -28,6 +28,17 @@ STORE_FOLDER = PRIVATE_FOLDER / "store"
 """Where a store is if the configuration names no path."""
 _MOST_FOLDERS = 1000
 """That are looked at for a run."""
+
+
+def make_folder(folder: str | Path) -> None:
+    """Make sure it exists; whatever the umask, nobody else may write in a new one."""
+    os.makedirs(folder, mode=0o755, exist_ok=True)
+
+
+def open_text(path: str | Path, mode: str) -> IO[str]:
+    """As `open`; whatever the umask, nobody else may write a new file."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | {"w": os.O_TRUNC, "a": os.O_APPEND}[mode], 0o644)
+    return os.fdopen(fd, mode, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +95,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 def _read_steps(file: Path) -> tuple[Mapping[str, Any], ...]:
     """A line that a killed run did not finish is no step."""
     steps: dict[int, Mapping[str, Any]] = {}
-    for line in file.read_text(encoding="utf-8").splitlines() if file.is_file() else ():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
             entry = json.loads(line)
         except ValueError:
@@ -95,17 +106,19 @@ def _read_steps(file: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def _read_trace(file: Path) -> tuple[TracedTask, ...]:
-    events = _read_json(file).get("traceEvents", ())
-    return tuple(
-        TracedTask(
-            lane=event["cat"],
-            name=_name_of(event),
-            began_s=event["ts"] / 1e6,
-            ended_s=(event["ts"] + event["dur"]) / 1e6,
+    try:
+        return tuple(
+            TracedTask(
+                lane=event["cat"],
+                name=_name_of(event),
+                began_s=event["ts"] / 1e6,
+                ended_s=(event["ts"] + event["dur"]) / 1e6,
+            )
+            for event in _read_json(file).get("traceEvents", ())
+            if event.get("ph") == "X"
         )
-        for event in events
-        if event.get("ph") == "X"
-    )
+    except (KeyError, TypeError, AttributeError):
+        raise ValueError(f"{file} is no trace of a run; remove it, and the report goes without") from None
 
 
 def _name_of(event: Mapping[str, Any]) -> str:

@@ -122,6 +122,28 @@ write_report({str(run)!r}, {str(page)!r})
             assert all(-50 <= float(number) <= 1080 for number in [*filter(None, numbers), *points])
 
 
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("steps.jsonl", b"\xff\xfe\n"),
+        ("steps.jsonl", b'{"step": 1, "step_s": "long"}\n'),
+        ("trace.json", b'{"traceEvents": [{"ph": "X"}]}'),
+        ("trace.json", b'{"traceEvents": 7}'),
+        ("summary.json", b'{"hardware": "a CPU"}'),
+        ("config.json", b"\xff"),
+    ],
+)
+def test_a_foreign_file_is_one_line(tmp_path: Path, name: str, content: bytes) -> None:
+    run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
+    (run / "lohan" / name).write_bytes(content)
+    result = runner.invoke(app, ["report", str(run)])
+    if content.startswith(b"\xff\xfe"):
+        assert result.exit_code == 0, "a line that is no step is left out"
+        return
+    assert result.exit_code == 2, result.output
+    assert name in result.stderr and result.stderr.count("\n") == 1
+
+
 def test_nobody_else_may_write_the_page(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
     before = os.umask(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,19 @@ def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
     a_loop(tmp_path / "project", tmp_path / "store", num_steps=1, trace=True)
     events = json.loads((tmp_path / "project" / "lohan" / "trace.json").read_text())["traceEvents"]
     assert {"compute", "ssd read", "ssd write", "cpu optimizer", "step"} <= {event.get("cat") for event in events}
+
+
+def test_nobody_else_may_write_what_a_run_says_of_itself(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        (tmp_path / "project").mkdir(mode=0o755)
+        a_loop(tmp_path / "project", tmp_path / "store", num_steps=1, trace=True)
+        write_report(tmp_path / "project")
+    finally:
+        os.umask(before)
+    paths = list((tmp_path / "project").rglob("*"))
+    assert {"config.json", "summary.json", "steps.jsonl", "trace.json", "report.html"} <= {path.name for path in paths}
+    assert not [f"{path.name} {path.stat().st_mode:o}" for path in paths if path.stat().st_mode & 0o022]
 
 
 def test_a_loop_in_a_project_can_be_reported_on(tmp_path: Path) -> None:
