@@ -16,7 +16,7 @@ from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swap
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.device import Device
 from hf_lohan.model import anchor_name
-from hf_lohan.planner.placement import INPUT, LayerPlacements, Placement
+from hf_lohan.planner import INPUT, LayerPlacements, Placement
 
 
 class KeptTensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
-from hf_lohan.planner.placement import Placement
+from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles
 from hf_lohan.threads import WorkThread
 from hf_lohan.timeline import COMPUTE_WAITS

@@ -16,7 +16,7 @@ from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, bytes_of
 from hf_lohan.device import Device
-from hf_lohan.planner.placement import ActivationPlacements, Placement
+from hf_lohan.planner import ActivationPlacements, Placement
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
 """Bytes of all that one micro-batch could put away: by layer, then by operation in the order of backward."""

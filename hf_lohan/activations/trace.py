@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from hf_lohan.planner.placement import INPUT
+from hf_lohan.planner import INPUT
 
 
 @dataclass

@@ -38,8 +38,8 @@ def heading(planned: PlannedRun) -> Text:
     """Model, batch and machine."""
     profile, hardware = planned.profile, planned.hardware
     dtype = str(planned.dtype).removeprefix("torch.")
-    num_together = planned.num_together
-    num_micro_batches = max(num_together, planned.setup.num_micro_batches)
+    num_together = planned.shape.num_together
+    num_micro_batches = num_together * planned.shape.num_micro_batches
     accumulated = f", {num_micro_batches} accumulated" if num_micro_batches > 1 else ""
     accumulated += " vertically" if num_together > 1 else ""
     return Text.assemble(
@@ -129,9 +129,10 @@ def _activations(planned: PlannedRun) -> Table:
 
 def _records(planned: PlannedRun) -> Iterable[str]:
     num_blocks = len(planned.profile.blocks)
-    weights, states = (len(planned.plan.resident.get(kind, ())) for kind in ("param", "states"))
+    kinds = {record.kind for record in planned.plan.resident} - {"param"}
+    weights, states = (len(planned.plan.resident_blocks(*of)) for of in (["param"], kinds))
     if weights or states:
-        yield f"In RAM stay the weights of {weights} and the optimizer states of {states} of {num_blocks} blocks."
+        yield f"In RAM stay the weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
 
 
 def _wear(planned: PlannedRun) -> Iterable[str]:
@@ -142,20 +143,18 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
         yield f"A step writes {written} to the SSDs."
     else:
         yield f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {life.days:.3g} days on end."
-    if planned.setup.durability == "checkpoint":
+    if planned.plan.durability == "checkpoint":
         yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
 
 
 def _notes(planned: PlannedRun) -> Iterable[Text]:
-    if planned.in_memory.fits:
+    if planned.plan.in_memory.fits:
         yield Text(without_offloading(planned), style="bold green")
-    for warning in planned.plan.warnings:
-        yield Text(f"warning: {warning}", style="yellow")
 
 
 def without_offloading(planned: PlannedRun) -> str:
     """Whether it trains in the device's memory alone."""
-    fit = planned.in_memory
+    fit = planned.plan.in_memory
     needed = f"{format_bytes(fit.needed_bytes)} of {format_bytes(fit.memory_bytes)}"
     if not fit.fits:
         return f"Without offloading it does not fit: {needed} of device memory."

@@ -21,7 +21,7 @@ def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
     if nothing fits; `as_json` prints what is known also then."""
     planned = _planned(request, as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(planned.to_mapping(), indent=2))
+        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
     planned.plan.check()
     if not as_json:
         print_plan(planned, Console())
@@ -35,7 +35,7 @@ def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
     """Print in a few lines whether it fits, how long a step is and what it needs. Raises as `run_plan`."""
     planned = _planned(request, as_json=as_json)
     if as_json:
-        typer.echo(json.dumps(planned.to_mapping(), indent=2))
+        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
     planned.plan.check()
     if not as_json:
         _print_estimate(planned, Console())
@@ -68,5 +68,3 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
     ):
         console.print(f"{label:<{_LABEL_WIDTH}}{text}", soft_wrap=True)
     console.print(without_offloading(planned), soft_wrap=True)
-    for warning in planned.plan.warnings:
-        console.print(f"warning: {warning}", style="yellow", soft_wrap=True)

@@ -10,13 +10,11 @@ last, `step_in_progress` drops what does not come so far. `engine` wires it all 
 from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.drain import drain_model
 from hf_lohan.engine.engine import OffloadEngine
-from hf_lohan.engine.events import ActivationPlan, BatchShape, EngineEvents, StepsSoFar
+from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.engine.tiers import Tiers, open_tiers
 
 __all__ = [
-    "ActivationPlan",
-    "BatchShape",
     "EngineEvents",
     "Journal",
     "OffloadEngine",

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Mapping
 
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import Activations, format_bytes
 from hf_lohan.device import BufferPool
-from hf_lohan.engine.events import BatchShape, EngineEvents, StepsSoFar
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
-from hf_lohan.planner.placement import ActivationPlacements
+from hf_lohan.planner import ActivationPlacements
+from hf_lohan.planning import OffloadLayout, PlannedStep
+from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordSpec
 
 logger = logging.getLogger(__name__)
 
-_NUM_STAGING_BUFFERS = 4
-_STAGING_SHARE = 4
-"""At most one part in so many of the memory for activations is buffers on the way to the SSD."""
 _HEADROOM = 1.25
 """Batches differ in length: room for somewhat more than the first one left."""
 SPILL_NAME = "activations"
@@ -39,66 +36,41 @@ class ActivationMemory:
         activations: ActivationTiers,
         mode: Activations,
         tiers: Tiers,
-        budget_bytes: int,
-        events: EngineEvents,
-        *,
-        settle: Callable[[], None],
+        layout: OffloadLayout,
     ) -> None:
-        """``budget_bytes`` of host memory may be taken. ``settle`` waits for updates: what still runs would make the
-        hardware look slow to whoever plans."""
         self._activations = activations
         self._mode = mode
         self._tiers = tiers
-        self._budget_bytes = budget_bytes
-        self._events = events
-        self._settle = settle
+        self._layout = layout
         self.num_together = 1
         """The most micro-batches of a step that left what they leave before any of them had its backward."""
         self.trace: Mapping[str, LayerTrace] = activations.watch() if mode != "keep" else {}
         """What the layers of the first step were seen to do."""
         self.sizes: Sizes = {}
         """Bytes of all that one micro-batch could put away, once that is known."""
-        self._has_begun = False
         self._staging: BufferPool | None = None
 
-    @property
-    def ram_bytes(self) -> int:
-        """What swapped activations may take of RAM, without the buffers on the way to the SSD."""
-        return self._budget_bytes - _NUM_STAGING_BUFFERS * self._staging_buffer_bytes
+    def follow(self, planned: PlannedStep) -> None:
+        """From the next layer on. Where activations are kept, or all recomputed, there is nothing to follow."""
+        self._activations.end_watching()
+        self.sizes = planned.activation_bytes
+        if self._mode in ("auto", "swap"):
+            self.place(planned.plan.activations)
 
-    @property
-    def _staging_buffer_bytes(self) -> int:
-        share = self._budget_bytes // _STAGING_SHARE // _NUM_STAGING_BUFFERS
-        return min(self._tiers.staging.buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
+    def run_together(self, num_micro_batches: int) -> bool:
+        """So many micro-batches come, all forwards before the first backward. Returns whether they are more than ever;
+        what was decided for fewer is decided anew: a step at an epoch's end may have been the first."""
+        if num_micro_batches <= self.num_together:
+            return False
+        self.num_together = num_micro_batches
+        if self.trace and not self._activations.is_watching:
+            self._swap_what_was_seen()
+        return True
 
-    def begin_forward(self, batch: BatchShape | None) -> None:
-        """A training forward begins. The first one is planned, if its shape is known (a batch has token ids)."""
-        if self._has_begun or self._mode == "keep" or batch is None:
-            return
-        self._has_begun = True
-        self._settle()
-        plan = self._events.plan_activations(replace(batch, num_together=self.num_together))
-        if plan is not None:
-            self._activations.end_watching()
-            self.sizes = plan.sizes
-            self._decide(plan.placements)
-
-    def run_together(self, num_micro_batches: int) -> None:
-        """So many micro-batches come, all forwards before the first backward. If they are more than ever, what was
-        decided for fewer is decided anew: a step at an epoch's end may have been the first to be seen."""
-        if num_micro_batches > self.num_together:
-            self.num_together = num_micro_batches
-            self._has_begun = False
-            if self.trace and not self._activations.is_watching:
-                self._decide_by_trace()
-
-    def begin_step(self, steps: StepsSoFar) -> None:
+    def begin_step(self) -> None:
         """The first forward after a step begins. If that step was watched: decide."""
         if self._end_watching():
-            self._decide_by_trace()
-        placements = self._events.step_began(steps)
-        if placements is not None and self._mode == "auto":
-            self.place(placements)
+            self._swap_what_was_seen()
 
     def _end_watching(self) -> bool:
         """Whether a whole step was watched until now. What had no backward does not count."""
@@ -108,15 +80,9 @@ class ActivationMemory:
         self.sizes = {name: layer.sizes() for name, layer in self.trace.items()}
         return True
 
-    def _decide_by_trace(self) -> None:
-        self._settle()
-        self._decide(self._events.plan_watched(self.trace, self.num_together))
-
-    def _decide(self, planned: ActivationPlacements) -> None:
+    def _swap_what_was_seen(self) -> None:
         if self._mode == "swap":
-            self.place(swap_everything(self.sizes, self.ram_bytes // self.num_together))
-        elif self._mode == "auto":
-            self.place(planned)
+            self.place(swap_everything(self.sizes, self._layout.activation_ram_bytes // self.num_together))
 
     def place(self, placements: ActivationPlacements) -> None:
         """Follow `placements` from now on. The first that need memory take it, for all that come later."""
@@ -125,7 +91,7 @@ class ActivationMemory:
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
         swapper = self._activations.swapper
         if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
-            swapper.take_ram(min(self.ram_bytes, int(all_bytes * _HEADROOM)))
+            swapper.take_ram(min(self._layout.activation_ram_bytes, int(all_bytes * _HEADROOM)))
         if ssd_bytes and not swapper.ssd_bytes:
             self._take_ssd(int(all_bytes * _HEADROOM))
         self._activations.follow(placements)
@@ -137,7 +103,7 @@ class ActivationMemory:
         )
 
     def _take_ssd(self, num_bytes: int) -> None:
-        if self._staging_buffer_bytes < GRANULE_NUMEL:
+        if self._layout.activation_staging_bytes < GRANULE_NUMEL:
             logger.warning("cpu_memory leaves no buffers for activations on their way to the SSD: they are recomputed")
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
@@ -153,8 +119,8 @@ class ActivationMemory:
         self._staging = BufferPool(
             self._tiers.device,
             name="activation staging",
-            num_buffers=_NUM_STAGING_BUFFERS,
-            buffer_bytes=self._staging_buffer_bytes,
+            num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,
+            buffer_bytes=self._layout.activation_staging_bytes,
         )
         self._activations.swapper.take_ssd(files, self._staging, numel)
 

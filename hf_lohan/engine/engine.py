@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +22,9 @@ from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.step_clock import StepClock
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.micro_batches import MicroBatchRun
-from hf_lohan.model import OffloadLayout, ParamSlice
+from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
@@ -56,7 +58,7 @@ class OffloadEngine:
         self.config = config
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
-        events = events or EngineEvents()
+        self._events = events = events or EngineEvents()
         self._is_final_backward = events.is_final_backward
         self._is_final_announced = True
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
@@ -103,9 +105,9 @@ class OffloadEngine:
         self.activations = ActivationTiers(
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
         )
-        self.activation_memory = ActivationMemory(
-            self.activations, config.activations, tiers, layout.activation_bytes, events, settle=self._pipeline.settle
-        )
+        self.activation_memory = ActivationMemory(self.activations, config.activations, tiers, layout)
+        self._needs_plan = True
+        """Whether the next training forward is to be planned for."""
         self._has_new_step = False
         self.is_closed = False
         self._hooks = ModelHooks(
@@ -118,7 +120,7 @@ class OffloadEngine:
             self._clock,
             self.activations,
             before_forward=self._before_forward,
-            see_batch=self.activation_memory.begin_forward,
+            see_batch=self._plan_for,
             before_backward=self._step.undo_guesses,
             backward_broke=self._step.abandon_broken,
         )
@@ -139,7 +141,21 @@ class OffloadEngine:
         self._step.undo_guesses()
         if self._has_new_step and torch.is_grad_enabled():
             self._has_new_step = False
-            self.activation_memory.begin_step(StepsSoFar(clip_rate=self.clip_history.clip_rate))
+            self.activation_memory.begin_step()
+            self._follow(self._events.step_began(StepsSoFar(clip_rate=self.clip_history.clip_rate)))
+
+    def _plan_for(self, shape: StepShape | None) -> None:
+        """A training forward begins, if its shape is known (a batch has token ids)."""
+        if self._needs_plan and shape is not None:
+            self._needs_plan = False
+            self.settle()  # what still runs would make the hardware look slow
+            self._follow(self._events.plan(replace(shape, num_together=self.activation_memory.num_together)))
+
+    def _follow(self, planned: PlannedStep | None) -> None:
+        if planned is not None:
+            self.activation_memory.follow(planned)
+            if planned.plan.clip != "none":
+                self.clip_by(planned.plan.clip)
 
     def _submit(self, arrived: ArrivedChunk) -> None:
         is_final = self._is_final_announced and self._is_final_backward()
@@ -165,7 +181,7 @@ class OffloadEngine:
         The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
         RuntimeError if none gave a loss.
         """
-        self.activation_memory.run_together(len(micro_batches))
+        self._needs_plan |= self.activation_memory.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 
     def defer_backward(self, loss: Tensor) -> bool:

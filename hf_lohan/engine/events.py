@@ -2,30 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 
-from hf_lohan.activations import LayerTrace
-from hf_lohan.planner.placement import ActivationPlacements
-
-
-@dataclass(frozen=True, slots=True)
-class BatchShape:
-    """What the first training forward is given."""
-
-    batch_size: int
-    sequence_length: int
-    num_together: int = 1
-    """Micro-batches that have their forwards before the first of them has its backward."""
-
-
-@dataclass(frozen=True, slots=True)
-class ActivationPlan:
-    """Where the layers' activations go, known before the first layer runs."""
-
-    placements: ActivationPlacements
-    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """Bytes of all that one micro-batch could put away: by layer, then by operation in the order of backward."""
+from hf_lohan.planning import PlannedStep, StepShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +22,9 @@ class EngineEvents:
 
     is_final_backward: Callable[[], bool] = lambda: True
     """Asked in backward: whether the step's last one is running."""
-    plan_activations: Callable[[BatchShape], ActivationPlan | None] = lambda _batch: None
-    """The first training forward begins. None: no plan yet, so the first step is watched."""
-    plan_watched: Callable[[Mapping[str, LayerTrace], int], ActivationPlacements] = lambda _trace, _num_together: {}
-    """The first step was watched, and recomputed everything; so many micro-batches ran together. Where activations go
-    from now on. Asked again when more of them run together than ever."""
-    step_began: Callable[[StepsSoFar], ActivationPlacements | None] = lambda _steps: None
-    """The first training forward after a step begins: what goes wrong here harms no step. Returns where activations go
-    from now on, or None if nothing changes."""
+    plan: Callable[[StepShape], PlannedStep | None] = lambda _shape: None
+    """The first training forward begins, or the first with more micro-batches together than ever. Returns what the run
+    follows from here on; None: there is no plan, so activations are recomputed."""
+    step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
+    """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
+    follow, or None if nothing changes."""

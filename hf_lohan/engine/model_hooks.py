@@ -14,11 +14,11 @@ from torch.autograd import Variable
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.engine.compute_spans import ComputeSpans
-from hf_lohan.engine.events import BatchShape
 from hf_lohan.engine.step_clock import StepClock
 from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planner import SizeClass
+from hf_lohan.planning import StepShape
 from hf_lohan.threads import raised_anew
 from hf_lohan.updates import GradientArrivals
 from hf_lohan.weights import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
@@ -43,7 +43,7 @@ class ModelHooks:
         activations: ActivationTiers,
         *,
         before_forward: Callable[[], None],
-        see_batch: Callable[[BatchShape | None], None],
+        see_batch: Callable[[StepShape | None], None],
         before_backward: Callable[[], None],
         backward_broke: Callable[[], None],
     ) -> None:
@@ -156,7 +156,7 @@ class ModelHooks:
 
     def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._joint is not None:
-            self._see_batch(_batch_shape(args, kwargs))
+            self._see_batch(_step_shape(args, kwargs))
             self._joint.begin_model(saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations))
             return
         self.recover_if_broken()
@@ -166,7 +166,7 @@ class ModelHooks:
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)
         if is_training:
-            self._see_batch(_batch_shape(args, kwargs))
+            self._see_batch(_step_shape(args, kwargs))
             self._activations.begin_forward()
             self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations)
             self._saved_weights.__enter__()
@@ -284,11 +284,11 @@ class ModelHooks:
         self._prefetcher.end_pass()
 
 
-def _batch_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> BatchShape | None:
+def _step_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepShape | None:
     """Of a causal LM's forward: [batch, sequence] of token ids, or of what stands for them."""
     for given in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
         if isinstance(given, Tensor) and given.dim() > 1:
-            return BatchShape(*given.shape[:2])
+            return StepShape(*given.shape[:2])
     return None
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_lohan.config import OffloadConfig, format_bytes
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.model import OffloadLayout
+from hf_lohan.planning import OffloadLayout
 from hf_lohan.store import RecordFiles, Store
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import weakref
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +24,9 @@ from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers,
 from hf_lohan.files import StoreInUseError
 from hf_lohan.huggingface.model_description import describe_model
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import OffloadLayout, check_one_dtype, discover_blocks, lay_out
+from hf_lohan.model import check_one_dtype, discover_blocks
+from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
 from hf_lohan.planning.resolved_config import resolved_here
-from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
 
@@ -112,11 +113,11 @@ _attached: list[OffloadEngine] = []
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
     """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
     configured, computing in one dtype."""
-    plan = RunPlan(model, layout, tiers, config)
+    plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
-        plan_watched=plan.make,
-        step_began=plan.step_began,
+        plan=functools.partial(_plan_step, weakref.ref(model), plan),
+        step_began=lambda steps: plan.step_began(steps.clip_rate),
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
     setattr(model, _ENGINE_ATTRIBUTE, engine)
@@ -143,6 +144,12 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
 def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
     """What an `Accelerator` that has the model says; without one every backward is a step's last."""
     return not is_prepared(model()) or bool(GradientState().sync_gradients)
+
+
+def _plan_step(model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+    """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
+    num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
+    return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:

@@ -23,7 +23,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
 from hf_lohan.huggingface.model_description import copy_buffers
-from hf_lohan.model import OffloadLayout, lay_out
+from hf_lohan.planning import OffloadLayout, lay_out
 from hf_lohan.planning.resolved_config import resolved_here
 
 logger = logging.getLogger(__name__)

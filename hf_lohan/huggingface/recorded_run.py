@@ -24,7 +24,12 @@ class RecordedRun(TrainerCallback):
         self.record = record
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.record.begin(Path(args.output_dir), step=state.global_step, num_steps=state.max_steps)
+        self.record.begin(
+            Path(args.output_dir),
+            step=state.global_step,
+            num_steps=state.max_steps,
+            num_micro_batches=args.gradient_accumulation_steps,
+        )
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.begin_step()

@@ -8,8 +8,8 @@ a byte: blocks are named and measured, and everything above speaks of them.
 from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
 from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, check_one_dtype, discover_blocks
 from hf_lohan.model.kernel_names import Operation, anchor_name
-from hf_lohan.model.layout import OffloadLayout, lay_out, stored_form
 from hf_lohan.model.profile import BlockToProfile, TracedModel, profile_model, trace_model
+from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
 
 __all__ = [
     "Block",
@@ -18,14 +18,14 @@ __all__ = [
     "ChunkPiece",
     "DiscoveryError",
     "ModelBlocks",
-    "OffloadLayout",
     "Operation",
     "ParamSlice",
+    "StoredForm",
     "TracedModel",
     "anchor_name",
     "check_one_dtype",
     "discover_blocks",
-    "lay_out",
+    "dtype_name",
     "lay_out_block",
     "profile_model",
     "ranges",

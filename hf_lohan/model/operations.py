@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -77,6 +78,7 @@ class BlockTrace:
     flops: int = 0
     moved_bytes: int = 0
     saved_bytes: int = 0
+    working_bytes: int = 0
     input_bytes: int = 0
     num_run_again: int = 0
     """How many operations a recomputation runs: it stops at the last tensor that autograd saved."""
@@ -126,6 +128,25 @@ def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
     return sum(_held_bytes(tensor) for tensor in (*read, *written))
 
 
+class LiveBytes:
+    """How much of the memory that operations made is in use, and how much was at the most."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def note(self, args: Any, output: Any) -> None:
+        """An operation made ``output`` of ``args``. Memory that came from elsewhere is not counted."""
+        given = {storage_key(tensor) for tensor in tensors_in(args)}
+        for tensor in tensors_in(output):
+            if (key := storage_key(tensor)) not in given:
+                storage = tensor.untyped_storage()
+                self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+        for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
+            del self._alive[key]
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
+
+
 class OperationTrace(TorchDispatchMode):
     """Counts every operation that runs under it for the block that is `target` then. May be entered again inside of
     `fake_mode`, so that it sees operations before that does."""
@@ -135,6 +156,10 @@ class OperationTrace(TorchDispatchMode):
     def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
+        self.live = LiveBytes()
+        """Replaced where another block begins."""
+        self.is_in_backward = False
+        """Whether only the memory is counted."""
         self.module = ""
         self._fake_mode = fake_mode
         self._inside = False
@@ -148,7 +173,9 @@ class OperationTrace(TorchDispatchMode):
         self._inside = True
         try:
             output = self._run(func, args, kwargs)
-            self.target.add(func, args, kwargs, output, module=self.module)
+            self.live.note((args, kwargs), output)
+            if not self.is_in_backward:
+                self.target.add(func, args, kwargs, output, module=self.module)
             return output
         finally:
             self._inside = False
@@ -159,7 +186,9 @@ class OperationTrace(TorchDispatchMode):
             # so all layers are counted.
             return torch.ones([])
         if func is aten._grouped_mm.default and _only_its_shape_is_refused(*args):
-            return args[0].new_empty(args[0].shape[0], args[1].shape[-1])
+            a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
+            groups = [offsets.numel()] if b.dim() == 2 else []
+            return a.new_empty(*groups, a.shape[0], b.shape[-1])
         if _would_be_large(args):
             with self._fake_mode:
                 return func(*args, **kwargs)
@@ -168,7 +197,7 @@ class OperationTrace(TorchDispatchMode):
 
 def _only_its_shape_is_refused(a: Tensor, b: Tensor, *args: Any) -> bool:
     """Grouped products take any floating type, but torch tells the shape of their result only for bfloat16."""
-    return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and (a.dim(), b.dim()) == (2, 3)
+    return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and a.dim() == 2
 
 
 def _would_be_large(args: tuple[Any, ...]) -> bool:

@@ -86,7 +86,10 @@ def trace_model(
         if fused_attention:
             stack.enter_context(_AttentionWithoutDropout())
         stack.enter_context(trace())
-        functional_call(model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False})
+        output = functional_call(model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False})
+        loss = output if isinstance(output, Tensor) else output.loss
+        del output  # and with it the logits, as Trainer does
+        trace.trace_loss(loss)
     profile = ModelProfile(
         blocks=tuple(_block_profile(block, trace) for block in blocks),
         batch_size=batch_size,
@@ -153,5 +156,6 @@ def _block_profile(block: BlockToProfile, trace: ModelTrace) -> BlockProfile:
         input_bytes=seen.input_bytes if block.is_layer else 0,
         operations=tuple(seen.operations[: seen.num_run_again]) if block.is_layer else (),
         saved_bytes=seen.saved_bytes,
+        working_bytes=seen.working_bytes,
         moved_bytes=seen.moved_bytes,
     )

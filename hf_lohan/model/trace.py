@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from hf_lohan.model.operations import BlockTrace, OperationTrace, storage_key, tensors_in
+from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, storage_key, tensors_in
+
+logger = logging.getLogger(__name__)
 
 _SCALARS = (bool, int, float, str, type(None))
 _PLACE_IN_MODEL = frozenset({"layer_idx", "layer_id", "layer_number"})
@@ -41,8 +46,12 @@ class ModelTrace:
         first = next(iter(self.of_outer.values()), BlockTrace())
         self._operations = OperationTrace(first, fake_mode)
         self._alike: dict[Any, tuple[BlockTrace, Any]] = {}
-        self._not_saved = {storage_key(weight): weight for weight in weights}
-        """Weights, what layers are given and what has been counted; the tensors, so that no key is used again."""
+        self._last_output: list[Tensor] = []
+        """Of the last layer that ran."""
+        self._weights = weights
+        self._not_saved: dict[int, StorageWeakRef] = {}
+        """Weights, what layers are given and what has been counted: references, so that no key is used again."""
+        self._skip(weights)
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
@@ -70,6 +79,8 @@ class ModelTrace:
             if kind not in self._alike:
                 self._alike[kind] = self._trace_layer(layer, forward, args, kwargs)
             self.of_layer[layer], output = self._alike[kind]
+            self._last_output = list(tensors_in(output))
+            self._operations.live = LiveBytes()
             return output
 
         return traced
@@ -79,14 +90,44 @@ class ModelTrace:
     ) -> tuple[BlockTrace, Any]:
         args, kwargs = tree_map_only(Tensor, self._to_fake, (args, kwargs))
         given = list(tensors_in((args, kwargs)))
-        self._not_saved.update((storage_key(tensor), tensor) for tensor in given)
+        self._skip(given)
         trace = BlockTrace(input_bytes=given[0].nbytes if given else 0)
         outside, self._operations.target = self._operations.target, trace
+        self._operations.live = LiveBytes()
         try:
             with self._module_names(layer), self._fake_mode, self._operations:
-                return trace, forward(*args, **kwargs)
+                output = forward(*args, **kwargs)
+                self._trace_backward(list(tensors_in(output)), [*given, *layer.parameters()])
+            return trace, tree_map_only(Tensor, _cut_off, output)
         finally:
             self._operations.target = outside
+
+    def trace_loss(self, loss: Tensor) -> None:
+        """The backward from the loss to the last layer's output: the head and what comes with it."""
+        self._trace_backward([loss], [*self._last_output, *self._weights])
+
+    def _trace_backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
+        """What a block holds at the most in its forward and its backward, with the gradients of all its weights: they
+        leave as fast as the link takes them. A backward that cannot be traced counts nothing."""
+        operations = self._operations
+        operations.is_in_backward = True
+        try:
+            roots = [output for output in outputs if output.requires_grad]
+            torch.autograd.grad(
+                roots,
+                [tensor for tensor in inputs if tensor.requires_grad],
+                [torch.empty_like(root) for root in roots],
+                allow_unused=True,
+            )
+            operations.target.working_bytes = max(operations.target.working_bytes, operations.live.peak_bytes)
+        except (RuntimeError, NotImplementedError, TypeError) as error:
+            logger.debug("a backward is not traced: %s", error)
+        finally:
+            operations.is_in_backward = False
+
+    def _skip(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._not_saved[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _to_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake_mode.from_tensor(tensor)
@@ -117,9 +158,14 @@ class ModelTrace:
         key, trace = storage_key(tensor), self._operations.target
         trace.num_run_again = len(trace.operations)
         if key not in self._not_saved:
-            self._not_saved[key] = tensor
+            self._skip([tensor])
             trace.saved_bytes += tensor.untyped_storage().nbytes()
         return tensor
+
+
+def _cut_off(output: Tensor) -> Tensor:
+    """The tensor without what it was made by."""
+    return output.detach().requires_grad_(output.requires_grad)
 
 
 @contextlib.contextmanager

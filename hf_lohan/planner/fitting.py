@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.offload_plan import InMemoryFit, TrainingSetup
 from hf_lohan.planner.step_costs import GRADIENT_ITEMSIZE_BYTES
-from hf_lohan.planner.training_setup import TrainingSetup
 from hf_lohan.wording import format_bytes
 
 
@@ -25,21 +24,22 @@ class Room:
 
 
 def layer_working_bytes(model: ModelProfile) -> int:
-    """What the backward of the largest layer holds on the device at once: all that autograd saves of it, the gradients
-    of its input and output, and of its weights."""
-    return max(
-        (
-            layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
-            for layer in model.layers
-        ),
-        default=0,
-    )
+    """What the backward of the largest layer holds on the device at once, beside its weights and its input."""
+    return max((layer.working_bytes or _estimated_working_bytes(layer, model) for layer in model.layers), default=0)
+
+
+def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
+    """Without a trace of its backward: all that autograd saves of it, the gradients of its input and output, and of its
+    weights."""
+    return layer.saved_bytes + 2 * layer.input_bytes + layer.num_trainable_params * model.param_itemsize
 
 
 def outer_working_bytes(model: ModelProfile) -> int:
     """What the largest module outside the layers holds at once: the head with its logits, unless they are cut."""
     layers = {layer.name for layer in model.layers}
-    return max((block.saved_bytes for block in model.blocks if block.name not in layers), default=0)
+    return max(
+        (block.working_bytes or block.saved_bytes for block in model.blocks if block.name not in layers), default=0
+    )
 
 
 def gradient_spill_bytes(setup: TrainingSetup) -> int:
@@ -86,39 +86,30 @@ def explain_refusal(
     )
 
 
-def warn(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> tuple[str, ...]:
-    """What may go wrong although the plan fits."""
-    working_bytes, available = outer_working_bytes(model), hardware.device.memory_bytes
-    if setup.gpu_fixed_bytes + working_bytes <= available:
-        return ()
-    batch = _largest_batch(model, working_bytes, available - setup.gpu_fixed_bytes)
-    smaller = f", or use a batch size of at most {batch}" if batch else ""
-    return (
-        f"a module outside the layers (the head with its logits) saves {_shown(working_bytes)} at once for this batch, "
-        f"and with the slots that is more than the {_shown(available)} of the device; cut the loss in chunks{smaller}",
-    )
-
-
 def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int) -> str | None:
-    working_bytes = layer_working_bytes(model)
-    needed = setup.gpu_fixed_bytes + working_bytes + kept_bytes
     if setup.gpu_fixed_bytes + kept_bytes > setup.gpu_memory_bytes:
         return (
             f"the activations of {_shown(kept_bytes)} that are to be kept do not fit gpu_memory of "
             f"{_shown(setup.gpu_memory_bytes)}; set it to at least {_shown(setup.gpu_fixed_bytes + kept_bytes)}, or "
             "activations to auto"
         )
-    if needed <= hardware.device.memory_bytes:
+    layer_bytes, outer_bytes = layer_working_bytes(model), outer_working_bytes(model)
+    working_bytes, memory_bytes = max(layer_bytes, outer_bytes), hardware.device.memory_bytes
+    needed = setup.gpu_fixed_bytes + working_bytes + kept_bytes
+    if needed <= memory_bytes:
         return None
     # Gradients of weights are as large for a smaller batch, all else shrinks with it.
-    gradient_bytes = max(layer.num_trainable_params for layer in model.layers) * model.param_itemsize
-    room_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes - gradient_bytes
+    whose = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
+    gradient_bytes = max(block.num_trainable_params for block in whose) * model.param_itemsize
+    room_bytes = memory_bytes - setup.gpu_fixed_bytes - gradient_bytes
     batch = _largest_batch(model, working_bytes + kept_bytes - gradient_bytes, room_bytes)
-    smaller = f"use a batch size of at most {batch}, or " if batch else ""
+    smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
+    who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
+    chunks = "cut the loss in chunks, or " if outer_bytes > layer_bytes else ""
     return (
-        f"a layer needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
+        f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
         f"tokens, and with the slots and what is kept that is {_shown(needed)}, more than the "
-        f"{_shown(hardware.device.memory_bytes)} of the device; {smaller}a device with at least that much memory"
+        f"{_shown(memory_bytes)} of the device; {smaller}{chunks}a device with at least that much memory"
     )
 
 
@@ -160,17 +151,6 @@ def _largest_batch(model: ModelProfile, needed_bytes: int, available_bytes: int)
 def _shown(num_bytes: int) -> str:
     """All digits without commas, to be pasted into a setting."""
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
-
-
-@dataclass(frozen=True, slots=True)
-class InMemoryFit:
-    """Whether a model trains without offloading."""
-
-    fits: bool
-    needed_bytes: int
-    """Of the way named by `activations`; of the smaller one if neither fits."""
-    memory_bytes: int
-    activations: Literal["keep", "recompute"]
 
 
 def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_param: float = 16.0) -> InMemoryFit:

@@ -7,10 +7,8 @@ from dataclasses import dataclass, replace
 
 from hf_lohan.planner.hardware_profile import HardwareProfile, SsdProfile
 from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import OffloadPlan
+from hf_lohan.planner.offload_plan import OffloadPlan, StepPrediction, TrainingSetup
 from hf_lohan.planner.plan_search import plan_offload
-from hf_lohan.planner.step_prediction import StepPrediction
-from hf_lohan.planner.training_setup import TrainingSetup
 
 DAY_S = 24 * 60 * 60
 
@@ -60,7 +58,7 @@ def _improvements(
         replace(
             setup,
             cpu_memory_bytes=setup.cpu_memory_bytes + cpu.memory_bytes,
-            record_cpu_bytes=_plus(setup.record_cpu_bytes, cpu.memory_bytes),
+            record_cpu_bytes=setup.record_cpu_bytes + cpu.memory_bytes,
         ),
     )
     faster_cpu = replace(cpu, optimizer_params_per_s=2 * cpu.optimizer_params_per_s)

@@ -45,6 +45,9 @@ class BlockProfile:
     """In the order in which the forward runs them. Empty for modules outside the layers, which keep what they save."""
     saved_bytes: int = 0
     """All that autograd keeps of it when nothing is recomputed, without weights and without its input."""
+    working_bytes: int = 0
+    """The most that its forward and backward hold on the device at once, beside its weights, its input and what came
+    before: what is saved, intermediates and gradients. 0 if its backward was not traced."""
     moved_bytes: int = 0
     """What its other operations read and write in a forward: they take the device's memory bandwidth, not its FLOPs."""
     forward_s: float | None = None

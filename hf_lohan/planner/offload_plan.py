@@ -1,30 +1,217 @@
-"""The plan: where each activation and each record is, so that a step is as short as the hardware allows."""
+"""The plan: where each activation and each record is, so that a step is as short as the hardware allows.
+
+`TrainingSetup` is what a run asks for, `OffloadPlan` what is decided, `StepPrediction` what that is expected to take.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import enum
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Literal, TypeAlias
 
-from hf_lohan.planner.placement import ActivationPlacements
-from hf_lohan.planner.pool_plan import BudgetError
-from hf_lohan.planner.step_prediction import StepPrediction
-from hf_lohan.planner.training_setup import ClipMode
+from hf_lohan.planner.pool_plan import BudgetError, PoolPlan, RecordTraffic, choose_resident_records
+
+ClipMode = Literal["none", "defer", "speculate"]
+ClipRequest = Literal["none", "defer", "speculate", "auto"]
+Activations = Literal["auto", "recompute", "swap", "keep"]
+Durability = Literal["step", "checkpoint"]
+Tier = Literal["gpu", "cpu", "ssd"]
+
+
+class Placement(enum.Enum):
+    """Where an activation waits between its forward and its backward, or that it does not."""
+
+    GPU = "gpu"
+    """Kept on the device."""
+    CPU = "cpu"
+    """Swapped to RAM."""
+    SSD = "ssd"
+    """Swapped to the SSD."""
+    RECOMPUTE = "recompute"
+    """Dropped, and made again in backward."""
+
+
+INPUT = "input"
+"""The name of a layer's input among its operations: what its recomputation starts from, so it is never recomputed."""
+
+LayerPlacements: TypeAlias = Mapping[str, Placement]
+"""By operation ("aten.mm#0", or `INPUT`). What is not named is recomputed, an input kept."""
+
+ActivationPlacements: TypeAlias = Mapping[str, LayerPlacements]
+"""By layer, the block's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSetup:
+    """Everything that a plan depends on and that neither the hardware nor the model says."""
+
+    gpu_memory_bytes: int
+    """Limit for slots and kept activations."""
+    cpu_memory_bytes: int
+    """Limit for buffers, copies of records and swapped activations."""
+    pools: PoolPlan | None = None
+    """The slots and buffers that the run takes; None: none are counted."""
+    gpu_fixed_bytes: int = 0
+    """Of the slots (`PoolPlan.gpu_pool_bytes`)."""
+    cpu_fixed_bytes: int = 0
+    """Of the buffer pools (`PoolPlan.cpu_pool_bytes`)."""
+    ssd_capacity_bytes: int | None = None
+    """Limit on the SSDs; None: their capacity."""
+    activation_cpu_bytes: int | None = None
+    """Limit on the RAM for swapped activations (LoHan's MEM); None: all that is left."""
+    records: tuple[RecordTraffic, ...] = ()
+    """All that may have copies in RAM."""
+    record_cpu_bytes: int = 0
+    """Limit on the RAM for those copies."""
+    activations: Activations = "auto"
+    """`recompute`: only the layers' inputs stay, on the device; `swap`: nothing is kept and nothing recomputed but what
+    is cheap; `keep`: all that autograd saves stays on the device."""
+    state_bytes_per_param: float = 10.0
+    """Of the records beside `param`, for a trainable parameter: 10 for bfloat16 (residual and float32 moments), 8 for
+    float32 (moments), less with moments of an `optimizer_state_dtype` that is not float32; 12 in LoHan (float32 master
+    and moments)."""
+    update_reads_param: bool = True
+    """Whether the optimizer reads the working weight, as half or all of the master; in LoHan it only writes it."""
+    lent_bytes: int = 0
+    """Of the trainable weights that the optimizer has from their slots, if it runs in backward."""
+    hands_over: bool = False
+    """Whether updates under the forward bring their new weights into the slots, which then need not be read."""
+    clip: ClipRequest = "auto"
+    """`defer`: updates run under the next forward; `none`, `speculate`: in backward; `auto`: the faster of `defer` and
+    `speculate`."""
+    clip_rate: float = 0.0
+    """The fraction of steps in which a speculation turns out wrong."""
+    num_micro_batches: int = 1
+    """Forwards and backwards a step."""
+    num_together: int = 1
+    """Micro-batches of the run that the model profile counts as one, since their weights move once."""
+    durability: Durability = "step"
+    """`step`: two versions of what is trained lie on the SSDs; `checkpoint`: one."""
+    spilled_gradient_numel: int = 0
+    """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`)."""
+    turnaround_bytes: int = 0
+    """Of the last layers' weights: still in their slots when backward begins, so not read again."""
+    counts_fill: bool = True
+    """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
+
+    @property
+    def num_homes(self) -> int:
+        return 2 if self.durability == "step" else 1
+
+    @property
+    def clip_modes(self) -> tuple[ClipMode, ...]:
+        """Those to choose from."""
+        return ("defer", "speculate") if self.clip == "auto" else (self.clip,)
+
+    @property
+    def resident_records(self) -> tuple[RecordTraffic, ...]:
+        """Those of `records` that get a copy in RAM."""
+        return choose_resident_records(self.records, free_bytes=self.record_cpu_bytes)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lanes:
+    """How long each resource is busy in all forwards, or all backwards, of a step."""
+
+    compute_s: float
+    h2d_s: float
+    d2h_s: float
+    ssd_read_s: float
+    ssd_write_s: float
+    optimizer_s: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepPrediction:
+    """One step, all its micro-batches. Times are those of a step among others, not of the first."""
+
+    forward_s: float
+    """T_f. Updates that waited for the norm are in it."""
+    backward_s: float
+    """T_b."""
+    forward: Lanes
+    backward: Lanes
+    forward_bottleneck: str
+    backward_bottleneck: str
+    bottleneck: str
+    """What the step waits for longest: "compute", "h2d", "d2h", "link" (both directions together), "ssd", or "cpu" (the
+    optimizer)."""
+    floor_by_resource_s: dict[str, float]
+    """How long each resource alone is busy with its share: FLOPs over measured throughput, bytes over measured
+    bandwidth. No step is shorter than the longest, however well things overlap."""
+    num_tokens: int
+    model_flops: float
+    """3 x forward FLOPs."""
+    case: Literal[1, 2, 3]
+    """LoHan's: 1: only the layers' inputs are swapped (the links are the limit); 2: nothing is recomputed (the device
+    is the limit); 3: in between."""
+    kept_bytes: int
+    swapped_bytes: int
+    """A, of one micro-batch."""
+    spilled_bytes: int
+    """aA: the part of it that goes on to the SSDs."""
+    recomputed_flops: float
+    """FLOP_r of a step: products and attention made again in backward."""
+    ssd_read_bytes_per_step: int
+    ssd_write_bytes_per_step: int
+    tier_bytes: dict[Tier, dict[str, int]]
+    """By purpose."""
+    fits: bool
+
+    @property
+    def step_s(self) -> float:
+        """T_iter."""
+        return self.forward_s + self.backward_s
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / self.step_s
+
+    @property
+    def tflops(self) -> float:
+        """10**12 FLOPs a second, counting 3 x forward whatever is recomputed."""
+        return self.model_flops / self.step_s / 1e12
+
+    def to_mapping(self) -> dict[str, Any]:
+        """For JSON."""
+        return {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "tflops": self.tflops, **asdict(self)}
+
+
+@dataclass(frozen=True, slots=True)
+class InMemoryFit:
+    """Whether a model trains without offloading."""
+
+    fits: bool
+    needed_bytes: int
+    """Of the way named by `activations`; of the smaller one if neither fits."""
+    memory_bytes: int
+    activations: Literal["keep", "recompute"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffloadPlan:
-    """What lives where, and what that is expected to take."""
+    """What lives where, and what that is expected to take. `lohan plan` prints it, and a run follows it."""
 
+    pools: PoolPlan | None
+    """Slots and buffers."""
+    resident: tuple[RecordTraffic, ...]
+    """Records with a copy in RAM."""
     activations: ActivationPlacements
     """By layer, in forward order: of its input (`INPUT`, never recomputed) and of the operations that the model profile
     names. A layer's other operations are recomputed, unless all is kept."""
-    resident: dict[str, tuple[str, ...]]
-    """Blocks of which `param`, and of which `states` (all other records), have a copy in RAM."""
     clip: ClipMode
+    durability: Durability
+    num_micro_batches: int
+    """Forwards and backwards a step, each of which moves the weights."""
+    num_together: int
+    """Micro-batches that share each of them."""
+    num_params: int
+    in_memory: InMemoryFit
+    """Whether it would train without offloading."""
     prediction: StepPrediction
     refusal: str | None
     """Why the plan cannot be carried out and the smallest change that would help; None if it can."""
-    warnings: tuple[str, ...]
-    """What may go wrong although the plan fits."""
 
     @property
     def fits(self) -> bool:
@@ -34,3 +221,23 @@ class OffloadPlan:
         """Raises BudgetError if the plan does not fit."""
         if self.refusal is not None:
             raise BudgetError(self.refusal)
+
+    def resident_blocks(self, *kinds: str) -> list[str]:
+        """Blocks of which a record of one of ``kinds`` has a copy in RAM."""
+        return list(dict.fromkeys(record.block for record in self.resident if record.kind in kinds))
+
+    def to_mapping(self) -> dict[str, Any]:
+        """For JSON: the prediction's figures beside every decision."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        del own["prediction"], own["in_memory"]
+        return {
+            **self.prediction.to_mapping(),
+            **own,
+            "fits_without_offloading": self.in_memory.fits,
+            "pools": None if self.pools is None else self.pools.to_mapping(),
+            "resident": [[record.block, record.kind] for record in self.resident],
+            "activations": {
+                layer: {name: place.value for name, place in places.items()}
+                for layer, places in self.activations.items()
+            },
+        }

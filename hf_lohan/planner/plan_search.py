@@ -1,38 +1,49 @@
-"""Algorithm 1: of all ways to keep, swap, recompute and hold, the fastest."""
+"""Algorithm 1: of all ways to keep, swap and recompute activations and to clip, the fastest.
+
+Layers are alike, so operations are grouped into *kinds* that cost the same and take the same bytes; a candidate says
+how many of each kind are swapped. They are swapped from the first layer on (those have most time to come back) and kept
+from the last layer back (those are needed first).
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.activation_choices import ActivationChoices, Candidates, Kept
 from hf_lohan.planner.fitting import (
     explain_refusal,
+    fits_without_offloading,
     gradient_spill_bytes,
     layer_working_bytes,
     measure_room,
+    outer_working_bytes,
     record_bytes,
-    warn,
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.offload_plan import OffloadPlan
-from hf_lohan.planner.placement import INPUT, ActivationPlacements, Placement
-from hf_lohan.planner.residency import PARAM, STATES, residency_choices
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.offload_plan import (
+    INPUT,
+    ActivationPlacements,
+    Activations,
+    ClipMode,
+    OffloadPlan,
+    Placement,
+    Tier,
+    TrainingSetup,
+)
 from hf_lohan.planner.step_costs import Choice, StepCosts, Values, operation_s
-from hf_lohan.planner.step_prediction import Outcome, Tier, predict
-from hf_lohan.planner.training_setup import ClipMode, TrainingSetup
 
 EQUALLY_FAST = 1 + 1e-9
 """Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
 
-
 def plan_offload(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, swapped_bytes: int | None = None
 ) -> OffloadPlan:
-    """The fastest plan (LoHan's Algorithm 1, together with what stays on the device and in RAM).
+    """The fastest plan (LoHan's Algorithm 1, together with what stays on the device).
 
     With `swapped_bytes` not the fastest, but the one in Algorithm 1's row that swaps most without swapping more than
     that; the inputs of the layers that the device cannot keep are swapped in any case. What does not fit is planned all
@@ -53,18 +64,17 @@ def sweep_swapped_bytes(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """The best of one grid of candidates (row: what is swapped; column: what is resident)."""
+    """The best of some candidates."""
 
     step_s: float
     busy_s: float
     candidates: Candidates
     row: int
-    column: int
     clip: ClipMode
 
 
 class _Search:
-    """Tries all candidates of one planning problem: arithmetic on arrays, a few hundred thousand at once."""
+    """Tries all candidates of one planning problem: arithmetic on arrays, thousands at once."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         self._model = model
@@ -73,7 +83,8 @@ class _Search:
         self._costs = StepCosts(model, hardware, setup)
         self._room = measure_room(model, hardware, setup)
         self._activations = ActivationChoices(model, lambda operation: operation_s(operation, hardware))
-        self._residency = residency_choices(model, setup)
+        self._resident = setup.resident_records
+        self._resident_bytes = sum(record.num_bytes for record in self._resident)
 
     def run(self, swapped_bytes: int | None) -> OffloadPlan:
         all_candidates = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
@@ -94,11 +105,19 @@ class _Search:
         return self._assemble(best, refusal)
 
     def _kept(self) -> list[Kept]:
-        if self._setup.activations == "keep":
-            everything = self._activations.kept_choices(self._model.activation_bytes)[0]
-            saved_bytes = sum(layer.saved_bytes + layer.input_bytes for layer in self._model.layers)
-            return [replace(everything, num_bytes=saved_bytes)]
-        return self._activations.kept_choices(max(0, self._room.kept_bytes))
+        layers = self._model.layers
+        match self._setup.activations:
+            case "keep":
+                everything = self._activations.kept_choices(self._model.activation_bytes)[0]
+                saved_bytes = sum(layer.saved_bytes + layer.input_bytes for layer in layers)
+                return [replace(everything, num_bytes=saved_bytes)]
+            case "recompute":
+                nothing = self._activations.kept_choices(0)[0]
+                return [replace(nothing, num_inputs=len(layers), num_bytes=self._model.inter_block_bytes)]
+            case "swap":
+                return self._activations.kept_choices(0)[:1]
+            case "auto":
+                return self._activations.kept_choices(max(0, self._room.kept_bytes))
 
     def _candidates(self, kept: Kept, swapped_bytes: int | None) -> Candidates:
         candidates = self._activations.candidates(kept, self._setup.activations)
@@ -109,86 +128,78 @@ class _Search:
         allowed = np.flatnonzero(ranked <= max(swapped_bytes, ranked.min()))
         return candidates.only(allowed[-1:])
 
-    def _choice(self, candidates: Candidates) -> tuple[Choice, npt.NDArray[np.bool_]]:
-        """All combinations with what is resident, [num_candidates, num_resident], and which of them the SSDs hold."""
-        residency, setup = self._residency, self._setup
-        cpu_bytes = np.maximum(0.0, self._room.cpu_bytes - residency.num_bytes)
-        if setup.activation_cpu_bytes is not None:
-            cpu_bytes = np.minimum(cpu_bytes, setup.activation_cpu_bytes)
-        swapped_bytes = candidates.swapped_bytes[:, None]
-        choice = Choice(
-            swapped_bytes=swapped_bytes,
-            spilled_bytes=np.maximum(0.0, swapped_bytes - cpu_bytes),
-            recompute_s=candidates.recompute_s[:, None],
-            resident_param_bytes=residency.fetched_bytes,
-            resident_update_read_bytes=residency.update_read_bytes,
+    def _choice(self, candidates: Candidates) -> Choice:
+        cpu_bytes = max(0, self._room.cpu_bytes - self._resident_bytes)
+        if self._setup.activation_cpu_bytes is not None:
+            cpu_bytes = min(cpu_bytes, self._setup.activation_cpu_bytes)
+        return Choice(
+            swapped_bytes=candidates.swapped_bytes,
+            spilled_bytes=np.maximum(0.0, candidates.swapped_bytes - cpu_bytes),
+            recompute_s=candidates.recompute_s,
         )
-        return choice, choice.spilled_bytes <= self._room.ssd_bytes
 
     def _best(self, candidates: Candidates, clip: ClipMode, *, ignore_ssd_room: bool) -> _Found:
-        choice, is_possible = self._choice(candidates)
-        shape = is_possible.shape
+        choice = self._choice(candidates)
+        shape = choice.swapped_bytes.shape
         forward_s, backward_s = self._costs.step_s(choice, clip)
         step_s = np.broadcast_to(forward_s + backward_s, shape)
         if not ignore_ssd_room:
-            step_s = np.where(is_possible, step_s, np.inf)
+            step_s = np.where(choice.spilled_bytes <= self._room.ssd_bytes, step_s, np.inf)
         fastest = step_s <= step_s.min() * EQUALLY_FAST
-        busy_s = np.where(fastest, np.broadcast_to(self._busy_s(choice, clip), shape), np.inf)
-        row, column = np.unravel_index(int(busy_s.argmin()), shape)
-        return _Found(float(step_s[row, column]), float(busy_s[row, column]), candidates, int(row), int(column), clip)
-
-    def _busy_s(self, choice: Choice, clip: ClipMode) -> Values:
-        busy_s: Values = np.zeros(1)
-        for phase in self._costs.phases(choice, clip):
-            for seconds in self._costs.lanes(phase.load).values():
-                busy_s = busy_s + phase.count * seconds
-        return busy_s
+        busy_s = np.where(fastest, np.broadcast_to(self._costs.busy_s(choice, clip), shape), np.inf)
+        row = int(busy_s.argmin())
+        return _Found(float(step_s[row]), float(busy_s[row]), candidates, row, clip)
 
     def _assemble(self, best: _Found, refusal: str | None) -> OffloadPlan:
+        model, setup = self._model, self._setup
         candidates = best.candidates.only(np.array([best.row]))
-        choice, _ = self._choice(candidates)
-        choice = _column(choice, best.column)
-        outcome = Outcome(
+        choice = self._choice(candidates)
+        swapped_bytes, spilled_bytes = choice.swapped_bytes.item(), choice.spilled_bytes.item()
+        is_swapped, is_recomputed = candidates.swapped.sum() > 0, candidates.num_recomputed[0] > 0
+        prediction = self._costs.predict(
+            choice,
+            best.clip,
+            num_tokens=setup.num_micro_batches * model.num_tokens,
+            model_flops=3 * setup.num_micro_batches * model.flops,
+            case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
             kept_bytes=candidates.kept.num_bytes,
-            num_swapped=int(candidates.swapped.sum()),
-            num_recomputed=int(candidates.num_recomputed[0]),
-            recomputed_flops=float(candidates.recomputed_flops[0]),
-            tier_bytes=self._tier_bytes(candidates.kept, choice, self._residency.num_bytes[best.column]),
+            recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
+            tier_bytes=self._tier_bytes(candidates.kept, int(swapped_bytes - spilled_bytes), int(spilled_bytes)),
             fits=refusal is None,
         )
         return OffloadPlan(
-            activations=self._place(candidates, float(choice.swapped_bytes[0] - choice.spilled_bytes[0])),
-            resident=self._resident(best.column),
+            pools=setup.pools,
+            resident=self._resident,
+            activations=self._place(candidates, swapped_bytes - spilled_bytes),
             clip=best.clip,
-            prediction=predict(self._model, self._hardware, self._setup, choice, best.clip, outcome),
+            durability=setup.durability,
+            num_micro_batches=setup.num_micro_batches,
+            num_together=setup.num_together,
+            num_params=model.num_params,
+            in_memory=fits_without_offloading(model, self._hardware.device.memory_bytes),
+            prediction=prediction,
             refusal=refusal,
-            warnings=warn(self._model, self._hardware, self._setup),
         )
 
-    def _tier_bytes(self, kept: Kept, choice: Choice, resident_bytes: float) -> dict[Tier, dict[str, int]]:
+    def _tier_bytes(self, kept: Kept, swapped_to_cpu: int, spilled: int) -> dict[Tier, dict[str, int]]:
         model, setup = self._model, self._setup
-        swapped, spilled = choice.swapped_bytes.item(), choice.spilled_bytes.item()
         return {
             "gpu": {
                 "slots": setup.gpu_fixed_bytes,
                 "activations": kept.num_bytes,
-                "working_set": layer_working_bytes(model),
+                "working_set": max(layer_working_bytes(model), outer_working_bytes(model)),
             },
             "cpu": {
                 "buffers": setup.cpu_fixed_bytes,
-                "records": int(resident_bytes),
-                "activations": int(swapped - spilled),
+                "records": self._resident_bytes,
+                "activations": swapped_to_cpu,
             },
             "ssd": {
                 "records": record_bytes(model, setup),
                 "gradients": gradient_spill_bytes(setup),
-                "activations": int(spilled),
+                "activations": spilled,
             },
         }
-
-    def _resident(self, num_records: int) -> dict[str, tuple[str, ...]]:
-        records = self._residency.records[:num_records]
-        return {kind: tuple(record.block for record in records if record.kind == kind) for kind in (PARAM, STATES)}
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
         """One candidate, spelled out. What is swapped goes to RAM from the last layer back, as long as whole outputs
@@ -222,12 +233,148 @@ class _Search:
         }
 
 
-def _column(choice: Choice, column: int) -> Choice:
-    """One row's choice [1, num_resident] at one number of resident records."""
-    return Choice(
-        swapped_bytes=choice.swapped_bytes[0],
-        spilled_bytes=choice.spilled_bytes[0, column : column + 1],
-        recompute_s=choice.recompute_s[0],
-        resident_param_bytes=choice.resident_param_bytes[column : column + 1],
-        resident_update_read_bytes=choice.resident_update_read_bytes[column : column + 1],
-    )
+MAX_MIXTURES = 4096
+"""Below this number of ways to mix the kinds all are tried; with more the ranked ones come as close as one output."""
+
+Counts = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class OperationKind:
+    """Equal operations of all layers. `places` are (layer, operation) indices in forward order."""
+
+    seconds: float
+    flops: float
+    output_bytes: int
+    places: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def benefit(self) -> float:
+        """LoHan's OB, in seconds a byte."""
+        return self.seconds / self.output_bytes if self.output_bytes else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What stays on the device: the inputs of the last layers, and the last ones of each kind."""
+
+    num_inputs: int
+    num_of_kind: Counts
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Sums [num_candidates] of the ways to swap beside what is kept; `swapped` are counts [num_candidates, kinds]."""
+
+    kept: Kept
+    swapped: Counts
+    swapped_bytes: Values
+    recompute_s: Values
+    recomputed_flops: Values
+    num_recomputed: Counts
+
+    def only(self, rows: npt.NDArray[np.intp]) -> Candidates:
+        return Candidates(
+            self.kept,
+            self.swapped[rows],
+            self.swapped_bytes[rows],
+            self.recompute_s[rows],
+            self.recomputed_flops[rows],
+            self.num_recomputed[rows],
+        )
+
+
+class ActivationChoices:
+    """All candidates for one model. They do not depend on budgets or bandwidths, so that more of either never takes a
+    good one away."""
+
+    def __init__(self, model: ModelProfile, operation_s: Callable[[OperationProfile], float]) -> None:
+        self.layers = model.layers
+        self.kinds = _group(self.layers, operation_s)
+        self._num_of_kind = np.array([len(kind.places) for kind in self.kinds], dtype=np.int64)
+        self._counts = _count_candidates(self._num_of_kind)
+        self._all_input_bytes = [layer.input_bytes for layer in self.layers]
+
+    @property
+    def num_operations(self) -> int:
+        return int(self._num_of_kind.sum())
+
+    def kept_choices(self, budget_bytes: int) -> list[Kept]:
+        """What the device has room for, by two orders: whole layers from the last back, which are soonest free again,
+        or first what is dearest to make again in any layer."""
+        return [self._fill(order, budget_bytes) for order in (self._last_layers_first(), self._dearest_first())]
+
+    def candidates(self, kept: Kept, activations: Activations = "auto") -> Candidates:
+        """The ways to swap beside `kept`; one way only unless `activations` is "auto"."""
+        counts = self._counts
+        if activations == "recompute":
+            counts = np.zeros_like(counts[:1])
+        elif activations != "auto":
+            counts = self._num_of_kind[None, :]
+        available = self._num_of_kind - kept.num_of_kind
+        swapped = np.minimum(counts, available)
+        recomputed = available - swapped
+        output_bytes = np.array([kind.output_bytes for kind in self.kinds], dtype=np.float64)
+        num_swapped_inputs = len(self.layers) - kept.num_inputs
+        return Candidates(
+            kept,
+            swapped,
+            swapped @ output_bytes + sum(self._all_input_bytes[:num_swapped_inputs]),
+            recomputed @ np.array([kind.seconds for kind in self.kinds], dtype=np.float64),
+            recomputed @ np.array([kind.flops for kind in self.kinds], dtype=np.float64),
+            recomputed.sum(axis=1),
+        )
+
+    def _last_layers_first(self) -> Iterator[tuple[int | None, int]]:
+        """(kind or None for a layer's input, bytes), in the order in which they are kept."""
+        of_layer: list[list[int]] = [[] for _ in self.layers]
+        for index, kind in enumerate(self.kinds):
+            for layer, _ in kind.places:
+                of_layer[layer].append(index)
+        for layer in reversed(range(len(self.layers))):
+            yield None, self._all_input_bytes[layer]
+            for index in of_layer[layer]:
+                yield index, self.kinds[index].output_bytes
+
+    def _dearest_first(self) -> Iterator[tuple[int | None, int]]:
+        for input_bytes in reversed(self._all_input_bytes):
+            yield None, input_bytes
+        for index, kind in enumerate(self.kinds):
+            for _ in kind.places:
+                yield index, kind.output_bytes
+
+    def _fill(self, order: Iterator[tuple[int | None, int]], budget_bytes: int) -> Kept:
+        num_inputs, num_bytes = 0, 0
+        num_of_kind = np.zeros(len(self.kinds), dtype=np.int64)
+        for index, size_bytes in order:
+            if num_bytes + size_bytes > budget_bytes:
+                break
+            num_bytes += size_bytes
+            if index is None:
+                num_inputs += 1
+            else:
+                num_of_kind[index] += 1
+        return Kept(num_inputs, num_of_kind, num_bytes)
+
+
+def _group(layers: tuple[BlockProfile, ...], operation_s: Callable[[OperationProfile], float]) -> list[OperationKind]:
+    """Kinds in falling order of their benefit."""
+    kinds: dict[tuple[float, float, int], OperationKind] = {}
+    for layer_index, layer in enumerate(layers):
+        for index, operation in enumerate(layer.operations):
+            key = (operation_s(operation), operation.flops, operation.output_bytes)
+            kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
+    return sorted(kinds.values(), key=lambda kind: -kind.benefit)
+
+
+def _count_candidates(num_of_kind: Counts) -> Counts:
+    """[num_candidates, kinds]: the first 0, 1, 2, ... operations in falling order of benefit (Algorithm 1), and all
+    mixtures of kinds where those are few."""
+    total = int(num_of_kind.sum())
+    before = np.cumsum(num_of_kind) - num_of_kind
+    ranked = np.clip(np.arange(total + 1)[:, None] - before, 0, num_of_kind)
+    if not len(num_of_kind) or math.prod(int(number) + 1 for number in num_of_kind) > MAX_MIXTURES:
+        return ranked
+    axes = np.meshgrid(*(np.arange(number + 1) for number in num_of_kind), indexing="ij")
+    return np.concatenate([ranked, np.stack(axes, axis=-1).reshape(-1, len(num_of_kind))])

@@ -7,19 +7,23 @@ candidates alike.
 Beyond the paper: the CPU's time for the optimizer, links that are no full duplex, records that stay in RAM, updates
 that wait for the norm and run under the next forward, several micro-batches a step, a device that is the CPU, and what
 does not overlap: the first block must arrive before it computes, and the last one's traffic ends after it.
+
+`StepCosts.predict` says of one choice what each resource does, and what the step waits for.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TypeAlias
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
-from hf_lohan.planner.training_setup import ClipMode, TrainingSetup
+from hf_lohan.planner.offload_plan import ClipMode, Lanes, StepPrediction, TrainingSetup
+from hf_lohan.planner.pool_plan import PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
 """One number, or one for each candidate; they broadcast."""
@@ -43,10 +47,6 @@ class Choice:
     """aA: the part of it that goes on to the SSD."""
     recompute_s: Values
     """Of the operations that backward makes again (FLOP_r/THP_G)."""
-    resident_param_bytes: Values
-    """Of weights that have a copy in RAM."""
-    resident_update_read_bytes: Values
-    """What the optimizer finds in RAM. It writes to the SSDs all the same: commits need it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +61,13 @@ class Load:
     updated_params: Values
 
     def __add__(self, other: Load) -> Load:
-        return Load(
-            self.compute_s + other.compute_s,
-            self.h2d_bytes + other.h2d_bytes,
-            self.d2h_bytes + other.d2h_bytes,
-            self.ssd_read_bytes + other.ssd_read_bytes,
-            self.ssd_write_bytes + other.ssd_write_bytes,
-            self.updated_params + other.updated_params,
-        )
+        return Load(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
 
     def __mul__(self, factor: float) -> Load:
-        return Load(
-            self.compute_s * factor,
-            self.h2d_bytes * factor,
-            self.d2h_bytes * factor,
-            self.ssd_read_bytes * factor,
-            self.ssd_write_bytes * factor,
-            self.updated_params * factor,
-        )
+        return Load(*(getattr(self, name) * factor for name in _AMOUNTS))
+
+
+_AMOUNTS = [field.name for field in fields(Load)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +131,11 @@ class StepCosts:
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
         self._num_trainable_params = model.num_trainable_params
+        resident = setup.resident_records
+        self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
+        self._resident_update_read_bytes = sum(
+            record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
+        )
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
         """The step's forwards and backwards, and which of them the updates run under."""
@@ -151,16 +145,16 @@ class StepCosts:
             updating = self._forward_under_update(choice)
             loads = [(1, True, updating), (count - 1, True, forward), (count, False, backward)]
         else:
-            update = self._update(choice) + self._lent(choice)
+            update = self._update() + self._lent()
             loads = [(count, True, forward), (count - 1, False, backward), (1, False, backward + update)]
         return [Phase(*load) for load in loads if load[0]]
 
     def _forward_under_update(self, choice: Choice) -> Load:
         """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
-        load = self._forward(choice) + self._update(choice)
+        load = self._forward(choice) + self._update()
         if not self._setup.hands_over:
             return load
-        handed_over = np.maximum(0.0, self._gradient_bytes - choice.resident_param_bytes)
+        handed_over = max(0, self._gradient_bytes - self._resident_param_bytes)
         # Copied they are in any case: here by the update, else by the forward, which counts it already.
         copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
         return replace(
@@ -169,9 +163,9 @@ class StepCosts:
             h2d_bytes=load.h2d_bytes + copied_bytes,
         )
 
-    def _lent(self, choice: Choice) -> Load:
+    def _lent(self) -> Load:
         """What an update in backward gets from the slots instead of the SSDs."""
-        lent = np.maximum(0.0, self._setup.lent_bytes - choice.resident_param_bytes)
+        lent = np.full(1, float(max(0, self._setup.lent_bytes - self._resident_param_bytes)))
         nothing = np.zeros(1)
         return Load(nothing, nothing, lent, -lent, nothing, nothing)
 
@@ -223,19 +217,82 @@ class StepCosts:
             return longest
         return longest + np.maximum(0.0, total - longest) / self._num_blocks
 
+    def busy_s(self, choice: Choice, clip: ClipMode) -> Values:
+        """Of all resources together."""
+        busy_s: Values = np.zeros(1)
+        for phase in self.phases(choice, clip):
+            for seconds in self.lanes(phase.load).values():
+                busy_s = busy_s + phase.count * seconds
+        return busy_s
+
+    def predict(self, choice: Choice, clip: ClipMode, **decided: Any) -> StepPrediction:
+        """What one choice (arrays of one element) takes; ``decided`` are the fields that cost no time."""
+        phases = self.phases(choice, clip)
+        forwards = [phase for phase in phases if phase.is_forward]
+        backwards = [phase for phase in phases if not phase.is_forward]
+        forward_s, backward_s = self.step_s(choice, clip)
+        whole = sum((phase.load * phase.count for phase in phases[1:]), phases[0].load * phases[0].count)
+        return StepPrediction(
+            forward_s=forward_s.item(),
+            backward_s=backward_s.item(),
+            forward=self._in_all(forwards),
+            backward=self._in_all(backwards),
+            forward_bottleneck=self._bottleneck(forwards),
+            backward_bottleneck=self._bottleneck(backwards),
+            bottleneck=self._bottleneck(phases),
+            floor_by_resource_s=self._floors_s(whole),
+            swapped_bytes=int(choice.swapped_bytes.item()),
+            spilled_bytes=int(choice.spilled_bytes.item()),
+            ssd_read_bytes_per_step=round(whole.ssd_read_bytes.item()),
+            ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
+            **decided,
+        )
+
+    def _in_all(self, phases: list[Phase]) -> Lanes:
+        hardware = self._hardware
+
+        def total(amount: str) -> float:
+            return math.fsum(phase.count * getattr(phase.load, amount).item() for phase in phases)
+
+        return Lanes(
+            compute_s=total("compute_s"),
+            h2d_s=total("h2d_bytes") / hardware.h2d_bytes_per_s,
+            d2h_s=total("d2h_bytes") / hardware.d2h_bytes_per_s,
+            ssd_read_s=total("ssd_read_bytes") / hardware.ssd_read_bytes_per_s,
+            ssd_write_s=total("ssd_write_bytes") / hardware.ssd_write_bytes_per_s,
+            optimizer_s=total("updated_params") / hardware.cpu.optimizer_params_per_s,
+        )
+
+    def _bottleneck(self, phases: list[Phase]) -> str:
+        """The resource that is the longest for most of the time."""
+        waited_s: dict[str, float] = {}
+        for phase in phases:
+            seconds, resource = max((seconds.item(), name) for name, seconds in self.lanes(phase.load).items())
+            waited_s[resource] = waited_s.get(resource, 0.0) + phase.count * seconds
+        return max(waited_s, key=lambda resource: waited_s[resource])
+
+    def _floors_s(self, whole: Load) -> dict[str, float]:
+        floors = {name: float(seconds.item()) for name, seconds in self.lanes(whole, efficiency=1.0).items()}
+        # Where reading and writing at once is slower than in turn, a step may do it in turn.
+        in_turn_s = (
+            whole.ssd_read_bytes / self._hardware.ssd_read_bytes_per_s
+            + whole.ssd_write_bytes / self._hardware.ssd_write_bytes_per_s
+        )
+        return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
+
     def _forward(self, choice: Choice) -> Load:
         return Load(
             compute_s=np.full(1, float(self._forward_s)),
             h2d_bytes=np.full(1, float(self._copied_param_bytes)),
             d2h_bytes=choice.swapped_bytes,
-            ssd_read_bytes=self._param_bytes - choice.resident_param_bytes,
+            ssd_read_bytes=np.full(1, float(self._param_bytes - self._resident_param_bytes)),
             ssd_write_bytes=choice.spilled_bytes,
             updated_params=np.zeros(1),
         )
 
     def _backward(self, choice: Choice) -> Load:
         turnaround_bytes = self._setup.turnaround_bytes
-        read_again = np.maximum(0.0, self._param_bytes - choice.resident_param_bytes - turnaround_bytes)
+        read_again = max(0, self._param_bytes - self._resident_param_bytes - turnaround_bytes)
         spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
         # Each backward after the first adds to what was spilled before, so brings it back.
         brought_back = spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
@@ -248,13 +305,15 @@ class StepCosts:
             updated_params=np.zeros(1),
         )
 
-    def _update(self, choice: Choice) -> Load:
+    def _update(self) -> Load:
         spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
         return Load(
             compute_s=np.zeros(1),
             h2d_bytes=np.zeros(1),
             d2h_bytes=np.zeros(1),
-            ssd_read_bytes=self._update_read_bytes - choice.resident_update_read_bytes + spilled_gradient_bytes,
+            ssd_read_bytes=np.full(
+                1, float(self._update_read_bytes - self._resident_update_read_bytes + spilled_gradient_bytes)
+            ),
             ssd_write_bytes=np.full(1, float(self._update_write_bytes)),
             updated_params=np.full(1, float(self._num_trainable_params)),
         )

@@ -1,4 +1,4 @@
-"""The plan of a run: made when its first batch was seen, corrected once by what its first steps took."""
+"""The plan of a run: made when its first batch comes, corrected once by what its first steps took."""
 
 from __future__ import annotations
 
@@ -7,34 +7,27 @@ import logging
 import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 
+import torch
 from torch import nn
 
-from hf_lohan.activations import LayerTrace
 from hf_lohan.compat.torch_private import without_torch_function
-from hf_lohan.config import OffloadConfig, format_bytes
-from hf_lohan.engine import StepsSoFar, Tiers
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
-from hf_lohan.model import OffloadLayout, TracedModel
-from hf_lohan.planner import (
-    ActivationPlacements,
-    HardwareProfile,
-    ModelProfile,
-    OffloadPlan,
-    StepPrediction,
-    TrainingSetup,
-    plan_offload,
-)
-from hf_lohan.planning.step_floor import floor_by_resource_s
-from hf_lohan.planning.traced_blocks import trace_blocks
-from hf_lohan.planning.training_setup import training_setup
+from hf_lohan.model import TracedModel
+from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan
+from hf_lohan.planning.layout import OffloadLayout
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
+from hf_lohan.threads import usable_cpus
+from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 
 NUM_STEPS_BEFORE = 2
-"""Steps that are not timed: the first traces and recomputes all, the second is the first to follow the plan."""
+"""Steps that are not timed: the first meets cold caches, the second has the first's updates beside it."""
 NUM_STEPS_TIMED = 2
 _MOST_SPREAD = 1.5
 """Of steps of a kind. In what took longer there was an evaluation or a checkpoint."""
@@ -42,138 +35,122 @@ _GOOD_ENOUGH = 0.05
 """A prediction that is off by less is left alone."""
 _WORTH_MEASURING_S = 60.0
 """Measuring unknown hardware well takes a few seconds; for a run that is over sooner it is measured roughly."""
-_QUICK_S = 0.3
-_QUICK_SCRATCH_BYTES = 16 << 20
+_UNKNOWN_NUM_STEPS = 60
+"""Of a run of which nobody says how long it is."""
+_SLOW_CORE_FLOPS_PER_S = 20e9
+_SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
+_SLOW_DRIVE_BYTES_PER_S = 1e9
+_STEP_BYTES_PER_PARAM = 26
+_QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
 
 
 class RunPlan:
-    """Asks the planner for an engine's run, and keeps its predictions."""
+    """Plans one run, and keeps what was planned.
 
-    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> None:
-        self.plan: OffloadPlan | None = None
-        """What the run follows, or would under `activations: auto`."""
-        self.first_prediction: StepPrediction | None = None
-        """Before anything of a real step was timed but its shapes."""
-        self.measured_hardware: HardwareProfile | None = None
-        """What the first prediction is of: `hardware` is scaled to what steps took."""
-        self.floor_by_resource_s: dict[str, float] = {}
-        """How long each resource alone would be busy with the planned step."""
+    The engine asks at the first forward and after each step; whoever drives the steps says how many come.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: OffloadLayout, config: OffloadConfig, device: Device, durability: Durability
+    ) -> None:
+        """``durability`` is the store's."""
+        self.first: PlannedStep | None = None
+        """Before anything of a real step was timed."""
+        self.now: PlannedStep | None = None
+        """What the run follows; its hardware is scaled to what steps took."""
         self.num_steps: int | None = None
         """That the run will take; None if nobody knows."""
         self.num_micro_batches = 1
-        """That move weights of their own."""
-        self._offloaded, self._layout, self._tiers, self._config = model, layout, tiers, config
-        self._clip_rate = 0.0
-        self.model: ModelProfile | None = None
-        self.hardware: HardwareProfile | None = None
-        self._began_s = time.perf_counter()
+        """Of a step."""
+        self._model = model
+        self._layout = layout
+        self._config = config
+        self._device = device
+        self._durability = durability
         self._step_s: list[float] = []
         self._ended_s: float | None = None
 
-    def begin(self, *, num_steps: int) -> None:
-        """Training begins now, and will take so many steps."""
+    def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
+        """Training begins now, and will take so many steps, each of so many micro-batches."""
         self.num_steps = num_steps
-        self._began_s = time.perf_counter()
+        self.num_micro_batches = num_micro_batches
 
-    # `EngineEvents`.
+    @property
+    def plan(self) -> OffloadPlan | None:
+        """What the run follows."""
+        return self.now.plan if self.now is not None else None
 
-    def make(self, trace: Mapping[str, LayerTrace], num_together: int) -> ActivationPlacements:
-        """Plan for batches as the first one. What goes wrong here costs the plan, not the run."""
-        is_short = self._is_short()
-        if is_short and self._config.activations != "auto":
-            return {}  # nobody needs a plan, and to predict the step would take longer than the step
+    # Called by the engine.
+
+    def make(self, shape: StepShape) -> PlannedStep | None:
+        """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
+        wrong here costs the plan, not the run."""
         try:
-            self._make(trace, num_together, is_short)
+            with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
+                self.now = plan_step(
+                    self._model,
+                    self._layout,
+                    self._config,
+                    shape,
+                    measure=self._measured,
+                    durability=self._durability,
+                    device=self._device.torch_device,
+                )
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
-            return {}
-        return self._placements()
-
-    def _make(self, trace: Mapping[str, LayerTrace], num_together: int, is_short: bool) -> None:
-        first = next(iter(trace.values()))
-        batch_size, sequence_length = first.input_shape[:2]
-        traced = self._trace(batch_size, sequence_length)
-        self.hardware = self._measured(traced, is_short)
-        if num_together > 1:
-            # What moves and what waits for backward is as with one micro-batch of their size together.
-            self.model = self._trace(num_together * batch_size, sequence_length).profile
-        else:
-            self.num_micro_batches, self.model = first.num_runs, traced.profile
-        setup = self.setup()
-        self.plan = plan_offload(self.model, self.hardware, setup)
-        self.first_prediction, self.measured_hardware = self.plan.prediction, self.hardware
-        self.floor_by_resource_s = floor_by_resource_s(self.model, self.hardware, setup, self.first_prediction)
-        for warning in self.plan.warnings:
-            logger.warning("%s", warning)
+            return None
+        self.first = self.first or self.now
+        if self.now.plan.refusal is not None:
+            logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")
+        return self.now
 
-    def _trace(self, batch_size: int, sequence_length: int) -> TracedModel:
-        with hooks_taken_off(self._offloaded):
-            return trace_blocks(
-                self._offloaded,
-                batch_size=batch_size,
-                sequence_length=sequence_length,
-                device=self._tiers.device.torch_device,
-            )
-
-    def _measured(self, traced: TracedModel, is_short: bool) -> HardwareProfile:
-        config, device = self._config, self._tiers.device
-        dtype = self._layout.master.working_dtype
-        shapes = traced.matrix_shapes
-        if is_short and not has_cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype):
-            effort = MeasuringEffort(budget_s=_QUICK_S, scratch_bytes=_QUICK_SCRATCH_BYTES)
-            return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype, effort=effort)
-        return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype)
-
-    def _is_short(self) -> bool:
-        """Whether to measure the hardware well would take a good part of the run."""
-        first_step_s = time.perf_counter() - self._began_s
-        if self.num_steps is None:
-            return first_step_s < 1.0
-        return first_step_s * self.num_steps < _WORTH_MEASURING_S
-
-    def setup(self) -> TrainingSetup:
-        """The engine's budgets and ways, as the planner wants them."""
-        return training_setup(
-            self._config,
-            self._layout,
-            clip=self._config.clip if self._layout.holds_gradients else "none",
-            durability=self._tiers.store.durability,
-            clip_rate=self._clip_rate,
-            num_micro_batches=self.num_micro_batches,
-        )
-
-    def step_began(self, steps: StepsSoFar) -> ActivationPlacements | None:
-        """Time the step before; once enough of them were timed, correct the plan by what they took."""
-        self._clip_rate = steps.clip_rate
+    def step_began(self, clip_rate: float) -> PlannedStep | None:
+        """Time the step before. Once enough of them were timed: plan anew by what they took, and return that."""
         now_s = time.perf_counter()
         if self._ended_s is not None:
             self._step_s.append(now_s - self._ended_s)
         self._ended_s = now_s
-        if len(self._step_s) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED and self.plan is not None:
-            timed_s = self._step_s[NUM_STEPS_BEFORE - 1 :]
-            has_more_than_a_step = max(timed_s) > _MOST_SPREAD * min(timed_s)
-            return self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s))
-        return None
-
-    def _correct(self, measured_s: float) -> ActivationPlacements | None:
-        """Scale what bounds the step to what was measured, and plan once more."""
-        assert self.plan is not None and self.model is not None and self.hardware is not None
-        predicted = self.plan.prediction
-        factor = measured_s / predicted.step_s
-        if abs(factor - 1) < _GOOD_ENOUGH:
+        if self.now is None or len(self._step_s) != NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
             return None
-        self.hardware = slowed(self.hardware, predicted.bottleneck, factor)
-        self.plan = plan_offload(self.model, self.hardware, self.setup())
-        self._announce(f"a step took {measured_s:.3g} s, so it was planned again")
-        return self._placements()
+        timed_s = self._step_s[NUM_STEPS_BEFORE - 1 :]
+        has_more_than_a_step = max(timed_s) > _MOST_SPREAD * min(timed_s)
+        return self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s), clip_rate)
 
-    def _placements(self) -> ActivationPlacements:
-        return self.plan.activations if self.plan is not None else {}
+    def _correct(self, measured_s: float, clip_rate: float) -> PlannedStep | None:
+        """Scale what bounds the step to what was measured, and plan once more."""
+        assert self.now is not None
+        predicted, hardware = self.now.plan.prediction, self.now.hardware
+        factor = measured_s / predicted.step_s
+        if abs(factor - 1) >= _GOOD_ENOUGH:
+            hardware = slowed(hardware, predicted.bottleneck, factor)
+        elif clip_rate == self.now.setup.clip_rate:
+            return None
+        self.now = plan_again(self.now, hardware, clip_rate)
+        self._announce(f"a step took {measured_s:.3g} s, so it was planned again")
+        return self.now
+
+    def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
+        config, device, dtype = self._config, self._device, self._layout.master.working_dtype
+        shapes = traced.matrix_shapes
+        is_quick = self._is_short(traced, shape) and not has_cached_hardware(
+            config, device, matrix_shapes=shapes, dtype=dtype
+        )
+        effort = _QUICK if is_quick else None
+        return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype, effort=effort)
+
+    def _is_short(self, traced: TracedModel, shape: StepShape) -> bool:
+        """Whether to measure the hardware well would take a good part of the run, even if the hardware is slow."""
+        is_cpu = self._device.memory_is_host
+        flops_per_s = usable_cpus() * _SLOW_CORE_FLOPS_PER_S if is_cpu else _SLOW_ACCELERATOR_FLOPS_PER_S
+        num_runs = shape.num_micro_batches * shape.num_together
+        compute_s = 3 * num_runs * traced.profile.flops / flops_per_s
+        drive_s = _STEP_BYTES_PER_PARAM * traced.profile.num_trainable_params / _SLOW_DRIVE_BYTES_PER_S
+        return max(compute_s, drive_s) * (self.num_steps or _UNKNOWN_NUM_STEPS) < _WORTH_MEASURING_S
 
     def _announce(self, why: str) -> None:
-        assert self.plan is not None
-        prediction = self.plan.prediction
+        assert self.now is not None
+        prediction = self.now.plan.prediction
         logger.info(
             "%s: %.3g s a step, bound by %s; %s of activations swapped, %s of them to the SSD",
             why,
@@ -186,35 +163,31 @@ class RunPlan:
 
 def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
     """The hardware with what bounds the step slower by ``factor``."""
+
+    def divided(rate: float | None) -> float | None:
+        return None if rate is None else rate / factor
+
     if bottleneck == "ssd":
+        drives = [
+            replace(
+                ssd, read_bytes_per_s=ssd.read_bytes_per_s / factor, write_bytes_per_s=ssd.write_bytes_per_s / factor
+            )
+            for ssd in hardware.ssd
+        ]
         return replace(
             hardware,
-            ssd=tuple(
-                replace(
-                    ssd,
-                    read_bytes_per_s=ssd.read_bytes_per_s / factor,
-                    write_bytes_per_s=ssd.write_bytes_per_s / factor,
-                )
-                for ssd in hardware.ssd
-            ),
+            ssd=tuple(drives),
             ssd_together_read_bytes_per_s=hardware.ssd_read_bytes_per_s / factor,
             ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
-            ssd_mixed_bytes_per_s=_divided(hardware.ssd_mixed_bytes_per_s, factor),
+            ssd_mixed_bytes_per_s=divided(hardware.ssd_mixed_bytes_per_s),
         )
-    device = hardware.device
+    device, cpu = hardware.device, hardware.cpu
+    memory_bytes_per_s = divided(device.memory_bytes_per_s)
     return replace(
         hardware,
-        device=replace(
-            device,
-            flops_per_s=device.flops_per_s / factor,
-            memory_bytes_per_s=_divided(device.memory_bytes_per_s, factor),
-        ),
-        cpu=replace(hardware.cpu, optimizer_params_per_s=hardware.cpu.optimizer_params_per_s / factor),
+        device=replace(device, flops_per_s=device.flops_per_s / factor, memory_bytes_per_s=memory_bytes_per_s),
+        cpu=replace(cpu, optimizer_params_per_s=cpu.optimizer_params_per_s / factor),
     )
-
-
-def _divided(rate: float | None, factor: float) -> float | None:
-    return None if rate is None else rate / factor
 
 
 @contextlib.contextmanager
@@ -233,6 +206,9 @@ def hooks_taken_off(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         for module, (after, ahead, recomputes) in before.items():
+            # What a model hooks into itself at its first forward (to record its routers, say) stays.
+            after.update(module._forward_hooks)
+            ahead.update(module._forward_pre_hooks)
             module._forward_hooks, module._forward_pre_hooks = after, ahead
             if recomputes is not None:
                 module.gradient_checkpointing = recomputes

@@ -54,13 +54,13 @@ class RunRecord:
 
     # As the run goes on.
 
-    def begin(self, folder: Path, *, step: int, num_steps: int | None) -> None:
+    def begin(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
         """Training begins behind `step` and ends with step `num_steps`, if that is known."""
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
         self._peak.start()
         if self._plan is not None and num_steps is not None:
-            self._plan.begin(num_steps=num_steps - step)
+            self._plan.begin(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
             ssd["path"] = os.path.abspath(ssd["path"])  # read from other working directories, too
@@ -188,14 +188,14 @@ class RunRecord:
     def _prediction(self) -> dict[str, Any]:
         """What the planner said beside what was measured; None where nothing was planned."""
         plan = self._plan
-        first = plan.first_prediction if plan is not None else None
-        hardware = plan.measured_hardware if plan is not None else None
+        first = plan.first.plan.prediction if plan is not None and plan.first is not None else None
+        hardware = plan.first.hardware if plan is not None and plan.first is not None else None
         last = plan.plan.prediction if plan is not None and plan.plan is not None else None
         return {
             "predicted_step_s": first.step_s if first else None,
             "corrected_step_s": last.step_s if last else None,
             "bottleneck": last.bottleneck if last else None,
-            "floor_by_resource_s": plan.floor_by_resource_s if plan is not None else {},
+            "floor_by_resource_s": first.floor_by_resource_s if first else {},
             "measured_hardware": hardware.to_mapping() if hardware is not None else None,
             "prediction": first.to_mapping() if first else None,
         }

@@ -11,11 +11,10 @@ from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
 from hf_lohan.weights.schedule import LoadSchedule
-from hf_lohan.weights.slot_ring import MIN_SLOTS_TO_LEND, Slot, SlotRing
+from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import LocalWeights, WeightSource
 
 __all__ = [
-    "MIN_SLOTS_TO_LEND",
     "BlocksInUse",
     "LoadSchedule",
     "LocalWeights",

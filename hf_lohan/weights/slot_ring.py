@@ -11,11 +11,9 @@ from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.updates import WeightLoan
 from hf_lohan.weights.absent_parameter import AbsentParameter, GradientsAway
-
-MIN_SLOTS_TO_LEND = 3
 
 
 @dataclass(eq=False)

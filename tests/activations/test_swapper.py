@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import is_swappable
 from hf_lohan.files import CorruptionError, StorageError
-from hf_lohan.planner.placement import Placement
+from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, FlippingBackend, GatedBackend, SlowBackend
 

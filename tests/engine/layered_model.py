@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.planner.placement import INPUT, Placement
+from hf_lohan.planner import INPUT, Placement
 from hf_lohan.weights import saved_weight_hooks
 
 WIDTH = 16

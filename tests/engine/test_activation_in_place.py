@@ -11,7 +11,7 @@ from layered_model import WIDTH, Forward, Layer, LayeredModel, all_equal
 from torch import Tensor
 
 from hf_lohan.device import Device
-from hf_lohan.planner.placement import Placement
+from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
 
 PLACES = pytest.mark.parametrize("place", [Placement.GPU, Placement.CPU])

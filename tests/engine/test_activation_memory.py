@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from mixtures import all_in
 from hf_lohan.activations.tiers import placed_bytes, swap_everything
 from hf_lohan.activations.trace import LayerTrace
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.planner.placement import INPUT, Placement
+from hf_lohan.planner import INPUT, Placement
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 TwinsFactory = Callable[..., Any]
@@ -88,7 +89,7 @@ def test_an_ssd_without_room(
 def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     memory = twins.engine.activation_memory
-    memory._budget_bytes = 100_000
+    memory._layout = replace(twins.engine.layout, activation_bytes=100_000)
     with caplog.at_level(logging.WARNING):
         twins.train(3, max_norm=0.5)
     assert "leaves no buffers" in caplog.text

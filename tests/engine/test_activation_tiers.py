@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_lohan.activations import layer_frame
 from hf_lohan.model import anchor_name
-from hf_lohan.planner.placement import Placement
+from hf_lohan.planner import Placement
 from hf_lohan.testing.models import tiny_batch
 
 TwinsFactory = Callable[..., Any]

@@ -14,7 +14,7 @@ from transformers import Trainer as StockTrainer
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.planner.placement import INPUT, Placement
+from hf_lohan.planner import Placement
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
 NUM_STEPS = 6
@@ -53,8 +53,8 @@ class Mixes(TrainerCallback):
         choices = list(Placement)
         memory.place(
             {
-                name: {what: self.draw.choice(choices) for what in (INPUT, *layer.operations)}
-                for name, layer in memory.trace.items()
+                name: {what: self.draw.choice(choices) for what in operations}
+                for name, operations in memory.sizes.items()
             }
         )
 

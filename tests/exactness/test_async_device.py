@@ -17,9 +17,9 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.engine.activation_memory import ActivationMemory
 from hf_lohan.huggingface.attachment import enable_recompute
-from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planner.placement import Placement
+from hf_lohan.planner import Placement
+from hf_lohan.planning import lay_out
 from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 

@@ -15,7 +15,7 @@ from trajectories import arguments, assert_equal, dataset, train_offloaded, trai
 from transformers import TrainerCallback
 
 import hf_lohan
-import hf_lohan.model.layout
+import hf_lohan.planning.layout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
@@ -39,7 +39,7 @@ def keep_some(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
         def choose(records: Sequence[RecordTraffic], **_: Any) -> tuple[RecordTraffic, ...]:
             return tuple(record for record in records if random.random() < fraction)
 
-        monkeypatch.setattr(hf_lohan.model.layout, "choose_resident_records", choose)
+        monkeypatch.setattr(hf_lohan.planning.layout, "choose_resident_records", choose)
 
     return keep
 
@@ -219,7 +219,7 @@ def test_copies_spare_exactly_the_reads_of_their_records(
     for mode in ("none", "auto"):
         with pytest.MonkeyPatch.context() as patch:
             if mode == "none":
-                patch.setattr(hf_lohan.model.layout, "choose_resident_records", lambda *_, **__: ())
+                patch.setattr(hf_lohan.planning.layout, "choose_resident_records", lambda *_, **__: ())
             # Under this schedule all that is read comes from the store: no update hands its weights over.
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
         optimizer = trained(engine)

@@ -19,8 +19,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorePath
-from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import CountingBackend

@@ -12,8 +12,8 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, Lane, device_for
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_STEPS = 20

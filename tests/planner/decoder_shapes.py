@@ -14,6 +14,7 @@ from hf_lohan.planner import (
     HardwareProfile,
     ModelProfile,
     OperationProfile,
+    RecordTraffic,
     SizeClass,
     SsdProfile,
     TrainingSetup,
@@ -128,12 +129,34 @@ def paper_setup(**changes: Any) -> TrainingSetup:
         "cpu_memory_bytes": 10**9,
         "state_bytes_per_param": 12,
         "update_reads_param": False,
-        "hold_resident_records": False,
         "counts_fill": False,
         "durability": "checkpoint",
         "clip": "none",
     }
     return TrainingSetup(**values | changes)
+
+
+def records_of(model: ModelProfile, state_bytes_per_param: int = 12) -> tuple[RecordTraffic, ...]:
+    """All weights and, in one record each, all states, with what a step reads of them."""
+    records = []
+    for block in model.blocks:
+        trained_bytes = block.num_trainable_params * model.param_itemsize
+        state_bytes = block.num_trainable_params * state_bytes_per_param
+        fetched_bytes = 2 * block.param_bytes
+        for kind, num_bytes, fetched, updated in (
+            ("param", block.param_bytes, fetched_bytes, trained_bytes),
+            ("states", state_bytes, 0, state_bytes),
+        ):
+            records.append(
+                RecordTraffic(
+                    block=block.name,
+                    kind=kind,
+                    num_bytes=num_bytes,
+                    read_bytes_per_step=fetched + updated,
+                    update_read_bytes=updated,
+                )
+            )
+    return tuple(record for record in records if record.num_bytes)
 
 
 operation_lists = st.lists(st.tuples(st.integers(1, 400).map(float), st.integers(1, 200)), min_size=1, max_size=5)
@@ -182,6 +205,5 @@ setups = st.builds(
     durability=st.sampled_from(["step", "checkpoint"]),
     spilled_gradient_numel=st.integers(0, 300),
     turnaround_bytes=st.integers(0, 300),
-    hold_resident_records=st.booleans(),
     counts_fill=st.booleans(),
 )

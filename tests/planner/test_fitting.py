@@ -31,7 +31,7 @@ def numbers_after(words: str, plan: OffloadPlan) -> int:
 
 def test_what_fits_is_not_refused() -> None:
     plan = plan_offload(MODEL, machine(), paper_setup())
-    assert plan.fits and plan.refusal is None and plan.warnings == ()
+    assert plan.fits and plan.refusal is None
     plan.check()
 
 
@@ -128,14 +128,17 @@ def test_doing_as_told_helps(model: ModelProfile, hardware: HardwareProfile, set
         assert plan_offload(model, hardware, replace(setup, cpu_memory_bytes=enough)).fits
 
 
-def test_logits_larger_than_the_device_are_a_warning() -> None:
-    """They are autograd's own and depend on how the loss is computed, so they do not decide."""
-    head = replace(MODEL.blocks[0], name="head", size_class=MODEL.blocks[0].size_class.OUTER, saved_bytes=5000)
-    model = replace(MODEL, blocks=(*MODEL.blocks, head))
-    plan = plan_offload(model, machine(gpu_memory_bytes=3000), paper_setup(gpu_memory_bytes=2500))
+def test_a_loss_that_needs_more_than_the_device_is_refused() -> None:
+    head = replace(MODEL.blocks[0], name="head", size_class=MODEL.blocks[0].size_class.OUTER, working_bytes=5000)
+    model = replace(MODEL, blocks=(*MODEL.blocks, head), batch_size=4)
+    setup = paper_setup(gpu_memory_bytes=2500)
+    refused = plan_offload(model, machine(gpu_memory_bytes=3000), setup)
+    assert refused.refusal is not None and "the head with its logits and the loss needs 5000 bytes" in refused.refusal
+    assert "use a batch size of at most 2," in refused.refusal
+    plan = plan_offload(model, machine(gpu_memory_bytes=5000), setup)
     assert plan.fits
-    assert len(plan.warnings) == 1 and "5000 bytes" in plan.warnings[0]
-    assert plan.prediction.kept_bytes == 0, "what is kept must leave room for them"
+    assert plan.prediction.kept_bytes == 0, "what is kept must leave room for it"
+    assert plan.prediction.tier_bytes["gpu"]["working_set"] == 5000
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from decoder_shapes import machine, machines, paper_setup, setups, tiny_model, tiny_models
+from decoder_shapes import machine, machines, paper_setup, records_of, setups, tiny_model, tiny_models
 from hypothesis import given, settings
 
 from hf_lohan.planner import (
@@ -31,12 +31,12 @@ def test_where_the_drives_are_the_limit_one_more_halves_the_time_for_them() -> N
 
 
 def test_more_ram_holds_more_records() -> None:
-    hardware, setup = machine(cpu_memory_bytes=5000), paper_setup(cpu_memory_bytes=0, hold_resident_records=True)
+    hardware, setup = machine(cpu_memory_bytes=5000), paper_setup(cpu_memory_bytes=0, records=records_of(MODEL))
     more_ram = next(
         change for change in what_hardware_buys(MODEL, hardware, setup) if change.description == "twice the RAM"
     )
     assert more_ram.saved_s > 0
-    assert len(more_ram.plan.resident["param"]) == 3
+    assert len(more_ram.plan.resident_blocks("param")) == 3
 
 
 @settings(max_examples=60, deadline=None)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from decoder_shapes import decoder
+from decoder_shapes import decoder, records_of
 
 from hf_lohan.planner import HardwareProfile, TrainingSetup, plan_offload
 
@@ -30,7 +30,6 @@ def setup(**changes: Any) -> TrainingSetup:
         "gpu_memory_bytes": 20 * 10**9,
         "cpu_memory_bytes": 700 * 10**9,
         "gpu_fixed_bytes": 2 * 10**9,
-        "hold_resident_records": False,
     }
     return TrainingSetup(**budgets | changes)
 
@@ -75,7 +74,8 @@ def test_the_three_cases(link_bytes_per_s: float, case: int) -> None:
 
 def test_records_in_ram_spare_the_only_drive() -> None:
     on_drives = plan_offload(MODEL, machine_with(1), setup()).prediction
-    in_ram = plan_offload(MODEL, machine_with(1), setup(hold_resident_records=True)).prediction
+    ram = setup(records=records_of(MODEL, 10), record_cpu_bytes=700 * 10**9)
+    in_ram = plan_offload(MODEL, machine_with(1), ram).prediction
     assert in_ram.ssd_read_bytes_per_step == 0
     assert in_ram.ssd_write_bytes_per_step == on_drives.ssd_write_bytes_per_step
     assert in_ram.step_s < 0.8 * on_drives.step_s

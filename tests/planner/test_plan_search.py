@@ -16,6 +16,7 @@ from decoder_shapes import (
     mixed_models,
     operation_lists,
     paper_setup,
+    records_of,
     setups,
     tiny_model,
     tiny_models,
@@ -175,8 +176,9 @@ def test_placements_are_within_the_budgets_and_as_predicted(
 
 def test_the_last_layers_are_kept_and_the_first_spilled() -> None:
     model = tiny_model([(1000.0, 100)], num_layers=4, input_bytes=10)
-    setup = paper_setup(gpu_memory_bytes=110, activation_cpu_bytes=115, activations="swap")
-    plan = plan_offload(model, machine(), setup)
+    setup = paper_setup(gpu_memory_bytes=110, activation_cpu_bytes=115)
+    hardware = machine(link_bytes_per_s=1e6, ssd_read_bytes_per_s=1e6, ssd_write_bytes_per_s=1e6)
+    plan = plan_offload(model, hardware, setup)
     places = [plan.activations[f"layers.{index}"]["aten.mm#0"] for index in range(4)]
     assert places == [Placement.SSD, Placement.SSD, Placement.CPU, Placement.GPU]
     inputs = [plan.activations[f"layers.{index}"][INPUT] for index in range(4)]
@@ -206,22 +208,14 @@ def test_one_way_for_all(activations: Any, place: Placement, flops: float) -> No
 
 def test_weights_have_copies_in_ram_before_states() -> None:
     model = tiny_model([(600.0, 100)], num_layers=3)
-    setup = paper_setup(hold_resident_records=True, cpu_memory_bytes=2 * 200 + 350, activation_cpu_bytes=0)
+    records = records_of(model)
+    setup = paper_setup(records=records, record_cpu_bytes=2 * 200 + 350, activation_cpu_bytes=0)
     plan = plan_offload(model, machine(ssd_read_bytes_per_s=1.0), setup)
-    assert plan.resident == {"param": ("layers.0", "layers.1", "layers.2"), "states": ()}
-    more = plan_offload(model, machine(ssd_read_bytes_per_s=1.0), replace(setup, cpu_memory_bytes=600 + 2 * 1200))
-    assert more.resident["states"] == ("layers.0", "layers.1")
+    assert plan.resident_blocks("param") == ["layers.0", "layers.1", "layers.2"]
+    assert plan.resident_blocks("states") == []
+    more = plan_offload(model, machine(ssd_read_bytes_per_s=1.0), replace(setup, record_cpu_bytes=600 + 2 * 1200))
+    assert len(more.resident_blocks("states")) == 2
     assert plan.prediction.ssd_read_bytes_per_step - more.prediction.ssd_read_bytes_per_step == 2 * 1200
-
-
-def test_ram_goes_to_what_the_step_waits_for() -> None:
-    """The drive writes slowly, and forward waits for it: activations need the RAM more than weights do."""
-    model = tiny_model([(10.0, 1)], num_layers=1, num_params=100, input_bytes=200)
-    hardware = machine(flops_per_s=1e6, ssd_read_bytes_per_s=1e4, ssd_write_bytes_per_s=1.0, link_bytes_per_s=1e6)
-    setup = paper_setup(hold_resident_records=True, cpu_memory_bytes=200)
-    plan = plan_offload(model, hardware, setup)
-    assert plan.prediction.spilled_bytes == 0
-    assert plan.resident == {"param": (), "states": ()}
 
 
 def test_a_prediction_is_written_as_json() -> None:

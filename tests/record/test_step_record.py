@@ -20,7 +20,6 @@ import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import HardwareProfile, plan_offload
-from hf_lohan.planning.step_floor import floor_by_resource_s
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
@@ -57,10 +56,10 @@ def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
     weight: Tensor = engine.parameters.read_parameter("model.layers.1.mlp.up_proj.weight")
     plan = run_plan_of(engine)
     assert plan is not None
-    setup = plan.setup()
+    assert plan.first is not None
     engine.close()
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return {"losses": losses, "weight": weight, "model": plan.model, "setup": setup}
+    return {"losses": losses, "weight": weight, "model": plan.first.profile, "setup": plan.first.setup}
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
@@ -132,7 +131,7 @@ def test_the_floor_is_one_however_drives_mix(run: dict[str, Any], mixed: float |
         ssd_mixed_bytes_per_s=None if mixed is None else mixed * read_bytes_per_s,
     )
     plan = plan_offload(run["model"], hardware, run["setup"])
-    floors = floor_by_resource_s(run["model"], hardware, run["setup"], plan.prediction)
+    floors = plan.prediction.floor_by_resource_s
     assert floors["ssd"] >= plan.prediction.ssd_read_bytes_per_step / read_bytes_per_s * (1 - 1e-9)
     assert max(floors.values()) <= plan.prediction.step_s * (1 + 1e-9)
 

@@ -17,8 +17,8 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend, IoEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing, enable_recompute
-from hf_lohan.model import lay_out
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 EngineFactory = Callable[..., OffloadEngine]

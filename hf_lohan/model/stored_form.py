@@ -1,0 +1,67 @@
+"""What a store says of one model: its blocks and their records, independent of budgets."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block
+from hf_lohan.model.discovery import ModelBlocks, discover_blocks
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype, master_format
+from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
+
+assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
+
+
+@dataclass(frozen=True)
+class StoredForm:
+    """A model as a store has it."""
+
+    model_blocks: ModelBlocks
+    master: MasterFormat
+    records: tuple[RecordSpec, ...]
+    identity: ModelIdentity
+
+
+def stored_form(model: nn.Module, working_dtype: torch.dtype, moment_dtype: MomentDtype) -> StoredForm:
+    """The records of `model` (real or on meta), its moments stored as `moment_dtype`. Raises DiscoveryError, or
+    ValueError for a working dtype that cannot be trained."""
+    master = master_format(working_dtype, moment_dtype)
+    model_blocks = discover_blocks(model, master.align_numel)
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
+    return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
+
+
+def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
+    dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
+    specs = [RecordSpec(block.name, "param", dtype, block.numel, block.state_numel, granule_numel)]
+    if block.state_numel:
+        for kind in master.state_kinds:
+            assert master.params_per_element(kind) == PARAMS_PER_ELEMENT.get(kind, 1), kind
+            numel = master.numel(kind, block.state_numel)
+            granule = granule_numel // master.params_per_element(kind)
+            specs.append(RecordSpec(block.name, kind, dtype_name(master.state_dtype(kind)), numel, numel, granule))
+    return specs
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """"float32"."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _identify(
+    model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
+) -> ModelIdentity:
+    """Two models share a store only if every parameter has the same name, shape and place."""
+    text = [type(model).__name__]
+    text += [f"{part.name} {tuple(part.shape)} {part.start}" for block in blocks for part in block.slices]
+    text += [str(spec) for spec in records]
+    return ModelIdentity(
+        model_class=type(model).__name__,
+        num_parameters=sum(part.numel for block in blocks for part in block.slices),
+        fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
+        optimizer_state_dtype=moment_dtype,
+    )

@@ -1,0 +1,164 @@
+"""How one model is laid out under one configuration, before any byte is moved and any batch is seen: its blocks, its
+records, its pools, and the records with copies in RAM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.model import Block, Chunk, ModelBlocks, StoredForm, dtype_name, stored_form
+from hf_lohan.optim import MasterFormat
+from hf_lohan.planner import (
+    BudgetError,
+    PoolPlan,
+    PoolRequest,
+    RecordTraffic,
+    choose_resident_records,
+    plan_pools,
+    step_traffic,
+)
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
+
+NUM_ACTIVATION_STAGING_BUFFERS = 4
+_STAGING_SHARE = 4
+"""At most one part in so many of the memory for activations is buffers on the way to the SSD."""
+_ACTIVATION_SHARE = 4
+"""Of `cpu_memory` one part in so many is for swapped activations, where any may be."""
+
+
+@dataclass(frozen=True)
+class OffloadLayout:
+    """Everything that follows from model, working dtype and budgets."""
+
+    form: StoredForm
+    plan: PoolPlan
+    holds_gradients: bool
+    """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
+    records_of_a_step: tuple[RecordTraffic, ...] = ()
+    """All that may have a copy in RAM; none where the configuration says so."""
+    record_bytes: int = 0
+    """RAM that those copies may take: what pools and activations leave."""
+    activation_bytes: int = 0
+    """RAM that swapped activations may take."""
+
+    @property
+    def model_blocks(self) -> ModelBlocks:
+        return self.form.model_blocks
+
+    @property
+    def blocks(self) -> list[Block]:
+        return self.form.model_blocks.blocks
+
+    @property
+    def master(self) -> MasterFormat:
+        return self.form.master
+
+    @property
+    def records(self) -> tuple[RecordSpec, ...]:
+        return self.form.records
+
+    @property
+    def identity(self) -> ModelIdentity:
+        return self.form.identity
+
+    @property
+    def num_parameters(self) -> int:
+        return self.identity.num_parameters
+
+    @cached_property
+    def resident_records(self) -> tuple[RecordTraffic, ...]:
+        """Records that have a copy in RAM."""
+        return choose_resident_records(self.records_of_a_step, free_bytes=self.record_bytes)
+
+    @property
+    def activation_staging_bytes(self) -> int:
+        """Of one buffer on the way of swapped activations to the SSD."""
+        share = self.activation_bytes // _STAGING_SHARE // NUM_ACTIVATION_STAGING_BUFFERS
+        return min(self.plan.buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
+
+    @property
+    def activation_ram_bytes(self) -> int:
+        """What swapped activations may take of RAM, without those buffers."""
+        return self.activation_bytes - NUM_ACTIVATION_STAGING_BUFFERS * self.activation_staging_bytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """RAM that the copies of records take."""
+        return sum(record.num_bytes for record in self.resident_records)
+
+    @property
+    def cpu_bytes(self) -> int:
+        """All host memory that is taken at the start: pools and copies."""
+        return self.plan.cpu_pool_bytes + self.resident_bytes
+
+    def chunks(self) -> list[Chunk]:
+        """All chunks with optimizer states, in forward order."""
+        return [chunk for block in self.blocks for chunk in block.cut(self.plan.chunk_numel)]
+
+    def spill_records(self) -> tuple[RecordSpec, ...]:
+        """Scratch records for the gradients that RAM cannot hold."""
+        spilled = set(self.plan.spilled_blocks)
+        return tuple(
+            RecordSpec(
+                block.name,
+                "gradient",
+                dtype_name(torch.float32),
+                block.state_numel,
+                granule_numel=block.granule_numel,
+            )
+            for block in self.blocks
+            if block.name in spilled
+        )
+
+
+def lay_out(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    working_dtype: torch.dtype,
+    hold_gradients: bool,
+    memory_is_host: bool = False,
+) -> OffloadLayout:
+    """Lay `model` (real or on meta) out for training. `config` must be resolved. `memory_is_host`: see `Device`.
+
+    Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
+    """
+    form = stored_form(model, working_dtype, config.optimizer_state_dtype)
+    master = form.master
+    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
+    assert isinstance(config.prefetch_blocks, int)
+    request = PoolRequest(
+        blocks=[block.shape(working_dtype.itemsize) for block in form.model_blocks.blocks],
+        gpu_memory_bytes=config.gpu_memory,
+        cpu_memory_bytes=config.cpu_memory,
+        prefetch_blocks=config.prefetch_blocks,
+        num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
+        hold_gradients=hold_gradients or config.schedule == "serial",
+        stages_params=not memory_is_host,
+        min_chunk_numel=max(block.granule_numel for block in form.model_blocks.blocks),
+    )
+    activation_bytes = config.cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
+    try:
+        pools = plan_pools(replace(request, cpu_memory_bytes=config.cpu_memory - activation_bytes))
+    except BudgetError:  # no room for activations: what cannot do without comes first
+        activation_bytes = 0
+        pools = plan_pools(request)
+    # Gradients came first: one that is held saves a write and a read. A copy of a record saves reads alone.
+    records = step_traffic(
+        request.blocks,
+        param_itemsize=working_dtype.itemsize,
+        state_itemsizes={kind: master.state_bytes(kind) for kind in master.state_kinds},
+        num_slots=pools.num_slots,
+    )
+    return OffloadLayout(
+        form,
+        pools,
+        request.hold_gradients,
+        tuple(records) if config.resident_records == "auto" else (),
+        config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
+        activation_bytes,
+    )

@@ -1,0 +1,168 @@
+"""One training step, planned: what its forward does, what the hardware can do, and what is left to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.model import TracedModel
+from hf_lohan.planner import (
+    INPUT,
+    MIN_SLOTS_TO_LEND,
+    BudgetError,
+    Durability,
+    HardwareProfile,
+    ModelProfile,
+    OffloadPlan,
+    SizeClass,
+    TrainingSetup,
+    fits_without_offloading,
+    plan_offload,
+)
+from hf_lohan.planning.layout import OffloadLayout, lay_out
+from hf_lohan.planning.traced_blocks import trace_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class StepShape:
+    """What a step is given: micro-batches, each of so many sequences."""
+
+    batch_size: int
+    sequence_length: int
+    num_micro_batches: int = 1
+    """That move weights of their own."""
+    num_together: int = 1
+    """Micro-batches that have their forwards before the first of them has its backward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannedStep:
+    """A plan and all that went into it."""
+
+    shape: StepShape
+    profile: ModelProfile
+    """Of all micro-batches that run together."""
+    hardware: HardwareProfile
+    setup: TrainingSetup
+    plan: OffloadPlan
+
+    @property
+    def activation_bytes(self) -> dict[str, dict[str, int]]:
+        """All that one micro-batch could put away: by layer, then by operation in the order of backward."""
+        num = self.shape.num_together
+        return {
+            layer.name: {
+                INPUT: layer.input_bytes // num,
+                **{operation.name: operation.output_bytes // num for operation in layer.operations},
+            }
+            for layer in self.profile.layers
+        }
+
+
+def plan_step(
+    model: nn.Module,
+    layout: OffloadLayout,
+    config: OffloadConfig,
+    shape: StepShape,
+    *,
+    measure: Callable[[TracedModel, StepShape], HardwareProfile],
+    durability: Durability | None = None,
+    device: torch.device | str = "cpu",
+    fused_attention: bool = False,
+) -> PlannedStep:
+    """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
+
+    ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
+    to keep keeps one where two do not fit. Raises ValueError for a model or a batch that cannot be traced; what does
+    not fit is said by the plan.
+    """
+
+    def trace(batch_size: int) -> TracedModel:
+        return trace_blocks(
+            model,
+            batch_size=batch_size,
+            sequence_length=shape.sequence_length,
+            device=device,
+            fused_attention=fused_attention,
+        )
+
+    traced = trace(shape.batch_size)
+    hardware = measure(traced, shape)
+    # What moves and what waits for backward is as with one micro-batch of their size together.
+    profile = traced.profile if shape.num_together == 1 else trace(shape.num_together * shape.batch_size).profile
+
+    def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
+        setup = training_setup(config, layout, shape, durability)
+        plan = plan_offload(profile, hardware, setup)
+        in_memory = fits_without_offloading(traced.profile, hardware.device.memory_bytes)
+        plan = replace(plan, in_memory=in_memory)
+        return PlannedStep(shape=shape, profile=profile, hardware=hardware, setup=setup, plan=plan)
+
+    asked = durability or ("step" if config.durability == "auto" else config.durability)
+    found = planned(layout, config, asked)
+    if not found.plan.fits and durability is None and config.durability == "auto":
+        one_version = planned(layout, config, "checkpoint")
+        found = one_version if one_version.plan.fits else found
+    if not found.plan.fits and config.prefetch_blocks != 1:
+        fewer_slots = replace(config, prefetch_blocks=1)
+        try:
+            smaller = lay_out(
+                model,
+                fewer_slots,
+                working_dtype=layout.master.working_dtype,
+                hold_gradients=layout.holds_gradients,
+                memory_is_host=hardware.device.shares_cpu,
+            )
+            helps = planned(smaller, fewer_slots, asked).plan.fits
+        except BudgetError:
+            helps = False
+        if helps:
+            refusal = f"{found.plan.refusal}, or set prefetch_blocks to 1"
+            found = replace(found, plan=replace(found.plan, refusal=refusal))
+    return found
+
+
+def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:
+    """The same step, by what it was found to take and how often it clips."""
+    setup = replace(planned.setup, clip_rate=clip_rate)
+    plan = replace(plan_offload(planned.profile, hardware, setup), in_memory=planned.plan.in_memory)
+    return replace(planned, hardware=hardware, setup=setup, plan=plan)
+
+
+def training_setup(
+    config: OffloadConfig, layout: OffloadLayout, shape: StepShape, durability: Durability
+) -> TrainingSetup:
+    """What the planner needs to know of a run beside its model and hardware."""
+    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
+    pools, master = layout.plan, layout.master
+    layers = [block for block in layout.blocks if block.size_class is SizeClass.LAYER]
+    num_slots, itemsize = pools.num_slots[SizeClass.LAYER], master.working_dtype.itemsize
+    in_slots = layers[max(0, len(layers) - num_slots) :]
+    lends = num_slots >= MIN_SLOTS_TO_LEND
+    capacities = [ssd.capacity for ssd in config.ssd] if config.ssd != "auto" else ["auto"]
+    known = [capacity for capacity in capacities if isinstance(capacity, int)]
+    return TrainingSetup(
+        gpu_memory_bytes=config.gpu_memory,
+        cpu_memory_bytes=config.cpu_memory,
+        pools=pools,
+        gpu_fixed_bytes=pools.gpu_pool_bytes,
+        cpu_fixed_bytes=pools.cpu_pool_bytes,
+        ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
+        activation_cpu_bytes=layout.activation_ram_bytes,
+        records=layout.records_of_a_step,
+        record_cpu_bytes=layout.record_bytes,
+        activations=config.activations,
+        lent_bytes=sum(block.state_numel for block in layers) * itemsize if lends else 0,
+        hands_over=config.schedule == "optimized",
+        state_bytes_per_param=master.state_bytes_per_param,
+        clip=config.clip if layout.holds_gradients else "none",
+        num_micro_batches=shape.num_micro_batches,
+        num_together=shape.num_together,
+        durability=durability,
+        spilled_gradient_numel=sum(block.state_numel for block in layout.blocks if block.name in pools.spilled_blocks),
+        turnaround_bytes=sum(block.numel for block in in_slots) * itemsize,
+    )
