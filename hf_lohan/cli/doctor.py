@@ -17,7 +17,7 @@ from rich.text import Text
 
 from hf_lohan.cli.verdicts import Check, Verdict, machine_checks, path_checks, rate_checks
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
+from hf_lohan.device import default_torch_device, device_for
 from hf_lohan.hardware import (
     MatrixShape,
     MeasuringEffort,
@@ -28,7 +28,8 @@ from hf_lohan.hardware import (
 )
 from hf_lohan.optim import master_format
 from hf_lohan.planner import HardwareProfile
-from hf_lohan.threads import usable_cpus
+from hf_lohan.planning.resolved_config import resolved_here
+from hf_lohan.report import STORE_FOLDER
 
 SHAPES = (
     MatrixShape(4096, 4096, 4096, count=2),
@@ -85,7 +86,8 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
     `measure` takes seconds, unless a profile is in the cache; `measure_again` overlooks that. Where `ssd` is "auto",
     its folder in the present directory stands for that in a run's output directory. Raises ConfigError.
     """
-    config, device = resolved(offload)
+    device = device_for(default_torch_device())
+    config = resolved_here(OffloadConfig.load(offload), device, str(STORE_FOLDER))
     assert config.ssd != "auto"
     checks = machine_checks(examine_machine(config, device))
     for ssd in config.ssd:
@@ -103,19 +105,6 @@ def examine(offload: str, *, measure: bool = True, measure_again: bool = False) 
             advice = "see to what is bad with the paths"
             checks.append(Check("measured rates", f"none: {error}", Verdict.BAD, advice))
     return Examination(tuple(checks), hardware)
-
-
-def resolved(offload: str) -> tuple[OffloadConfig, Device]:
-    """The config as a run started here and now would resolve it, and its device. Raises ConfigError."""
-    asked = OffloadConfig.load(offload)
-    device = device_for(default_torch_device())
-    config = asked.resolve(
-        host_memory_bytes=available_host_memory_bytes(),
-        device_memory_bytes=device.total_memory_bytes(),
-        num_cpus=usable_cpus(),
-        default_ssd_path="_lohan/store",
-    )
-    return config, device
 
 
 def print_tables(examination: Examination, console: Console | None = None) -> None:

@@ -1,9 +1,8 @@
 """Measures: what hardware this is and what it can do, what a process holds, and what a model's step consists of."""
 
-from hf_lohan.hardware.machine import MachineFacts, examine_machine
+from hf_lohan.hardware.machine import AnonymousMemoryPeak, MachineFacts, anonymous_memory_bytes, examine_machine
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware
 from hf_lohan.hardware.paths import PathFacts, examine_path
-from hf_lohan.hardware.process_memory import AnonymousMemoryPeak, anonymous_memory_bytes
 from hf_lohan.hardware.profiles import cached_hardware, has_cached_hardware, read_hardware, write_hardware
 from hf_lohan.hardware.rates import MatrixShape
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +22,7 @@ _NO_LIMIT_BYTES = 1 << 60
 """cgroup v1 writes a number beyond all memory where there is no limit."""
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Linux's names for bfloat16 units: Intel's, Intel's and AMD's, and Arm's."""
+_SAMPLE_INTERVAL_S = 0.05
 _PINNED_TRIAL_BYTES = 16 << 20
 _NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
@@ -192,3 +194,55 @@ def gpudirect_problem(device: Device) -> str:
 def _is_pinned(device: Device) -> bool:
     device.host_empty(_PINNED_TRIAL_BYTES)
     return bool(device.describe().get("pinned_host_memory", False))
+
+
+def anonymous_memory_bytes() -> int:
+    """RssAnon of this process, which budgets are about (RSS also counts page cache, which costs nothing); where the
+    kernel does not tell, its resident set less shared pages."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("RssAnon:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    info = psutil.Process().memory_info()
+    return int(info.rss - getattr(info, "shared", 0))
+
+
+class AnonymousMemoryPeak:
+    """Samples anonymous memory on a thread, from `start` to `stop`, and keeps the highest value seen."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._recent_peak_bytes = 0
+        self._stopped = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self) -> None:
+        if self._thread is None:
+            self._stopped.clear()
+            self._thread = threading.Thread(target=self._run, name="lohan-memory-peak", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        if self._thread is not None:
+            self._stopped.set()
+            self._thread.join()
+            self._thread = None
+            self.sample()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(_SAMPLE_INTERVAL_S):
+            self.sample()
+
+    def sample(self) -> None:
+        """Look once, now."""
+        now_bytes = anonymous_memory_bytes()
+        self.peak_bytes = max(self.peak_bytes, now_bytes)
+        self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)
+
+    def take_recent_peak(self) -> int:
+        """The highest value since this was called last, the present one included."""
+        self.sample()
+        recent_peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, 0
+        return recent_peak_bytes

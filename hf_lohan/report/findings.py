@@ -157,7 +157,8 @@ class Findings:
             for cause in step.get("waits_s", {}).get(lane, ())
         }
         waits = [Wait(lane, cause, self._mean(_nested("waits_s", lane, cause))) for lane, cause in causes]
-        return sorted((wait for wait in waits if wait.seconds > 0), key=_by_lane_then_length)
+        lengths = (wait for wait in waits if wait.seconds > 0)
+        return sorted(lengths, key=lambda wait: (WAIT_LANES.index(wait.lane), -wait.seconds))
 
     def waits_of(self, lane: str) -> list[Wait]:
         """The longest first."""
@@ -194,9 +195,9 @@ class Findings:
         """Fraction of all steps."""
         return sum(map(is_so, self.steps)) / len(self.steps) if self.steps else 0.0
 
-    def values(self, name: str, steps: Sequence[Step] | None = None) -> tuple[list[int], list[float]]:
+    def values(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) where there is one."""
-        found = [step for step in (self.steps if steps is None else steps) if step.get(name) is not None]
+        found = [step for step in self.steps if step.get(name) is not None]
         return [step["step"] for step in found], [step[name] for step in found]
 
     def _mean(self, value: Callable[[Step], float]) -> float:
@@ -211,10 +212,6 @@ def _nested(*names: str) -> Callable[[Step], float]:
         return inner or 0.0
 
     return value
-
-
-def _by_lane_then_length(wait: Wait) -> tuple[int, float]:
-    return WAIT_LANES.index(wait.lane), -wait.seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hf_lohan.hardware import AnonymousMemoryPeak, anonymous_memory_bytes, process_memory
+from hf_lohan.hardware import AnonymousMemoryPeak, anonymous_memory_bytes, machine
 
 MIB = 1 << 20
 
@@ -37,7 +37,7 @@ def test_a_mapped_file_does_not_count(tmp_path: Path) -> None:
 
 def test_the_peak_outlives_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [10, 70, 30]
-    monkeypatch.setattr(process_memory, "anonymous_memory_bytes", lambda: values.pop(0))
+    monkeypatch.setattr(machine, "anonymous_memory_bytes", lambda: values.pop(0))
     peak = AnonymousMemoryPeak()
     for _ in range(3):
         peak.sample()
@@ -46,7 +46,7 @@ def test_the_peak_outlives_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_recent_peak_begins_anew_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [70, 30, 20, 10]
-    monkeypatch.setattr(process_memory, "anonymous_memory_bytes", lambda: values.pop(0))
+    monkeypatch.setattr(machine, "anonymous_memory_bytes", lambda: values.pop(0))
     peak = AnonymousMemoryPeak()
     peak.sample()
     assert [peak.take_recent_peak() for _ in range(3)] == [70, 20, 10]
