@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import runpy
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -112,3 +113,10 @@ def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
     names = {path.name for path in (ROOT / "docs" / "benchmarks").iterdir()} - {"README.md"}
     assert all(re.fullmatch(r"[a-z]+(_[a-z0-9]+)*\.json", name) for name in names), names
     assert not [name for name in names if re.search(r"20\d\d|later|again|newer|\.png", name)]
+
+
+def test_the_floors_in_contributing_are_those_that_are_tested() -> None:
+    floors = runpy.run_path(str(ROOT / "tests" / "test_house.py"))["FLOORS"]
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (-?\d+) \| ([^|]*) \|", text, flags=re.MULTILINE)
+    assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == floors
