@@ -66,7 +66,11 @@ def store_paths_of(run: str | Path) -> list[str]:
     folder = output_folder(run, CONFIG_NAME)
     if folder is None:
         raise no_run_in(run, CONFIG_NAME)
-    paths = [str(ssd["path"]) for ssd in json.loads((folder / FOLDER / CONFIG_NAME).read_text())["ssd"]]
+    file = folder / FOLDER / CONFIG_NAME
+    try:
+        paths = [str(ssd["path"]) for ssd in json.loads(file.read_text())["ssd"]]
+    except (ValueError, KeyError, TypeError, OSError) as error:
+        raise ValueError(f"{file} is damaged ({error}); give the folder of the store itself") from error
     was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts
     return [str(folder / STORE_FOLDER)] if was_inside and (folder / STORE_FOLDER).is_dir() else paths
 

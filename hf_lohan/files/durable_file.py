@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 from collections.abc import Mapping
 from contextlib import suppress
@@ -103,8 +102,11 @@ def remove_folder(folder: str) -> None:
     try:
         if os.path.islink(folder) or os.path.isfile(folder):
             os.unlink(folder)
-        elif os.path.isdir(folder):
-            shutil.rmtree(folder)
+        for parent, folders, names in os.walk(folder, topdown=False):
+            for path in (os.path.join(parent, name) for name in (*names, *folders)):
+                if os.path.lexists(path) and (os.path.islink(path) or not os.path.isdir(path)):
+                    os.unlink(path)
+            os.rmdir(parent)
     except OSError as error:
         advice = "check that its directory is writable, and the disk"
         raise StorageError("cannot remove", path=folder, errno=error.errno, advice=advice) from error

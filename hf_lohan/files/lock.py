@@ -5,8 +5,8 @@ from __future__ import annotations
 import fcntl
 import os
 
-from hf_lohan.files.directories import make_directory
-from hf_lohan.files.errors import StorageError, StoreInUseError
+from hf_lohan.files.directories import SECTOR_BYTES, make_directory, no_room
+from hf_lohan.files.errors import NO_ROOM, CapacityError, StorageError, StoreInUseError
 from hf_lohan.threads import Owner, close_in_children, closing
 
 LOCK_NAME = "lock"
@@ -26,6 +26,8 @@ class DirectoryLock:
         try:
             self._fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
         except OSError as error:
+            if error.errno in NO_ROOM:
+                raise CapacityError([no_room(directory, SECTOR_BYTES)]) from error
             advice = "make the directory writable or choose another"
             raise StorageError("cannot open the lock", path=file, errno=error.errno, advice=advice) from error
         try:
@@ -44,6 +46,8 @@ class DirectoryLock:
     def _take(self, directory: str) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreInUseError(
@@ -51,7 +55,5 @@ class DirectoryLock:
                 f"end that run or choose another directory"
             ) from None
         except OSError as error:
-            advice = "its file system cannot lock files; choose a local one"
+            advice = "its file system cannot lock files, or `lock` in it is no file; choose a local one"
             raise StorageError("cannot lock", path=directory, errno=error.errno, advice=advice) from error
-        os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)

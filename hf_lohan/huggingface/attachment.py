@@ -22,6 +22,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, device_for
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
 from hf_lohan.files import StoreInUseError
+from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.model_description import describe_model
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import check_one_dtype, discover_blocks
@@ -45,6 +46,7 @@ def engine_of(model: nn.Module) -> OffloadEngine | None:
 
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
     """Where to compute. With `trace`, all that it does and that is done for it is noted from here on."""
+    keep_from_others()
     return device_for(torch_device, Timeline(is_tracing=config.trace))
 
 

@@ -21,6 +21,7 @@ from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
@@ -58,6 +59,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._resume_point = ResumePoint()
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
+            keep_from_others()
             self._offload_config = OffloadConfig.load(offload)
             args = args or TrainingArguments(output_dir="tmp_trainer")
             self._check(model, args, kwargs)

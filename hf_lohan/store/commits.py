@@ -7,6 +7,7 @@ import json
 import os
 import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from threading import Lock
 from typing import Any
@@ -218,17 +219,16 @@ class CommitSequence:
             self._is_settled, self._is_marked_torn = True, False
             self._last = commit
         if commit.model_folder != last.model_folder:
-            remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
+            with suppress(StorageError):  # the next ones replace what is left
+                remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
 
     def _with_model_files(self, commit: Commit, files: Mapping[str, bytes]) -> Commit:
         """Write them beside those of the last commit, if they are others or not as they were written."""
         digests = {name: xxhash.xxh3_64_hexdigest(content) for name, content in files.items()}
         if commit.model_folder and commit.model_files == digests:
-            try:
+            with suppress(StorageError):  # they are written anew
                 commit.check_model_files(self._directory)
                 return commit
-            except StorageError:
-                pass  # mended by writing them anew
         folder = MODEL_NAMES[commit.model_folder == MODEL_NAMES[0]]
         write_folder(os.path.join(self._directory, folder), files)
         return replace(commit, model_folder=folder, model_files=digests)

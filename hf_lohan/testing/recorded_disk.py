@@ -18,6 +18,8 @@ from typing import Any
 from unittest.mock import patch
 
 SECTOR_BYTES = 4096
+_FOLDER = -2
+"""In place of a file's number."""
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,8 @@ class RecordedDisk:
         self._patch("close", self._closing(os.close))
         self._patch("replace", self._renaming(os.replace))
         self._patch("unlink", self._unlinking(os.unlink))
+        self._patch("mkdir", self._on_folder("mkdir", os.mkdir))
+        self._patch("rmdir", self._on_folder("rmdir", os.rmdir))
         return self
 
     def __exit__(
@@ -164,6 +168,19 @@ class RecordedDisk:
 
         return call
 
+    def _on_folder(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
+        def call(path: Any, *args: Any, **kwargs: Any) -> None:
+            with self._lock:
+                place = self._place(path)
+                if place is None:
+                    real(path, *args, **kwargs)
+                    return
+                self._attempt()
+                real(path, *args, **kwargs)
+                self._record(FileCall(name, folder=place[0], entries=(place[1],)))
+
+        return call
+
     def _unlinking(self, real: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
             with self._lock:
@@ -197,10 +214,11 @@ class PowerCut:
     def __init__(self) -> None:
         self._contents: dict[int, _Content] = {}
         self._folders: dict[str, _Folder] = {}
+        self._given: set[str] = set()
 
     def apply(self, call: FileCall) -> None:
         """One more call has returned."""
-        if call.name in ("create", "rename", "unlink"):
+        if call.name in ("create", "rename", "unlink", "mkdir", "rmdir"):
             self._folders.setdefault(call.folder, _Folder()).unsynced.append(call)
             if call.name == "create":
                 self._contents[call.file] = _Content()
@@ -218,18 +236,26 @@ class PowerCut:
             folder.unsynced.clear()
 
     def add_folder(self, folder: str) -> None:
-        """Have it in the images, also before there is anything in it."""
+        """Have it in the images from the start, also before there is anything in it."""
         self._folders.setdefault(folder, _Folder())
+        self._given.add(folder)
 
     def write_image(self, root: Path, random: Random) -> None:
         """The disk as it may be found after the cut, in ``root``."""
-        for name, folder in self._folders.items():
+        made = set(self._given)
+        for name, folder in sorted(self._folders.items(), key=lambda item: len(Path(item[0]).parts)):
             names = dict(folder.safe)
             for change in folder.unsynced[: random.randint(0, len(folder.unsynced))]:
                 _change_names(names, change)
-            (root / name).mkdir(parents=True)
+            made |= {os.path.normpath(os.path.join(name, entry)) for entry, file in names.items() if file == _FOLDER}
+            if name not in made and name != ".":
+                continue
+            (root / name).mkdir(parents=True, exist_ok=True)
             for entry, file in names.items():
-                (root / name / entry).write_bytes(self._content(self._contents[file], random))
+                if file != _FOLDER:
+                    (root / name / entry).write_bytes(self._content(self._contents[file], random))
+        for name in made:
+            (root / name).mkdir(parents=True, exist_ok=True)
 
     def _content(self, content: _Content, random: Random) -> bytes:
         left = bytearray(content.safe)
@@ -260,9 +286,9 @@ def _change(content: bytearray, call: FileCall, sector: Callable[[bytes, bytes],
 
 
 def _change_names(names: dict[str, int], call: FileCall) -> None:
-    if call.name == "create":
-        names[call.entries[0]] = call.file
-    elif call.name == "unlink":
+    if call.name in ("create", "mkdir"):
+        names[call.entries[0]] = call.file if call.name == "create" else _FOLDER
+    elif call.name in ("unlink", "rmdir"):
         names.pop(call.entries[0], None)
     elif call.entries[0] in names:
         names[call.entries[1]] = names.pop(call.entries[0])

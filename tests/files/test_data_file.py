@@ -124,3 +124,19 @@ def test_files_are_private_and_never_reached_through_links(tmp_path: Path) -> No
     (tmp_path / "link").symlink_to(file.path)
     with pytest.raises(StorageError, match="symbolic links"):
         DataFile(str(tmp_path / "link"), FileBackend(), create=False)
+
+
+@pytest.mark.parametrize("is_direct", [True, False])
+def test_a_sync_after_a_failed_one_succeeds_only_where_nothing_can_be_lost(tmp_path: Path, is_direct: bool) -> None:
+    """Through the page cache, the system forgets what it could not write."""
+    backend = FaultyBackend("sync", 1, errno.EIO)
+    file = DataFile(str(tmp_path / "f"), backend, create=True)
+    file.is_direct = is_direct
+    with pytest.raises(StorageError, match="cannot sync"):
+        file.sync()
+    if not is_direct:
+        with pytest.raises(StorageError, match="cannot sync"):
+            file.sync()
+        file.forget_failure()
+    file.sync()
+    file.close()

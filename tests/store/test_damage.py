@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, last_commit
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, damaged_files, last_commit
 from hf_lohan.testing.storage_doubles import FlippingBackend
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
@@ -235,3 +235,82 @@ def test_files_of_somebody_else_survive(tmp_path: Path, engine: IoEngine, name: 
             Store.create([StorePath(str(tmp_path))], RECORDS, model=MODEL, engine=engine)
         assert [entry.name for entry in tmp_path.iterdir()] == [name]
         (tmp_path / name).unlink()
+
+
+METADATA = ("manifest.json", "commit.safetensors", "log.jsonl", "model-0/config.json")
+
+
+def checked(paths: list[StorePath], engine: IoEngine) -> str:
+    """What a look at the store, or `verify`, has to say of it, in one line; nothing if all is well."""
+    try:
+        last_commit([path.path for path in paths])
+        committed_log([path.path for path in paths])
+        with Store.open(paths, model=None, engine=engine, allow_torn=True) as store:
+            return "; ".join(map(str, damaged_files(store)))
+    except (StorageError, ForeignStoreError) as error:
+        return str(error)
+
+
+@pytest.fixture
+def told(tmp_path: Path, engine: IoEngine) -> list[StorePath]:
+    """A store with all files that there are."""
+    path = StorePath(str(tmp_path / "store"), 1 << 20)
+    with Store.create([path], RECORDS, model=MODEL, engine=engine, num_homes=1) as store:
+        store.commit({"step": 1}, {"journal": b"x" * 100}, b"a line\n", model_files={"config.json": b'{"a": 1}'})
+    assert not checked([path], engine)
+    return [path]
+
+
+@pytest.mark.parametrize("name", METADATA)
+def test_any_damage_of_any_metadata_is_one_line_with_its_name(
+    name: str, told: list[StorePath], engine: IoEngine
+) -> None:
+    file, random = Path(told[0].path) / name, Random(name)
+    whole = file.read_bytes()
+    foreign = [
+        *(b"", b"{}", b"[]", b"null", b"'x'", b"[" * 100_000, b"1e999", b"\xff" * 64),
+        b"\x08" + bytes(7) + b"{}      ",
+    ]
+    flipped = []
+    for _ in range(60):
+        changed = bytearray(whole)
+        changed[random.randrange(len(whole))] ^= 1 << random.randrange(8)
+        flipped.append(bytes(changed))
+    cut = [whole[: random.randrange(len(whole))] for _ in range(20)]
+    for content in (*foreign, *flipped, *cut):
+        file.write_bytes(content)
+        found = checked(told, engine)
+        assert file.name in found and "\n" not in found, content[:60]
+
+
+@pytest.mark.parametrize("name", METADATA)
+@pytest.mark.parametrize("kind", ["pipe", "folder", "giant"])
+def test_what_is_no_such_file_is_an_error_at_once(
+    kind: str, name: str, told: list[StorePath], engine: IoEngine
+) -> None:
+    file = Path(told[0].path) / name
+    file.unlink()
+    if kind == "pipe":
+        os.mkfifo(file)
+    elif kind == "folder":
+        file.mkdir()
+    else:
+        with file.open("wb") as stream:
+            stream.truncate(1 << 40)
+    assert file.name in checked(told, engine)
+
+
+def test_a_path_that_is_not_mounted_is_named(tmp_path: Path, engine: IoEngine) -> None:
+    paths = [StorePath(str(tmp_path / name), 1 << 20) for name in ("a", "b")]
+    with Store.create(paths, RECORDS, model=MODEL, engine=engine) as store:
+        store.commit()
+    for missing in paths:
+        folder = Path(missing.path)
+        folder.rename(tmp_path / "away")
+        folder.mkdir()
+        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: the other part .* mounted\?"):
+            last_commit([path.path for path in paths])
+        with pytest.raises(StorageError, match=rf"no store in .*/{folder.name}: the other part .* mounted\?"):
+            Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability="checkpoint")
+        folder.rmdir()
+        (tmp_path / "away").rename(folder)

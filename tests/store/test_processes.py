@@ -65,6 +65,64 @@ def test_a_killed_process_leaves_a_store_that_opens(
         assert not any((Path(path.path) / "gradients.bin").exists() for path in paths)
 
 
+FORKED = (
+    HOLDER
+    + """
+import os
+child = os.fork()
+if child == 0:  # a data loader's worker: what it does with its parent's store and engine, it does not
+    store.close()
+    engine.close()
+    engine.__class__.close(engine)
+    del store, engine
+    print(os.getpid(), flush=True)
+    time.sleep(600)
+time.sleep(600)
+"""
+)
+
+
+def test_a_forked_child_outlives_its_killed_parent_without_the_lock(
+    paths: list[StorePath], engine: IoEngine
+) -> None:
+    script = FORKED.replace("import sys, torch", "import sys, time, torch").replace("sys.stdin.read()\n", "")
+    script = script.replace("store = Store.create", "engine = IoEngine(1, 4096, 65536)\nstore = Store.create")
+    script = script.replace("engine=IoEngine(1, 4096, 65536)", "engine=engine")
+    command = [sys.executable, "-c", script, *(path.path for path in paths)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdout.readline() == "holding\n"
+        child = int(parent.stdout.readline())
+        try:
+            with pytest.raises(StoreInUseError, match=f"in use by process {parent.pid}"):  # the child closed nothing
+                Store.open(paths, model=None, engine=engine)
+            assert (Path(paths[0].path) / "gradients.bin").exists()
+            parent.kill()
+            parent.wait()
+            os.kill(child, 0)  # it is there still
+            with Store.open(paths, model=None, engine=engine) as store:
+                assert store.committed is not None
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+def test_a_file_system_without_inodes_says_so(tmp_path: Path, engine: IoEngine, model: ModelIdentity) -> None:
+    if os.geteuid() != 0 or shutil.which("mount") is None:
+        pytest.skip("mounting a small file system needs root")
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m,nr_inodes=4", "none", str(disk)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("this environment cannot mount")
+    try:
+        for number in range(2):
+            (disk / str(number)).touch()
+        record = RecordSpec("layers.0", "param", "float32", 2048)
+        with pytest.raises((CapacityError, StorageError), match=r"no inode left"):
+            Store.create([StorePath(str(disk / "store"), 1 << 19)], [record], model=model, engine=engine)
+    finally:
+        subprocess.run(["umount", str(disk)], check=True)
+
+
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 1 MiB."""
