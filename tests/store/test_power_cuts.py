@@ -115,6 +115,8 @@ def cut_after_each_call(run: Run, image: Path, engine: IoEngine, random: Random)
     cut = PowerCut()
     allowed: dict[str, Found] = {}
     keys = set()
+    for path in run.paths:  # made by the test
+        cut.add_folder(Path(path.path).name)
     for call in run.disk.calls:
         if call.name == "mark":
             if call.mark.is_sure:
