@@ -74,7 +74,7 @@ class OffloadConfig:
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
     outputs of its matrix products and attention to host memory and the SSD, and makes only the cheap rest again; "keep"
-    keeps it all on the device; "auto" takes for each what makes the step shortest, once the first step was seen."""
+    keeps it all on the device; "auto" takes for each what makes the step shortest, planned at the first forward."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"

@@ -3,8 +3,8 @@
     python scripts/benchmarks/bench_planner.py  # three batches: bound by the SSD, in between, bound by compute
     python scripts/benchmarks/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
 
-For each batch one engine runs under `activations: auto`: it measures the hardware if that is not known, plans after its
-first step, and corrects the plan once after its fourth. Its step time is then measured and stands beside both
+For each batch one engine runs under `activations: auto`: it measures the hardware if that is not known, plans at its
+first forward, and corrects the plan once after its fourth. Its step time is then measured and stands beside both
 predictions. After that the same engine is made to follow other plans, from recomputing everything to swapping
 everything, in turns (A B C A B C ...); medians are quoted, and the planner's own choice is one of them.
 """
@@ -46,12 +46,12 @@ class Contender:
 def contenders_of(engine: OffloadEngine, num_points: int) -> list[Contender]:
     """The planner's choice, and the row of forced ones."""
     run = run_plan_of(engine)
-    assert run is not None and run.plan is not None and run.model is not None and run.hardware is not None
-    setup = replace(run.setup(), activations="auto")
-    forced = sweep_swapped_bytes(run.model, run.hardware, setup, num_points)
-    chosen = plan_offload(run.model, run.hardware, setup)
-    recompute = plan_offload(run.model, run.hardware, replace(setup, activations="recompute"))
-    swap = plan_offload(run.model, run.hardware, replace(setup, activations="swap"))
+    assert run is not None and run.now is not None
+    profile, hardware, setup = run.now.profile, run.now.hardware, replace(run.now.setup, activations="auto")
+    forced = sweep_swapped_bytes(profile, hardware, setup, num_points)
+    chosen = plan_offload(profile, hardware, setup)
+    recompute = plan_offload(profile, hardware, replace(setup, activations="recompute"))
+    swap = plan_offload(profile, hardware, replace(setup, activations="swap"))
     named = {"planned": chosen, "recompute": recompute, "swap": swap}
     named |= {f"forced {format_bytes(int(plan.prediction.swapped_bytes))}": plan for plan in forced}
     return [Contender(name, plan) for name, plan in named.items()]
@@ -70,7 +70,8 @@ def measure_shape(
         for _ in range(STEPS_UNTIL_CORRECTED):
             step()
         engine.settle()
-        assert run.first_prediction is not None and run.plan is not None
+        assert run.first is not None and run.now is not None
+        first, corrected = run.first.plan.prediction, run.now.plan.prediction
         contenders = contenders_of(engine, num_points)
         times: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         backward: dict[str, list[float]] = {contender.name: [] for contender in contenders}
@@ -84,11 +85,11 @@ def measure_shape(
         backward_s = {name: statistics.median(values) for name, values in backward.items()}
         return {
             "batch": [shape.batch_size, shape.sequence_length],
-            "first_prediction": run.first_prediction.to_mapping(),
-            "corrected_prediction": run.plan.prediction.to_mapping(),
+            "first_prediction": first.to_mapping(),
+            "corrected_prediction": corrected.to_mapping(),
             "measured_step_s": medians["planned"],
-            "first_error": run.first_prediction.step_s / medians["planned"] - 1,
-            "corrected_error": run.plan.prediction.step_s / medians["planned"] - 1,
+            "first_error": first.step_s / medians["planned"] - 1,
+            "corrected_error": corrected.step_s / medians["planned"] - 1,
             "swapped_bytes": {contender.name: contender.swapped_bytes for contender in contenders},
             "predicted_s": {contender.name: contender.plan.prediction.step_s for contender in contenders},
             **figures,
