@@ -2,9 +2,8 @@
 
 Follow one parameter, which has its place in a block (`blocks`): `drain` (or the streamed load) writes it to the
 store that `tiers` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming,
-have `streaming` bring it, and give its gradient to `updates` (`gradient_path`), which turns that into its next version
-with the hyperparameters of the `bound_optimizer`, on a guess where `clip_guesses` says so; `step_commits` makes that
-last, `step_in_progress` drops what does not come so far. `engine` wires it all up.
+have `weights` bring it, and give its gradient to `updates`, which turns that into its next version; `commits` makes
+that last. `engine` wires it all up.
 """
 
 from hf_lohan.engine.commits import Journal

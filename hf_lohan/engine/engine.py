@@ -28,12 +28,11 @@ from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
-    ArrivedChunk,
-    BoundOptimizer,
     ClipHistory,
     ClipWay,
     GradientArrivals,
     GradientPipeline,
+    ParamGroups,
     SkippedSteps,
     StepCounts,
     StepResult,
@@ -59,12 +58,11 @@ class OffloadEngine:
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
         self._events = events = events or EngineEvents()
-        self._is_final_backward = events.is_final_backward
-        self._is_final_announced = True
         self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
-        self._optimizer = BoundOptimizer(list(self._block_of))
+        self._groups = ParamGroups(list(self._block_of))
+        self._optimizer: OffloadAdamW | None = None
         dtype = layout.master.working_dtype
         self._ring = SlotRing(self.device, layout.plan, dtype)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
@@ -74,7 +72,7 @@ class OffloadEngine:
                 blocks=layout.blocks,
                 slices=sorted(self._block_of, key=lambda part: place[part.parameter]),
                 master=layout.master,
-                group_of=self._optimizer.group_of,
+                group_of=self._groups.group_of,
                 step_counts=self.step_counts,
                 schedule=config.schedule,
                 holds_gradients=layout.holds_gradients,
@@ -87,13 +85,19 @@ class OffloadEngine:
                 recall=tiers.recall,
             )
         )
-        arrivals = GradientArrivals(
-            self.device, tiers.gradients, layout.chunks(), self._pipeline.norms, self._submit
-        )
         loader = LocalWeights(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         self.commits = StepCommits(
             tiers.store, self.step_counts, self.timeline, when_written=self._pipeline.when_written
+        )
+        self._arrivals = GradientArrivals(
+            self.device,
+            tiers.gradients,
+            layout.chunks(),
+            self._pipeline,
+            is_final_backward=events.is_final_backward,
+            before_updates=self.commits.keep_what_was_loaded,
+            lend=self._ring.lend,
         )
         self.clip_history = ClipHistory("speculate" if config.clip == "speculate" else "defer")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
@@ -116,7 +120,7 @@ class OffloadEngine:
             self.device,
             self._ring,
             self._prefetcher,
-            arrivals,
+            self._arrivals,
             self._clock,
             self.activations,
             before_forward=self._before_forward,
@@ -127,8 +131,6 @@ class OffloadEngine:
         self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
         # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
         atexit.register(self.close)
-
-    # Between the hooks and the pipeline.
 
     def _before_forward(self) -> None:
         self._recover()
@@ -157,20 +159,6 @@ class OffloadEngine:
             if planned.plan.clip != "none":
                 self.clip_by(planned.plan.clip)
 
-    def _submit(self, arrived: ArrivedChunk) -> None:
-        is_final = self._is_final_announced and self._is_final_backward()
-        if not (is_final or self._pipeline.holds_gradients):
-            raise RuntimeError(
-                "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
-                "room to keep them; say gradient_accumulation_steps when you make the Accelerator or the training "
-                "arguments, or set max_grad_norm > 0"
-            )
-        loan = None
-        if not self._pipeline.holds_gradients or self._pipeline.speculates:
-            self.commits.keep_what_was_loaded()
-            loan = self._ring.lend(arrived.chunk.block) if is_final else None
-        self._pipeline.submit(arrived, is_final=is_final, loan=loan)
-
     # Several micro-batches at once.
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
@@ -194,23 +182,24 @@ class OffloadEngine:
     @property
     def optimizer(self) -> OffloadAdamW | None:
         """Whose hyperparameters the updates have."""
-        return self._optimizer.optimizer
+        return self._optimizer
 
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
         """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
         fit the store."""
-        is_another = self._optimizer.optimizer is not None
-        self._optimizer.bind(optimizer)
-        if is_another:
-            parameters = self.parameters  # updates that still run count their step, too
+        if self._optimizer is not None:
+            self.settle()  # updates that still run are of the optimizer before, and count their step, too
+        self._groups.bind(optimizer.param_groups)
+        if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
                 for kind in self.layout.master.moment_kinds:
-                    parameters.write_state(part.name, kind, Zeros())
+                    self._parameters.write_state(part.name, kind, Zeros())
+        self._optimizer = optimizer
 
     def announce_backward(self, *, is_final: bool) -> None:
         """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
-        self._is_final_announced = is_final
+        self._arrivals.announce_backward(is_final=is_final)
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
@@ -220,7 +209,7 @@ class OffloadEngine:
         """
         self._micro_batches.refuse_within("step()")
         self._recover()
-        group_of = self._optimizer.groups_as_they_are_now()
+        group_of = self._groups.as_they_are_now()
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self._step.finish(group_of)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,12 @@ class AdamWGroup:
     beta2: float
     eps: float
     weight_decay: float
+
+    @classmethod
+    def of(cls, group: Mapping[str, Any]) -> AdamWGroup:
+        """Those of an optimizer's param group as they are now (schedulers change them)."""
+        beta1, beta2 = group["betas"]
+        return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,6 @@ from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
-
-from hf_lohan.optim.adamw import AdamWGroup
 
 
 class StepTarget(Protocol):
@@ -47,12 +44,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._engine = engine
         engine.bind_optimizer(self)
 
-    def group(self, index: int) -> AdamWGroup:
-        """The hyperparameters of param group `index` as they are now (schedulers change them)."""
-        group = self.param_groups[index]
-        beta1, beta2 = group["betas"]
-        return AdamWGroup(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
-
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the step."""
@@ -70,6 +61,9 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not been applied yet."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.grad = None
         self._engine.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -82,7 +76,3 @@ class OffloadAdamW(torch.optim.Optimizer):
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-
-    def param_group_indices(self) -> dict[Tensor, int]:
-        """Param group index of every parameter."""
-        return {param: index for index, group in enumerate(self.param_groups) for param in group["params"]}

@@ -9,9 +9,10 @@ built from. Two refinements have a file each: a `loan` of the weights that backw
 norm. Knows no model and no slots.
 """
 
-from hf_lohan.updates.arrival import ArrivedChunk, GradientArrivals
-from hf_lohan.updates.groups import BoundOptimizer
+from hf_lohan.updates.arrival import GradientArrivals
+from hf_lohan.updates.groups import ParamGroups
 from hf_lohan.updates.handover import Delivery
+from hf_lohan.updates.held import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
@@ -21,7 +22,6 @@ from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
     "ArrivedChunk",
-    "BoundOptimizer",
     "ClipHistory",
     "ClipWay",
     "Delivery",
@@ -29,6 +29,7 @@ __all__ = [
     "GradientNorms",
     "GradientPipeline",
     "NonFiniteGradientError",
+    "ParamGroups",
     "SkippedSteps",
     "StepCounts",
     "StepResult",

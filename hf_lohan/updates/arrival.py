@@ -3,50 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor, nn
 
-from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
-from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
-from hf_lohan.optim import widen_in_place
+from hf_lohan.device import BufferPool, Device, Lane
+from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates.norms import GradientNorms
-
-
-@dataclass(eq=False)
-class ArrivedChunk:
-    """A chunk's gradient, of one backward: in a host buffer once `wait` has returned."""
-
-    chunk: Chunk
-    buffer: Buffer
-    dtype: torch.dtype
-    pieces: list[ChunkPiece] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-
-    @property
-    def landing(self) -> Tensor:
-        """Where copies land: the whole buffer, or its second half for 2-byte gradients, which are widened later."""
-        start_byte = self.chunk.numel * (torch.float32.itemsize - self.dtype.itemsize)
-        return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
-
-    def wait(self) -> Tensor:
-        """Have all of it in the buffer: the gradient as float32 [chunk.numel], with zeros in the padding."""
-        for event in self.events:
-            event.synchronize()
-        self.events.clear()
-        if self.dtype == torch.float32:
-            gradient = self.landing
-        else:
-            gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
-        for start, stop in self.chunk.gaps:
-            gradient[start:stop].zero_()
-        return gradient
+from hf_lohan.updates.held import ArrivedChunk
+from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.pipeline import GradientPipeline
 
 
 class GradientArrivals:
-    """Takes gradients from post-accumulate hooks and hands on every chunk as soon as it is complete.
+    """Takes gradients from post-accumulate hooks and gives every chunk to the pipeline as soon as it is complete.
 
     Runs on the thread of the backward. Where no host buffer is free it waits: backward is held back, memory is not
     exceeded.
@@ -57,18 +26,30 @@ class GradientArrivals:
         device: Device,
         pool: BufferPool,
         chunks: Iterable[Chunk],
-        norms: GradientNorms,
-        hand_on: Callable[[ArrivedChunk], None],
+        pipeline: GradientPipeline,
+        *,
+        is_final_backward: Callable[[], bool] = lambda: True,
+        before_updates: Callable[[], None] = lambda: None,
+        lend: Callable[[Block], WeightLoan | None] = lambda _block: None,
     ) -> None:
+        """`is_final_backward` is asked in backward whether the step's last one is running; `before_updates` is called
+        before what may be updated in backward; `lend` gives the optimizer the weights of a block that backward uses."""
         self._device = device
         self._pool = pool
-        self._norms = norms
-        self._hand_on = hand_on
+        self._pipeline = pipeline
+        self._is_final_backward = is_final_backward
+        self._is_final_announced = True
+        self._before_updates = before_updates
+        self._lend = lend
         self._open: dict[Chunk, ArrivedChunk] = {}
         self._pieces: dict[ParamSlice, list[ChunkPiece]] = {}
         for chunk in chunks:
             for piece in chunk.pieces:
                 self._pieces.setdefault(piece.param_slice, []).append(piece)
+
+    def announce_backward(self, *, is_final: bool) -> None:
+        """Whether the backwards from here on may be a step's last."""
+        self._is_final_announced = is_final
 
     def take(self, param_slice: ParamSlice, parameter: nn.Parameter) -> None:
         """Move `parameter.grad` to the host and forget it on the device."""
@@ -82,7 +63,7 @@ class GradientArrivals:
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)
-        self._norms.set_first(param_slice, flat)
+        self._pipeline.norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
             # One after the other: a parameter may have more chunks than there are buffers.
@@ -103,11 +84,23 @@ class GradientArrivals:
         return arrived
 
     def _close(self, arrived: ArrivedChunk) -> None:
+        pipeline = self._pipeline
+        is_final = self._is_final_announced and self._is_final_backward()
+        if not (is_final or pipeline.holds_gradients):
+            raise RuntimeError(
+                "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "
+                "room to keep them; say gradient_accumulation_steps when you make the Accelerator or the training "
+                "arguments, or set max_grad_norm > 0"
+            )
+        loan = None
+        if not pipeline.holds_gradients or pipeline.speculates:
+            self._before_updates()
+            loan = self._lend(arrived.chunk.block) if is_final else None
         del self._open[arrived.chunk]
-        self._hand_on(arrived)
+        pipeline.submit(arrived, is_final=is_final, loan=loan)
 
     def flush(self) -> None:
-        """Backward is over: hand on the chunks in which some parameter got no gradient."""
+        """Backward is over: give on the chunks in which some parameter got no gradient."""
         for arrived in list(self._open.values()):
             self._close(arrived)
 

@@ -8,14 +8,44 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_lohan.device import Buffer
+from hf_lohan.device import Buffer, Event
 from hf_lohan.files import IoRequest
-from hf_lohan.model import Chunk, ParamSlice
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
+from hf_lohan.optim import widen_in_place
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import use_all_cores
-from hf_lohan.updates.arrival import ArrivedChunk
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.setup import UpdateSetup
+
+
+@dataclass(eq=False)
+class ArrivedChunk:
+    """A chunk's gradient, of one backward: in a host buffer once `wait` has returned."""
+
+    chunk: Chunk
+    buffer: Buffer
+    dtype: torch.dtype
+    pieces: list[ChunkPiece] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+
+    @property
+    def landing(self) -> Tensor:
+        """Where copies land: the whole buffer, or its second half for 2-byte gradients, which are widened later."""
+        start_byte = self.chunk.numel * (torch.float32.itemsize - self.dtype.itemsize)
+        return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
+
+    def wait(self) -> Tensor:
+        """Have all of it in the buffer: the gradient as float32 [chunk.numel], with zeros in the padding."""
+        for event in self.events:
+            event.synchronize()
+        self.events.clear()
+        if self.dtype == torch.float32:
+            gradient = self.landing
+        else:
+            gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
+        for start, stop in self.chunk.gaps:
+            gradient[start:stop].zero_()
+        return gradient
 
 
 @dataclass(eq=False)

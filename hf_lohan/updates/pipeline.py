@@ -9,8 +9,8 @@ from torch import Tensor
 
 from hf_lohan.model import Block, Chunk
 from hf_lohan.threads import WorkThread
-from hf_lohan.updates.arrival import ArrivedChunk
 from hf_lohan.updates.handover import Delivery, Handover
+from hf_lohan.updates.held import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.setup import GroupOf, UpdateSetup

@@ -11,10 +11,9 @@ from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece
 from hf_lohan.timeline import UPDATES_WAIT
-from hf_lohan.updates.arrival import ArrivedChunk
 from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater
 from hf_lohan.updates.handover import Handover
-from hf_lohan.updates.held import ChunkGradient, HeldGradients
+from hf_lohan.updates.held import ArrivedChunk, ChunkGradient, HeldGradients
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.setup import GroupOf, UpdateSetup
 

@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Literal
 
 from hf_lohan.model import Block
-from hf_lohan.updates.arrival import ArrivedChunk
 from hf_lohan.updates.handover import Handover
-from hf_lohan.updates.held import HeldGradients
+from hf_lohan.updates.held import ArrivedChunk, HeldGradients
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.queue import UpdateQueue

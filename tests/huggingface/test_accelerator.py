@@ -191,7 +191,7 @@ def test_the_scheduler_of_the_caller_drives_the_offloaded_optimizer(prepared: Ca
     assert isinstance(inner, OffloadAdamW)
     assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
     ours.run(max_norm=0.0, stop=3)
-    assert inner.group(0).lr == 2e-3 / 4
+    assert inner.param_groups[0]["lr"] == 2e-3 / 4
 
 
 def test_a_saved_model_is_an_ordinary_one(prepared: Callable[..., Prepared], tmp_path: Path) -> None:

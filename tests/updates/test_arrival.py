@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,9 +14,9 @@ from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.updates.arrival import ArrivedChunk, GradientArrivals
+from hf_lohan.updates.arrival import GradientArrivals
 from hf_lohan.updates.chunk_update import merge_segments
-from hf_lohan.updates.held import ChunkGradient
+from hf_lohan.updates.held import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.norms import GradientNorms
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -65,7 +68,13 @@ def test_other_hyperparameters_or_another_step_part_a_run() -> None:
 
 
 def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
-    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), GradientNorms(block.slices), handed_on.append)
+    pipeline: Any = SimpleNamespace(
+        norms=GradientNorms(block.slices),
+        holds_gradients=True,
+        speculates=False,
+        submit=lambda arrived, **_options: handed_on.append(arrived),
+    )
+    return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), pipeline)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
