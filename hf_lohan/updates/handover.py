@@ -56,10 +56,7 @@ class Delivery:
     def when_ended(self, ended: Ended) -> None:
         """Call ``ended`` once, when the copies of all of it are enqueued on the device's H2D lane, with None, or with
         what made that impossible: at once, or on the thread that updates, or on the one on which an update failed."""
-        for copied, buffer in self.copying:
-            copied.synchronize()
-            buffer.release()
-        self.copying.clear()
+        self._free_copied()
         with self._lock:
             if not self._has_ended:
                 self._ended = ended
@@ -73,6 +70,12 @@ class Delivery:
         error = errors.get()
         if error is not None:
             raise error
+
+    def _free_copied(self) -> None:
+        for copied, buffer in self.copying:
+            copied.synchronize()
+            buffer.release()
+        self.copying.clear()
 
     def end(self, error: BaseException | None) -> None:
         """For who delivers: no more will come."""

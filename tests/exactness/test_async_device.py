@@ -36,10 +36,9 @@ MODES: dict[str, dict[str, Any]] = {
 """Lent: with a slot more, updates in backward take the weights from the slot that backward is using."""
 BOUND_MEMORY = ("drain",)
 """Without these waits numbers are right, but nothing holds the forward back while activations leave the device."""
-SHOWN_APART = ("give_back", "_let_updates_read")
-"""In these runs a buffer is hardly ever used again in time. In tests/updates/test_blocks_in_update.py it is at once:
-`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`. And no first block is loaded again before its update:
-`test_updates_wait_for_weights_that_are_still_on_their_way` in tests/streaming/test_slot_ring.py."""
+SHOWN_APART = ("_free_copied",)
+"""In these runs a buffer is hardly ever used again in time. In tests/updates/test_handover.py it is at once:
+`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`."""
 Outcome = dict[str, Tensor]
 
 
