@@ -117,10 +117,9 @@ def _bytes_panel(findings: Findings, series: Sequence[Series], top: float, botto
         if held:
             _line(panel, steps, [value / unit_bytes for value in held], color)
             legend.append((label, color))
-            if limit:
-                panel.level(limit / unit_bytes, color)
-                legend[-1] = (f"{label} (dashed: allowed)", color)
-    panel.legend(legend)
+        if held and limit:
+            panel.level(limit / unit_bytes, color)
+    panel.legend([*legend, *([("dashed: allowed", "none")] if any(allowed) else [])])
     return panel
 
 
@@ -181,7 +180,7 @@ def _bars(
     row_height = 27.0
     longest = max(*(value for _, value, _, _ in bars), *(mark for mark, _ in marks), bars[0][1])
     bottom = 10 + row_height * _MAX_BARS
-    panel = Panel(160, 10, HALF_WIDTH - 10, bottom, x=(0.0, 1.35 * longest), y=(0.0, 1.0))
+    panel = Panel(190, 10, HALF_WIDTH - 10, bottom, x=(0.0, 1.5 * longest), y=(0.0, 1.0))
     panel.x_axis(axis_label, marks=marks)
     middles = panel.rows([label for label, _, _, _ in bars], row_height)
     for (_, value, words, color), middle in zip(bars, middles, strict=True):

@@ -7,7 +7,7 @@ One engine each, on a store of its own, with equal weights and batches, in turns
 a turn's first step is not timed). `in_turn` runs each micro-batch's forward and backward through all blocks; `vertical`
 runs all micro-batches through a block before the next one (`OffloadEngine.run_micro_batches`). Afterwards weights and
 moments are compared. Without clipping they must be equal to the bit; with it, the norm of a parameter larger than a
-chunk is exact to about an ulp in turn, and to the bit vertical.
+chunk is added up chunk by chunk in turn, which differs from torch's own sum, and is torch's to the bit vertical.
 """
 
 from __future__ import annotations
