@@ -16,7 +16,6 @@ from hf_lohan.hardware.cpu_rates import checksum_bytes_per_s, optimizer_params_p
 from hf_lohan.hardware.machine import device_name
 from hf_lohan.hardware.rates import MatrixShape, elementwise_bytes_per_s, matmul_flops_per_s, measure_links
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
-from hf_lohan.optim import MomentDtype
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.threads import set_compute_threads
@@ -85,17 +84,33 @@ def measure_hardware(
             budget_s=0.35 * budget_s,
         )
         links = measure_links(device, copy_bytes=effort.copy_bytes, budget_s=0.1 * budget_s)
-        device_profile = _measure_device(device, matrix_shapes, dtype, effort)
-        cpu_profile = _measure_cpu(
+        flops_per_s = matmul_flops_per_s(
+            device, matrix_shapes, dtype, budget_s=0.3 * budget_s, max_bytes=effort.product_bytes
+        )
+        largest_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in matrix_shapes)
+        added_numel = min(largest_numel, effort.activation_bytes // dtype.itemsize)
+        memory_bytes_per_s = elementwise_bytes_per_s(device, added_numel, dtype, budget_s=0.05 * budget_s)
+        hashed_bytes_per_s = checksum_bytes_per_s(num_threads=config.cpu_threads, budget_s=0.03 * budget_s)
+        params_per_s = optimizer_params_per_s(
             device,
             dtype,
-            effort,
-            num_threads=config.cpu_threads,
+            numel=effort.update_numel,
+            budget_s=0.12 * budget_s,
             moment_dtype=config.optimizer_state_dtype,
         )
     return HardwareProfile(
-        device=replace(device_profile, memory_bytes=device_memory_bytes),
-        cpu=replace(cpu_profile, memory_bytes=host_memory_bytes),
+        device=DeviceProfile(
+            flops_per_s=_rounded(flops_per_s),
+            memory_bytes=device_memory_bytes,
+            memory_bytes_per_s=_rounded(memory_bytes_per_s),
+            shares_cpu=device.torch_device.type == "cpu",
+            name=device_name(device),
+        ),
+        cpu=CpuProfile(
+            memory_bytes=host_memory_bytes,
+            optimizer_params_per_s=_rounded(params_per_s),
+            checksum_bytes_per_s=_rounded(hashed_bytes_per_s),
+        ),
         h2d_bytes_per_s=_rounded(links.h2d_bytes_per_s),
         d2h_bytes_per_s=_rounded(links.d2h_bytes_per_s),
         duplex_bytes_per_s=_rounded(links.duplex_bytes_per_s),
@@ -111,42 +126,6 @@ def measure_hardware(
         ssd_together_read_bytes_per_s=_rounded(together.read_bytes_per_s),
         ssd_together_write_bytes_per_s=_rounded(together.write_bytes_per_s),
         ssd_mixed_bytes_per_s=_rounded(together.mixed_bytes_per_s),
-    )
-
-
-def _measure_device(
-    device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, effort: MeasuringEffort
-) -> DeviceProfile:
-    flops_per_s = matmul_flops_per_s(
-        device, shapes, dtype, budget_s=0.3 * effort.budget_s, max_bytes=effort.product_bytes
-    )
-    activation_numel = max(shape.num_rows * max(shape.inner, shape.num_columns) for shape in shapes)
-    memory_bytes_per_s = elementwise_bytes_per_s(
-        device,
-        min(activation_numel, effort.activation_bytes // dtype.itemsize),
-        dtype,
-        budget_s=0.05 * effort.budget_s,
-    )
-    return DeviceProfile(
-        flops_per_s=_rounded(flops_per_s),
-        memory_bytes=device.total_memory_bytes(),
-        memory_bytes_per_s=_rounded(memory_bytes_per_s),
-        shares_cpu=device.torch_device.type == "cpu",
-        name=device_name(device),
-    )
-
-
-def _measure_cpu(
-    device: Device, dtype: torch.dtype, effort: MeasuringEffort, *, num_threads: int, moment_dtype: MomentDtype
-) -> CpuProfile:
-    hashed_bytes_per_s = checksum_bytes_per_s(num_threads=num_threads, budget_s=0.03 * effort.budget_s)
-    params_per_s = optimizer_params_per_s(
-        device, dtype, numel=effort.update_numel, budget_s=0.12 * effort.budget_s, moment_dtype=moment_dtype
-    )
-    return CpuProfile(
-        memory_bytes=available_host_memory_bytes(),
-        optimizer_params_per_s=_rounded(params_per_s),
-        checksum_bytes_per_s=_rounded(hashed_bytes_per_s),
     )
 
 
