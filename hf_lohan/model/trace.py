@@ -46,6 +46,8 @@ class ModelTrace:
         first = next(iter(self.of_outer.values()), BlockTrace())
         self._operations = OperationTrace(first, fake_mode)
         self._alike: dict[Any, tuple[BlockTrace, Any]] = {}
+        self._for_all_layers: list[Tensor] = []
+        """Masks and positions: there until the backward is over."""
         self._last_output: list[Tensor] = []
         """Of the last layer that ran."""
         self._weights = weights
@@ -80,7 +82,6 @@ class ModelTrace:
                 self._alike[kind] = self._trace_layer(layer, forward, args, kwargs)
             self.of_layer[layer], output = self._alike[kind]
             self._last_output = list(tensors_in(output))
-            self._operations.live = LiveBytes()
             return output
 
         return traced
@@ -88,23 +89,29 @@ class ModelTrace:
     def _trace_layer(
         self, layer: nn.Module, forward: Callable[..., Any], args: Any, kwargs: Any
     ) -> tuple[BlockTrace, Any]:
+        self._for_all_layers += list(tensors_in((args, kwargs)))[1:]
         args, kwargs = tree_map_only(Tensor, self._to_fake, (args, kwargs))
         given = list(tensors_in((args, kwargs)))
         self._skip(given)
         trace = BlockTrace(input_bytes=given[0].nbytes if given else 0)
         outside, self._operations.target = self._operations.target, trace
-        self._operations.live = LiveBytes()
+        live, self._operations.live = self._operations.live, LiveBytes()
         try:
             with self._module_names(layer), self._fake_mode, self._operations:
                 output = forward(*args, **kwargs)
                 self._trace_backward(list(tensors_in(output)), [*given, *layer.parameters()])
+                trace.working_bytes += sum(tensor.untyped_storage().nbytes() for tensor in given[1:])
             return trace, tree_map_only(Tensor, _cut_off, output)
         finally:
-            self._operations.target = outside
+            self._operations.target, self._operations.live = outside, live
 
     def trace_loss(self, loss: Tensor) -> None:
         """The backward from the loss to the last layer's output: the head and what comes with it."""
         self._trace_backward([loss], [*self._last_output, *self._weights])
+        if self._operations.target.working_bytes:
+            # No layer counts it as its input.
+            input_bytes = sum(tensor.untyped_storage().nbytes() for tensor in self._last_output)
+            self._operations.target.working_bytes += input_bytes
 
     def _trace_backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
         """What a block holds at the most in its forward and its backward, with the gradients of all its weights: they

@@ -1,4 +1,4 @@
-"""A run's settings, figures and plan: `<folder>/lohan/{config,summary}.json`, and two lines on the console."""
+"""A run's settings, figures and plan: `<folder>/lohan/{config,summary,plan}.json`, and two lines on the console."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.step_lines import StepLines
-from hf_lohan.report import CONFIG_NAME, FOLDER, SUMMARY_NAME, make_folder
+from hf_lohan.report import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME, make_folder
 
 logger = logging.getLogger(__name__)
 
@@ -184,6 +184,10 @@ class RunRecord:
             **self._prediction(),
         }
         self._write(SUMMARY_NAME, {**self.figures(), **facts})
+        if self._plan is not None and self._plan.first is not None and self._plan.now is not None:
+            self._write(PLAN_NAME, self._plan.first.plan.to_mapping())
+            if self._plan.now is not self._plan.first:
+                self._write(CORRECTED_PLAN_NAME, self._plan.now.plan.to_mapping())
 
     def _prediction(self) -> dict[str, Any]:
         """What the planner said beside what was measured; None where nothing was planned."""

@@ -7,7 +7,9 @@ it, `charts` draws it with `svg`, and `page` puts it together in the frame of `p
 from hf_lohan.report.page import write_report
 from hf_lohan.report.run_data import (
     CONFIG_NAME,
+    CORRECTED_PLAN_NAME,
     FOLDER,
+    PLAN_NAME,
     PRIVATE_FOLDER,
     REPORT_NAME,
     STEPS_NAME,
@@ -22,7 +24,9 @@ from hf_lohan.report.run_data import (
 
 __all__ = [
     "CONFIG_NAME",
+    "CORRECTED_PLAN_NAME",
     "FOLDER",
+    "PLAN_NAME",
     "PRIVATE_FOLDER",
     "REPORT_NAME",
     "STEPS_NAME",
