@@ -44,7 +44,8 @@ class StepCommits:
         self._timeline = timeline
         self._when_written = when_written
         self._has_begun = False
-        self._each_step = True
+        self.each_step = True
+        """Whether each step is committed by itself."""
         self._describe: Describe | None = _nothing
         self.last_commit_s = 0.0
         self.num_commits = 0
@@ -54,14 +55,9 @@ class StepCommits:
         """Whether the store holds its last commit until the next one: it has two versions."""
         return self._store.num_homes > 1
 
-    @property
-    def each_step(self) -> bool:
-        """Whether each step is committed by itself."""
-        return self._each_step
-
     def leave_to_journal(self) -> None:
         """From now on whoever has a journal to go with each step calls `request`."""
-        self._each_step = False
+        self.each_step = False
 
     def describe_first(self, describe: Describe) -> None:
         """Have the first commit put the files beside the records that ``describe`` makes: it is called by the thread
@@ -74,12 +70,12 @@ class StepCommits:
         steps of the run before are there to go back to."""
         if not self._has_begun:
             self._has_begun = True
-            if self._each_step:
+            if self.each_step:
                 self.request(even_in_place=True)
 
     def end_step(self) -> None:
         """A step is over; its updates may still run."""
-        if self._each_step:
+        if self.each_step:
             self.request()
 
     def request(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:

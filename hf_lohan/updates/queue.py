@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from hf_lohan.device import Buffer
@@ -38,13 +38,9 @@ class UpdateQueue:
         self._pending: deque[tuple[ChunkUpdate, GroupOf, float]] = deque()
         self._writes: deque[tuple[Chunk, IoRequest]] = deque()
         self._pieces: set[ChunkPiece] = set()
-        self._chunks: set[Chunk] = set()
-        self._busy_s = 0.0
-
-    @property
-    def chunks(self) -> Set[Chunk]:
+        self.chunks: set[Chunk] = set()
         """What the step has updated some of."""
-        return self._chunks
+        self._busy_s = 0.0
 
     def update(
         self,
@@ -59,7 +55,7 @@ class UpdateQueue:
         """Apply a chunk's gradient, scaled. `loan`: of the block's weights as they were in backward; `is_guess`: it is
         held again, and nobody is handed the result; `may_borrow`: the step's backward is over, so the buffers of
         gradients that have been applied serve to read further ahead, and to wait in for the drive."""
-        self._chunks.add(gradient.chunk)
+        self.chunks.add(gradient.chunk)
         self._pieces.update(piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices)
         with self._timed():
             buffers = self._make_room(gradient, may_borrow)
@@ -111,7 +107,7 @@ class UpdateQueue:
     def forget(self) -> float:
         """The step's updates were undone. Returns how long they had taken."""
         self._pieces.clear()
-        self._chunks.clear()
+        self.chunks.clear()
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 

@@ -59,13 +59,9 @@ class StepTransaction:
         self._clip_coefficient = 1.0
         self._is_ending = False
         self._leaves_updates = False
-        self._last: StepResult | None = None
-        pipeline.speculate(clip_history.speculates)
-
-    @property
-    def last(self) -> StepResult | None:
+        self.last: StepResult | None = None
         """What became of the last step."""
-        return self._last
+        pipeline.speculate(clip_history.speculates)
 
     @property
     def is_half_applied(self) -> bool:
@@ -120,7 +116,7 @@ class StepTransaction:
         self._forget_weights(result.changed)
         self._clip_history.note_step(result.applied, clipped=result.clipped)
         self._pipeline.speculate(self._clip_history.speculates)
-        self._last = result
+        self.last = result
         self._is_ending = self._leaves_updates = False
         return result
 
@@ -169,18 +165,14 @@ class SkippedSteps:
     def __init__(self, max_in_a_row: int) -> None:
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
-        self._total = 0
-
-    @property
-    def total(self) -> int:
-        return self._total
+        self.total = 0
 
     def note(self, result: StepResult) -> None:
         """A step has ended. Raises NonFiniteGradientError if it was skipped and that was one too many."""
         if result.not_finite is None:
             self._in_a_row = 0
             return
-        self._total += 1
+        self.total += 1
         self._in_a_row += 1
         name, in_a_row = result.not_finite, self._in_a_row
         logger.warning("skipped a step: the gradient of %s is not finite (%d in a row)", name, in_a_row)

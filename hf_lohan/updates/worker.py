@@ -39,12 +39,8 @@ class UpdateWorker:
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, failed)
         self._guess = Guess(setup.group_of)
-        self._can_undo: bool | None = None
-
-    @property
-    def can_undo(self) -> bool | None:
+        self.can_undo: bool | None = None
         """Whether the updates of the step's backward can be undone; None before the first."""
-        return self._can_undo
 
     def work_off(self) -> bool:
         """Nothing to read ahead for: do not leave the last chunk lying. Says whether there was one."""
@@ -91,9 +87,9 @@ class UpdateWorker:
     def _begin_updates(self) -> bool:
         """Called before each update in backward. Returns whether the step can be undone: else other drafts would go
         with it, or there are none."""
-        if self._can_undo is None:
-            self._can_undo = self._store.num_homes > 1 and not self._store.has_drafts
-        return self._can_undo
+        if self.can_undo is None:
+            self.can_undo = self._store.num_homes > 1 and not self._store.has_drafts
+        return self.can_undo
 
     def measure_rest(self) -> None:
         """From here on the norms of all that has arrived are known."""
@@ -141,7 +137,7 @@ class UpdateWorker:
         """What is held, scaled, in forward order: the first blocks are needed first by the next forward. The step is
         over then."""
         for gradient in self._held.take_all():
-            if not self._are_held and self._can_undo is False:
+            if not self._are_held and self.can_undo is False:
                 gradient.refuse_not_finite()
             self._queue.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
         self._end_step()
@@ -149,7 +145,7 @@ class UpdateWorker:
     def abandon_step(self) -> None:
         """Forget all of the step, and undo its updates if the store can; `abandoned` tells what was done."""
         updated = {chunk.block for chunk in self._queue.chunks}
-        if updated and self._can_undo:
+        if updated and self.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
         touched, remains = self.abandoned
@@ -161,4 +157,4 @@ class UpdateWorker:
     def _end_step(self) -> None:
         self._queue.end_step()
         self._guess.end_step()
-        self._can_undo = None
+        self.can_undo = None

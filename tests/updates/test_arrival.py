@@ -145,6 +145,39 @@ def test_the_total_norm_is_that_of_torch_to_the_bit(dtype: torch.dtype) -> None:
     assert norms.total() == 0.0
 
 
+def test_norms_come_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each copy waits for the device."""
+    block, _ = block_of(64, 5000, 3)
+    norms, copied = GradientNorms(block.slices), list[int]()
+    for part in block.slices:
+        norms.set_first(part, torch.ones(part.numel))
+    to_host = Tensor.cpu
+
+    def cpu(tensor: Tensor) -> Tensor:
+        copied.append(tensor.numel())
+        return to_host(tensor)
+
+    monkeypatch.setattr(Tensor, "cpu", cpu)
+    assert norms.total() == norms.total()
+    assert norms.first_not_finite() is None
+    assert copied == [3]
+
+
+def test_a_sum_measured_in_pieces_is_nearer_to_the_norm_than_torch() -> None:
+    """On a CPU torch adds the squares up in float32, in eight lanes."""
+    num_chunks = 128
+    gradient = torch.randn(num_chunks * CHUNK_NUMEL, generator=torch.Generator().manual_seed(0))
+    block, _ = block_of(gradient.numel())
+    norms = GradientNorms(block.slices)
+    norms.set_first(block.slices[0], gradient)
+    stock = float(norms.total())
+    for chunk in block.cut(CHUNK_NUMEL):
+        norms.set_summed(chunk.pieces[0], gradient[chunk.start : chunk.stop])
+    exact = float(gradient.double().norm())
+    assert abs(float(norms.total()) - exact) <= abs(stock - exact)
+    assert float(norms.total()) == pytest.approx(exact, rel=1e-6)
+
+
 def test_a_sum_measured_in_pieces_replaces_the_first_norm() -> None:
     block, _ = block_of(2 * CHUNK_NUMEL)
     part = block.slices[0]
