@@ -15,7 +15,7 @@ from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
 from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles
-from hf_lohan.threads import WorkThread
+from hf_lohan.threads import FirstFailure, WorkThread
 from hf_lohan.timeline import COMPUTE_WAITS
 
 SPILL_BLOCK = "activations"
@@ -46,12 +46,7 @@ class ActivationSwapper:
         """Bytes that left the device, to RAM or SSD, since the start."""
         self.spilled_bytes = 0
         """Those of them that went on to the SSD."""
-        self._thread = WorkThread(
-            "lohan-activations",
-            idle=lambda: False,
-            failed=lambda error: None,
-            beside_kernels=device.shares_cores,
-        )
+        self._thread = WorkThread("lohan-activations", FirstFailure(), beside_kernels=device.shares_cores)
         self._thread.start()
 
     def take_ram(self, num_bytes: int) -> None:

@@ -8,13 +8,14 @@ from hf_lohan.threads.cpu_policies import (
     usable_cpus,
     use_all_cores,
 )
-from hf_lohan.threads.failures import raised_anew
+from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner, close_in_children, closing
 from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
 from hf_lohan.threads.work_thread import Command, WorkThread
 
 __all__ = [
     "Command",
+    "FirstFailure",
     "KernelThreads",
     "Owner",
     "TaskThreads",

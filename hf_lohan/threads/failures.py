@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 _Error = TypeVar("_Error", bound=BaseException)
+
+
+class FirstFailure:
+    """What went wrong first, of several threads of which none can go on without the others."""
+
+    def __init__(self, told: Callable[[BaseException], None] = lambda _error: None) -> None:
+        """`told` is told of it, on the thread that notes it."""
+        self.error: BaseException | None = None
+        self._told = told
+
+    def note(self, error: BaseException) -> None:
+        """From any thread."""
+        if self.error is None:
+            self.error = error
+            self._told(error)
 
 
 def raised_anew(error: _Error) -> _Error:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from hf_lohan.threads.cpu_policies import start_thread
-from hf_lohan.threads.failures import raised_anew
+from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner
 
 Command = Callable[[], object]
@@ -20,26 +20,20 @@ _LOOK_S = 1.0
 class WorkThread:
     """Runs commands one after the other. After a failure it runs none any more, and every `barrier` raises it."""
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        idle: Callable[[], bool],
-        failed: Callable[[BaseException], None],
-        beside_kernels: bool = False,
-    ) -> None:
-        """`idle` is called when no command waits, until it says that it has nothing left to do; `failed` is told the
-        first failure; `beside_kernels`: see `start_thread`."""
-        self.failure: BaseException | None = None
-        self._idle = idle
-        self._failed = failed
+    def __init__(self, name: str, failure: FirstFailure, *, beside_kernels: bool = False) -> None:
+        """`failure`: also that of others, after which the thread is not to go on; `beside_kernels`: see
+        `start_thread`."""
+        self._failure = failure
+        self._idle: Callable[[], bool] = lambda: False
         self._commands: queue.SimpleQueue[Command | threading.Event | None] = queue.SimpleQueue()
         self._name = name
         self._beside_kernels = beside_kernels
         self._thread: threading.Thread | None = None
         self._owner = Owner()
 
-    def start(self) -> None:
+    def start(self, idle: Callable[[], bool] = lambda: False) -> None:
+        """`idle` is called when no command waits, until it says that it has nothing left to do."""
+        self._idle = idle
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
     def put(self, command: Command) -> None:
@@ -53,8 +47,8 @@ class WorkThread:
         self._commands.put(reached)
         while not reached.wait(_LOOK_S):
             self._refuse_if_ended()
-        if self.failure is not None:
-            raise raised_anew(self.failure)
+        if self._failure.error is not None:
+            raise raised_anew(self._failure.error)
 
     def call(self, command: Callable[[], Result]) -> Result:
         """Run `command` after those before it, and return what it returns. Raises what failed."""
@@ -62,12 +56,6 @@ class WorkThread:
         self.put(lambda: results.append(command()))
         self.barrier()
         return results[0]
-
-    def fail(self, error: BaseException) -> None:
-        """Run no further command; from any thread."""
-        if self.failure is None:
-            self.failure = error
-            self._failed(error)
 
     def close(self) -> None:
         """Run what was put before, and end. In a forked child: do nothing."""
@@ -90,12 +78,12 @@ class WorkThread:
                 return
             if isinstance(command, threading.Event):
                 command.set()
-            elif self.failure is None:
+            elif self._failure.error is None:
                 self._try(command)
             del command  # what it holds need not wait for the next one to come
 
     def _next(self) -> Command | threading.Event | None:
-        while self._commands.empty() and self.failure is None:
+        while self._commands.empty() and self._failure.error is None:
             if not self._try(self._idle):
                 break
         return self._commands.get()
@@ -104,5 +92,5 @@ class WorkThread:
         try:
             return work()
         except BaseException as error:
-            self.fail(error)
+            self._failure.note(error)
             return None

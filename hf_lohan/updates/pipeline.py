@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_lohan.model import Block, Chunk
-from hf_lohan.threads import WorkThread
+from hf_lohan.threads import FirstFailure, WorkThread
 from hf_lohan.updates.handover import Delivery, Handover
 from hf_lohan.updates.held import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
@@ -34,18 +34,19 @@ class GradientPipeline:
         """Of the step in progress; whoever sends gradients measures them."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
         self._waits_for_updates = setup.schedule != "optimized"
-        self._arrival_pool = setup.gradients
         self._announced: set[Chunk] = set()
-        self._handover = Handover(setup.device)
-        self._thread = WorkThread(
-            "lohan-gradients",
-            idle=lambda: self._worker.work_off(),
-            failed=self._on_failure,
-            beside_kernels=setup.device.shares_cores,
-        )
+        self._handover = handover = Handover(setup.device)
+
+        def cannot_finish_step(error: BaseException) -> None:
+            """Whoever waits for a buffer or a block is told."""
+            setup.gradients.abort(error)
+            handover.abort(error)
+
+        self._failure = FirstFailure(cannot_finish_step)
+        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note)
+        self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
         self._guesses = GuessedBlocks(self._thread)
-        self._worker = UpdateWorker(setup, self.norms, self._handover, self._thread.fail)
-        self._thread.start()
+        self._thread.start(idle=self._worker.work_off)
 
     # In backward.
 
@@ -161,12 +162,7 @@ class GradientPipeline:
     @property
     def failure(self) -> BaseException | None:
         """What broke the pipeline."""
-        return self._thread.failure
+        return self._failure.error
 
     def close(self) -> None:
         self._thread.close()
-
-    def _on_failure(self, error: BaseException) -> None:
-        """The step cannot be finished: whoever waits for a buffer or a block is told."""
-        self._arrival_pool.abort(error)
-        self._handover.abort(error)

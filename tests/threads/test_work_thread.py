@@ -7,11 +7,11 @@ import threading
 
 import pytest
 
-from hf_lohan.threads import WorkThread
+from hf_lohan.threads import FirstFailure, WorkThread
 
 
 def started() -> WorkThread:
-    thread = WorkThread("test", idle=lambda: False, failed=lambda error: None)
+    thread = WorkThread("test", FirstFailure())
     thread.start()
     return thread
 
