@@ -103,7 +103,7 @@ class Contender:
 
         return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
 
-    def _only_turn_over(self, journal: Journal) -> None:
+    def _only_turn_over(self, *what: object) -> None:
         """What is left of a commit without durability: the next step writes to the other home."""
         versions = self.engine.tiers.store.versions
         versions.commit(*versions.draft())
