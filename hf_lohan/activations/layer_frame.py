@@ -7,13 +7,11 @@ from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from hf_lohan.activations.operations import is_mutable, is_random, written_tensors
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
+from hf_lohan.compat.torch_private import StorageWeakRef, TorchDispatchMode, tree_map, version_of
 from hf_lohan.device import Device
 from hf_lohan.model import anchor_name
 from hf_lohan.planner import INPUT, LayerPlacements, Placement
@@ -24,7 +22,7 @@ class KeptTensor:
 
     def __init__(self, tensor: Tensor) -> None:
         self._tensor = alias_of(tensor)
-        self._version = tensor._version
+        self._version = version_of(tensor)
 
     @property
     def storage(self) -> StorageWeakRef:
@@ -34,10 +32,10 @@ class KeptTensor:
     def detach_from_writes(self) -> None:
         """Somebody is about to write to it: keep what it was."""
         self._tensor = self._tensor.clone()
-        self._version = self._tensor._version
+        self._version = version_of(self._tensor)
 
     def get(self) -> Tensor:
-        if self._tensor._version != self._version:
+        if version_of(self._tensor) != self._version:
             raise RuntimeError(
                 "the output of a matrix product or attention was changed in place outside its layer, so its "
                 "layer's backward would be wrong; set activations: recompute"

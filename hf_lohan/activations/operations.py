@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from hf_lohan.compat.torch_private import OpOverload, schema_of, tree_leaves
 
 
 @cache
 def is_mutable(operation: Any) -> bool:
     """Whether it writes to some of its arguments."""
-    schema = getattr(operation, "_schema", None)
-    return bool(schema is not None and schema.is_mutable)
+    return isinstance(operation, OpOverload) and bool(schema_of(operation).is_mutable)
 
 
 @cache
@@ -26,7 +26,7 @@ def is_random(operation: Any) -> bool:
 
 def written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The arguments that a mutable operation writes to."""
-    for position, argument in enumerate(operation._schema.arguments):
+    for position, argument in enumerate(schema_of(operation).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = kwargs.get(argument.name, args[position] if position < len(args) else None)
             yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

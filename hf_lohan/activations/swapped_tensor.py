@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
+from hf_lohan.compat.torch_private import StorageWeakRef, aliases_count_versions, version_of
 from hf_lohan.device import Event
 from hf_lohan.files import IoRequest
 
@@ -39,7 +39,7 @@ def alias_of(tensor: Tensor) -> Tensor:
 
     Below autograd, where dispatch modes run, `detach` alone gives the alias a version counter of its own.
     """
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+    with aliases_count_versions():
         return tensor.detach()
 
 
@@ -126,7 +126,7 @@ class SwappedTensor:
     def check_unchanged(self) -> None:
         """Raise RuntimeError if somebody wrote to the tensor who did not wait: nobody knows what was stored. Call it on
         the compute thread, where no operation is in the middle of writing."""
-        if not self.may_change and self.witness._version != self.version:
+        if not self.may_change and version_of(self.witness) != self.version:
             raise RuntimeError(
                 "a layer's input, or the output of a matrix product or attention, was changed in place outside its "
                 "layer while it was swapped out, so its layer's backward could be wrong; set activations: recompute"

@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
+from hf_lohan.compat.torch_private import version_of
 from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
 from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles
@@ -91,7 +92,7 @@ class ActivationSwapper:
             source=alias_of(tensor),
             storage=storage_of(tensor),
             witness=witness_of(tensor),
-            version=tensor._version,
+            version=version_of(tensor),
             free=free,
             later=self._thread.put,
         )

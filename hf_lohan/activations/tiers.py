@@ -9,12 +9,12 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, bytes_of
+from hf_lohan.compat.torch_private import tree_leaves
 from hf_lohan.device import Device
 from hf_lohan.planner import ActivationPlacements, Placement
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from hf_lohan.compat.torch_private import tree_leaves
 from hf_lohan.planner import INPUT
 
 

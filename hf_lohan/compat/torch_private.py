@@ -2,10 +2,50 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import Variable
+from torch.autograd.graph import Node
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
+
+__all__ = [
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "StorageWeakRef",
+    "TorchDispatchMode",
+    "aliases_count_versions",
+    "call_behind_backward",
+    "cpu_has_bfloat16_units",
+    "fused_adamw_",
+    "mark_optimizer_stepped",
+    "operation_name",
+    "own_parameters",
+    "put_parameter",
+    "schema_of",
+    "sequence_number",
+    "storage_id",
+    "tree_flatten",
+    "tree_leaves",
+    "tree_map",
+    "tree_map_only",
+    "version_of",
+    "without_hooks",
+    "without_modes",
+    "without_torch_function",
+]
+
+fused_adamw_: Callable[..., None] = torch._fused_adamw_
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
@@ -19,6 +59,89 @@ def cpu_has_bfloat16_units() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+# Tensors.
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to, its aliases included."""
+    return int(tensor._version)
+
+
+def storage_id(tensor: Tensor) -> int:
+    """Names its storage, also one without memory, for as long as that lives."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def aliases_count_versions() -> AbstractContextManager[object]:
+    """Within, `detach` gives an alias that shares the version counter also below autograd, where dispatch modes run."""
+    guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
+        torch._C.DispatchKey.ADInplaceOrView, False
+    )
+    return guard
+
+
+# Operations, and what looks at them.
+
+
+def operation_name(operation: OpOverload) -> str:
+    """Without namespace and overload."""
+    return str(operation._opname)
+
+
+def schema_of(operation: OpOverload) -> Any:
+    """Its arguments, and whether it writes to one."""
+    return operation._schema
+
+
 def without_torch_function() -> AbstractContextManager[object]:
     """Within, subclasses of Tensor are plain tensors to torch's functions."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+@contextmanager
+def without_modes() -> Iterator[None]:
+    """Within, no mode that is on sees what torch does."""
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        yield
+
+
+# Autograd.
+
+
+def call_behind_backward(callback: Callable[[], None]) -> None:
+    """In a backward: call this when all of it is done. FSDP and DDP do the same."""
+    Variable._execution_engine.queue_callback(callback)
+
+
+def sequence_number(node: Node) -> int:
+    """Backward runs what was recorded later, and has the larger number, first."""
+    return int(node._sequence_nr())
+
+
+# Modules.
+
+
+def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """A module's own by their names, tied ones each time."""
+    return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
+
+
+def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Set one that is there, without anybody's looking."""
+    module._parameters[name] = parameter
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Within, calling the model or a module of it calls none of its forward hooks so far."""
+    before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}
+    for module in before:
+        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
+    try:
+        yield
+    finally:
+        for module, (after, ahead) in before.items():
+            # What a model hooks into itself at its first forward (to record its routers, say) stays.
+            after.update(module._forward_hooks)
+            ahead.update(module._forward_pre_hooks)
+            module._forward_hooks, module._forward_pre_hooks = after, ahead

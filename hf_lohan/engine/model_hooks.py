@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from hf_lohan.activations import ActivationTiers
+from hf_lohan.compat.torch_private import call_behind_backward
 from hf_lohan.device import Device, PoolAborted
 from hf_lohan.engine.compute_spans import ComputeSpans
 from hf_lohan.engine.step_clock import StepClock
@@ -111,9 +111,8 @@ class ModelHooks:
                 )
                 self._handles.append(handle)
         for buffer_owner in model.modules():
-            for name, buffer in buffer_owner._buffers.items():
-                if buffer is not None:
-                    buffer_owner._buffers[name] = buffer.to(device.torch_device)
+            for name, buffer in list(buffer_owner.named_buffers(recurse=False, remove_duplicate=False)):
+                setattr(buffer_owner, name, buffer.to(device.torch_device))
         self._handles.append(model.register_forward_pre_hook(self._on_model_forward, with_kwargs=True))
         self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
         layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
@@ -248,8 +247,7 @@ class ModelHooks:
                 self._begin_backward()
             self._has_begun_backward = False
             self._clock.begin()
-            # Private, but what FSDP and DDP use: runs when the whole backward is done.
-            Variable._execution_engine.queue_callback(self._end_backward)
+            call_behind_backward(self._end_backward)
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._enter_backward()

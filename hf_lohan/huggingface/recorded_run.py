@@ -10,7 +10,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
 from hf_lohan.record import RunRecord
 
-_TRACKERS = (
+TRACKERS = (
     *("azure_ml", "clearml", "comet_ml", "dagshub", "mlflow"),
     *("neptune", "swanlab", "tensorboard", "trackio", "wandb"),
 )
@@ -47,7 +47,7 @@ class RecordedRun(TrainerCallback):
 def tell_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
     """Give figures to TensorBoard, W&B and so on, as `lohan/...`. The console and the log history stay as they are."""
     logs = {f"lohan/{name}": value for name, value in figures.items()}
-    trackers = tuple(INTEGRATION_TO_CALLBACK[name] for name in _TRACKERS if name in INTEGRATION_TO_CALLBACK)
+    trackers = tuple(INTEGRATION_TO_CALLBACK[name] for name in TRACKERS if name in INTEGRATION_TO_CALLBACK)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, trackers):
             callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs, model=trainer.model)

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hf_lohan.compat.torch_private import sequence_number
+
 
 @dataclass
 class _Gate:
@@ -71,7 +73,7 @@ class MicroBatchHeads:
 def _leaves_behind(gate: _Gate, loss: Tensor, is_leaf: Callable[[Tensor], bool]) -> list[Tensor] | None:
     """The leaves that the loss depends on otherwise than through the gate; None if the gate is not all that leads from
     it into the layers."""
-    number = gate.node._sequence_nr()
+    number = sequence_number(gate.node)
     leaves: list[Tensor] = []
     waiting = [loss.grad_fn]
     seen: set[Node | None] = {gate.node, None}
@@ -82,7 +84,7 @@ def _leaves_behind(gate: _Gate, loss: Tensor, is_leaf: Callable[[Tensor], bool])
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is None:
-            if node._sequence_nr() < number:
+            if sequence_number(node) < number:
                 return None
             waiting += [before for before, _ in node.next_functions]
         elif is_leaf(leaf):

@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.compat.torch_private import own_parameters, put_parameter
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import SlotRing
 
@@ -32,9 +33,8 @@ class MicroBatchLeaves:
         self._on_gradient = on_gradient
         self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None:
-                    self._places[parameter].append((module, name))
+            for name, parameter in own_parameters(module):
+                self._places[parameter].append((module, name))
         self._leaves: dict[tuple[int, ParamSlice], nn.Parameter] = {}
         self._in_use: dict[int, Counter[Block]] = defaultdict(Counter)
         self._all: set[nn.Parameter] = set()
@@ -85,7 +85,7 @@ class MicroBatchLeaves:
         """The forwards are over, or broke off: the modules have their parameters back."""
         for parameter, places in self._places.items():
             for module, name in places:
-                module._parameters[name] = parameter
+                put_parameter(module, name, parameter)
         self._leaves.clear()
         self._all.clear()
         self._in_use.clear()
@@ -105,7 +105,7 @@ class MicroBatchLeaves:
 
     def _put(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         for module, name in self._places[part.parameter]:
-            module._parameters[name] = parameter
+            put_parameter(module, name, parameter)
 
     def _leaf_of(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
         leaf = nn.Parameter(part.parameter.data)

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 
 import torch
 
+from hf_lohan.compat.torch_private import sequence_number, without_modes
+
 _VIEWS_AT_ONCE = 256
 
 
@@ -38,13 +40,13 @@ class SequenceNumbers:
     def _number(self) -> int:
         node = self._source.view(1).grad_fn
         assert node is not None
-        return node._sequence_nr()
+        return sequence_number(node)
 
 
 @contextlib.contextmanager
 def _recording() -> Iterator[None]:
     """Autograd records, and no mode of a forward that is under way sees it."""
-    with torch.enable_grad(), torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+    with torch.enable_grad(), without_modes():
         yield
 
 

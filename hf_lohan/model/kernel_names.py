@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import TypeAlias
 
-from torch._ops import HigherOrderOperator, OpOverload
+from hf_lohan.compat.torch_private import HigherOrderOperator, OpOverload, operation_name
 
 Operation: TypeAlias = OpOverload | HigherOrderOperator
 
@@ -25,7 +25,7 @@ def anchor_name(operation: Operation) -> str | None:
     """
     if isinstance(operation, HigherOrderOperator):
         return operation.name() if operation.name() in _FLEX_ATTENTION else None
-    name = operation._opname
+    name = operation_name(operation)
     if name.startswith(_ATTENTION_KERNELS):
         return None if name.endswith("_backward") else f"{operation.namespace}.{_ATTENTION}"
     return f"{operation.namespace}.{name}" if name in _PRODUCTS else None

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from hf_lohan.compat.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    operation_name,
+    schema_of,
+    storage_id,
+    tree_leaves,
+)
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.planner.model_profile import OperationProfile
@@ -60,7 +66,7 @@ def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
     """The matrices that `func` multiplies; None for other operations. Tokens are taken to spread evenly over groups."""
-    at = _FACTORS_AT.get(func._opname) if isinstance(func, OpOverload) and func.namespace == "aten" else None
+    at = _FACTORS_AT.get(operation_name(func)) if isinstance(func, OpOverload) and func.namespace == "aten" else None
     if at is None:
         return None
     a, b = args[at], args[at + 1]
@@ -109,7 +115,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 def storage_key(tensor: Tensor) -> int:
     """Equal for tensors that share memory, as long as one of them lives."""
-    return int(tensor.untyped_storage()._cdata)
+    return storage_id(tensor)
 
 
 def _held_bytes(tensor: Tensor) -> int:
@@ -122,7 +128,7 @@ def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
     read = list(tensors_in((args, kwargs)))
     written = list(tensors_in(output))
     known = {storage_key(tensor) for tensor in read}
-    is_mutable = isinstance(func, OpOverload) and func._schema.is_mutable
+    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
     if read and not is_mutable and all(storage_key(tensor) in known for tensor in written):
         return 0
     return sum(_held_bytes(tensor) for tensor in (*read, *written))

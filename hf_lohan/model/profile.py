@@ -10,11 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_lohan.compat.torch_private import FakeTensorMode
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.operations import BlockTrace
 from hf_lohan.model.trace import ModelTrace

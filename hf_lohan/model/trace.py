@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._pytree import tree_flatten, tree_map_only
 
+from hf_lohan.compat.torch_private import FakeTensor, FakeTensorMode, StorageWeakRef, tree_flatten, tree_map_only
 from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, storage_key, tensors_in
 
 logger = logging.getLogger(__name__)

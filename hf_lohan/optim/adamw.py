@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lohan.compat.torch_private import fused_adamw_
 from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
 from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
 from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
@@ -66,7 +67,7 @@ def adamw_(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
     for segment in segments:
         part = slice(segment.start, segment.stop)
         # What `torch.optim.adamw.adamw(fused=True)` comes down to; that takes longer to get here than a tile to update.
-        torch._fused_adamw_(
+        fused_adamw_(
             [master[part]],
             [gradient[part]],
             [exp_avg[part]],

@@ -6,14 +6,13 @@ import contextlib
 import logging
 import statistics
 import time
-from collections import OrderedDict
 from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from hf_lohan.compat.torch_private import without_torch_function
+from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
@@ -193,22 +192,12 @@ def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> Hardwar
 @contextlib.contextmanager
 def hooks_taken_off(model: nn.Module) -> Iterator[None]:
     """The model as it is without its hooks and without recomputation, for a look at its forward."""
-    before = {
-        module: (module._forward_hooks, module._forward_pre_hooks, getattr(module, "gradient_checkpointing", None))
-        for module in model.modules()
-    }
-    for module, (_, _, recomputes) in before.items():
-        module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
-        if recomputes is not None:
-            module.gradient_checkpointing = False  # type: ignore[assignment]
+    recomputing = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
+    for module in recomputing:
+        module.gradient_checkpointing = False  # type: ignore[assignment]
     try:
-        with without_torch_function():  # weights that are not there have a shape
+        with without_hooks(model), without_torch_function():  # weights that are not there have a shape
             yield
     finally:
-        for module, (after, ahead, recomputes) in before.items():
-            # What a model hooks into itself at its first forward (to record its routers, say) stays.
-            after.update(module._forward_hooks)
-            ahead.update(module._forward_pre_hooks)
-            module._forward_hooks, module._forward_pre_hooks = after, ahead
-            if recomputes is not None:
-                module.gradient_checkpointing = recomputes
+        for module in recomputing:
+            module.gradient_checkpointing = True  # type: ignore[assignment]

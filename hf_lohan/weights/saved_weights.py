@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_lohan.compat.torch_private import version_of
 from hf_lohan.model import Block
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
@@ -36,13 +37,13 @@ class WatchedTensor:
 
     @classmethod
     def of(cls, tensor: Tensor) -> WatchedTensor:
-        return cls(tensor.detach(), tensor._version)
+        return cls(tensor.detach(), version_of(tensor))
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
+        if version_of(self.tensor) != self.version:
             raise RuntimeError(
                 "a tensor that backward needs was changed in place after the forward had used it: it is at version "
-                f"{self.tensor._version}, expected {self.version}; clone it before it is written to"
+                f"{version_of(self.tensor)}, expected {self.version}; clone it before it is written to"
             )
         return self.tensor
 

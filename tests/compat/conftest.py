@@ -1,0 +1,5 @@
+"""Global state is forgotten after each test."""
+
+from offloaded_models import forget_global_state
+
+__all__ = ["forget_global_state"]

@@ -1,0 +1,152 @@
+"""Canaries: what of torch's private API must be as it is. A failure here names what an upgrade moved."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_lohan.compat import torch_private as private
+
+
+def test_the_fused_adamw_kernel_takes_what_optim_gives_it() -> None:
+    names = [argument.name for argument in private.schema_of(torch.ops.aten._fused_adamw_.default).arguments]
+    states = ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
+    settings = ["lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize"]
+    expected = ["self", "grads", *states, *settings]
+    assert names[: len(expected)] == expected, "torch._fused_adamw_ has other arguments"
+    flat = [torch.ones(8) for _ in range(4)]
+    weights, gradients, exp_avg, exp_avg_sq = flat
+    private.fused_adamw_(
+        [weights], [gradients], [exp_avg], [exp_avg_sq], [], [torch.tensor(1.0)],
+        lr=0.1, beta1=0.9, beta2=0.99, weight_decay=0.0, eps=1e-8, amsgrad=False, maximize=False,
+    )  # fmt: skip
+    assert not torch.equal(weights, torch.ones(8)), "torch._fused_adamw_ does not write its weights in place"
+
+
+def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
+    optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+    private.mark_optimizer_stepped(optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        scheduler.step()  # else schedulers ask something else than optimizer._opt_called
+
+
+def test_whether_a_cpu_has_bfloat16_units_can_be_asked() -> None:
+    assert private.cpu_has_bfloat16_units() in (True, False), "torch.ops.mkldnn._is_mkldnn_bf16_supported moved"
+
+
+def test_tensor_versions_count_writes() -> None:
+    tensor = torch.zeros(2)
+    before = private.version_of(tensor)
+    tensor.view(2).add_(1)
+    assert private.version_of(tensor) == before + 1, "Tensor._version does not count writes through aliases"
+
+
+def test_storages_have_numbers() -> None:
+    tensor = torch.zeros(4)
+    assert private.storage_id(tensor) == private.storage_id(tensor[1:]), "aliases have storages of their own"
+    assert private.storage_id(tensor) != private.storage_id(tensor.clone()), "UntypedStorage._cdata is not unique"
+    assert private.StorageWeakRef(tensor.untyped_storage()) == private.StorageWeakRef(tensor[1:].untyped_storage())
+
+
+def test_below_autograd_an_alias_can_share_the_version_counter() -> None:
+    aliases: list[Tensor] = []
+
+    class Look(private.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if func is torch.ops.aten.mul.Tensor:
+                with private.aliases_count_versions():
+                    aliases.append(args[0].detach())
+            return func(*args, **(kwargs or {}))
+
+    tensor = torch.zeros(2)
+    with Look():
+        torch.mul(tensor, 2.0)
+    tensor.add_(1)
+    assert private.version_of(aliases[0]) == private.version_of(tensor), "_SetExcludeDispatchKeyGuard does nothing"
+
+
+def test_operations_tell_their_name_and_schema() -> None:
+    operation = torch.ops.aten.add_.Tensor
+    assert isinstance(operation, private.OpOverload)
+    assert private.operation_name(operation) == "add_", "OpOverload._opname moved"
+    assert private.schema_of(operation).is_mutable, "OpOverload._schema says nothing of writes"
+    assert [a.name for a in private.schema_of(operation).arguments][:2] == ["self", "other"]
+
+
+def test_fake_tensors_have_shapes_alone() -> None:
+    with private.FakeTensorMode() as mode:
+        fake = mode.from_tensor(torch.zeros(3, 4))
+    assert isinstance(fake @ fake.t(), private.FakeTensor), "FakeTensorMode computes something"
+
+
+def test_no_subclass_and_no_mode_sees_what_is_done_without_them() -> None:
+    class Loud(Tensor):
+        @classmethod
+        def __torch_function__(cls, *_args: object, **_kwargs: object) -> object:
+            raise AssertionError
+
+    class Mode(private.TorchDispatchMode):
+        def __torch_dispatch__(self, *_args: object, **_kwargs: object) -> object:
+            raise AssertionError
+
+    tensor = torch.zeros(2)
+    with private.without_torch_function():
+        assert tensor.as_subclass(Loud).sum() == 0, "torch._C.DisableTorchFunctionSubclass does not"
+    with Mode(), private.without_modes():
+        tensor.sum()  # else torch._C._DisableTorchDispatch does not
+
+
+def test_a_callback_comes_behind_all_of_a_backward() -> None:
+    seen: list[str] = []
+    weight = nn.Parameter(torch.ones(2))
+    output = weight * 2
+    output.register_hook(lambda _: private.call_behind_backward(lambda: seen.append("end")))
+    weight.register_post_accumulate_grad_hook(lambda _: seen.append("gradient"))
+    output.sum().backward()
+    assert seen == ["gradient", "end"], "Variable._execution_engine.queue_callback runs at another time"
+
+
+def test_nodes_are_numbered_as_they_are_recorded() -> None:
+    first = torch.ones(1, requires_grad=True) * 2
+    second = first * 2
+    assert first.grad_fn is not None and second.grad_fn is not None
+    assert private.sequence_number(first.grad_fn) < private.sequence_number(second.grad_fn), "Node._sequence_nr moved"
+
+
+def test_a_modules_parameters_can_be_changed() -> None:
+    module, other = nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2, 2))
+    assert private.own_parameters(module) == [("weight", module.weight)], "Module._parameters moved"
+    private.put_parameter(module, "weight", other)
+    assert module.weight is other and list(module.parameters()) == [other]
+
+
+def test_hooks_can_be_taken_off_and_come_back() -> None:
+    module = nn.Linear(2, 2)
+    called: list[str] = []
+    module.register_forward_pre_hook(lambda *_: called.append("pre"))
+    module.register_forward_hook(lambda *_: called.append("post"))
+    with private.without_hooks(module):
+        module(torch.zeros(2))
+    assert not called, "Module._forward_hooks or ._forward_pre_hooks moved"
+    module(torch.zeros(2))
+    assert called == ["pre", "post"]
+
+
+@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.ones(3))])
+def test_a_parameter_can_be_of_another_class_for_a_while(value: nn.Parameter) -> None:
+    """`weights.absent_parameter` relies on it."""
+
+    class Other(nn.Parameter):
+        pass
+
+    value.__class__ = Other
+    assert isinstance(value, Other) and value.grad is None
+    value.__class__ = nn.Parameter  # type: ignore[assignment]
+    checkpoint(lambda x: x * value, torch.ones(3), use_reentrant=False).sum().backward()
+    assert value.grad is not None, "Tensor.__class__ cannot be set and set back"

@@ -1,0 +1,179 @@
+"""Canaries: what of transformers' private API must be as it is. A failure here names what an upgrade moved."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import Trainer, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+
+from hf_lohan.compat import transformers_private as private
+from hf_lohan.huggingface import OffloadTrainerMixin
+from hf_lohan.huggingface.attachment import enable_checkpointing
+from hf_lohan.huggingface.recorded_run import TRACKERS
+from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
+
+OVERRIDDEN = {
+    "_get_output_dir": "def _save_checkpoint",
+    "_load_best_model": "def ",
+    "_load_from_checkpoint": "def ",
+    "_load_optimizer_and_scheduler": "def ",
+    "_maybe_log_save_evaluate": "def _run_epoch",
+    "_move_model_to_device": "def __init__",
+    "_prepare_for_training": "def ",
+    "_push_from_checkpoint": "def _save_checkpoint",
+    "_run_epoch": "def ",
+    "_save_checkpoint": "def _maybe_log_save_evaluate",
+    "_save_optimizer_and_scheduler": "def _save_checkpoint",
+    "_save_rng_state": "def _save_checkpoint",
+    "_save_scaler": "def ",
+    "create_accelerator_and_postprocess": "def __init__",
+    "create_optimizer": "def ",
+    "evaluation_loop": "def ",
+    "training_step": "def _run_epoch",
+}
+"""Methods of Trainer that the mixins override or call, and where upstream calls them ("def ": anywhere)."""
+
+
+@pytest.mark.parametrize(("name", "caller"), OVERRIDDEN.items())
+def test_trainer_still_calls_what_is_overridden(name: str, caller: str) -> None:
+    assert hasattr(Trainer, name), f"Trainer.{name} is gone: what the mixins put in its place is never called"
+    where: Any = Trainer if caller == "def " else getattr(Trainer, caller.removeprefix("def "))
+    assert f"self.{name}(" in inspect.getsource(where), f"Trainer.{name} is not called where it was ({caller})"
+
+
+@pytest.mark.parametrize("name", [name for name in OVERRIDDEN if hasattr(OffloadTrainerMixin, name)])
+def test_overriding_methods_take_what_upstreams_take(name: str) -> None:
+    ours, stock = (list(inspect.signature(getattr(owner, name)).parameters) for owner in (OffloadTrainerMixin, Trainer))
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in
+                   inspect.signature(getattr(OffloadTrainerMixin, name)).parameters.values())  # fmt: skip
+    named = [parameter for parameter in ours if parameter not in ("args", "kwargs")]
+    assert stock[: len(named)] == named, f"Trainer.{name} takes {stock} now"
+    assert variadic or "kwargs" in ours or ours == stock, f"Trainer.{name} takes {stock} now"
+
+
+def a_trainer(folder: Path) -> Trainer:
+    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    args = TrainingArguments(
+        str(folder), use_cpu=True, max_steps=2, report_to=[], save_strategy="no", disable_tqdm=True
+    )
+    return Trainer(tiny_model("llama"), args, train_dataset=rows)
+
+
+def test_what_trainer_adds_up_between_logs_can_be_told_and_restored(tmp_path: Path) -> None:
+    trainer = a_trainer(tmp_path)
+    trainer.train()
+    sums = private.log_sums(trainer)
+    assert set(sums) == set(private.LOG_SUMS), "resumed runs would log other losses: Trainer adds up under other names"
+    trainer._total_loss_scalar = 0.0
+    private.restore_log_sums(trainer, {**sums, "_tr_loss": 2.0, "_globalstep_last_logged": 1.0})
+    assert (float(trainer._tr_loss), trainer._globalstep_last_logged, trainer._total_loss_scalar) == (2.0, 1, -2.0)
+    assert isinstance(trainer._globalstep_last_logged, int), "Trainer counts steps in another type"
+
+
+def test_a_trainer_without_these_sums_is_an_error_not_a_run_with_other_logs() -> None:
+    with pytest.raises(AttributeError):
+        private.log_sums(object())  # type: ignore[arg-type]
+
+
+def test_the_number_of_gpus_can_be_limited(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True)
+    assert args.n_gpu == 0
+    args._n_gpu = 4
+    private.use_one_gpu(args)
+    assert args.n_gpu == 1, "TrainingArguments._n_gpu is not what n_gpu says"
+
+
+def test_layers_are_run_by_whom_we_say() -> None:
+    model: Any = tiny_model("llama").train()
+    ran: list[Any] = []
+
+    def run_layer(function: Any, *args: Any, **kwargs: Any) -> Any:
+        ran.append(function)
+        return function(*args, **kwargs)
+
+    private.run_layers_by(model, run_layer)
+    enable_checkpointing(model)
+    model(**tiny_batch())
+    assert len(ran) == model.config.num_hidden_layers, (
+        "PreTrainedModel._set_gradient_checkpointing or a layer's _gradient_checkpointing_func moved: activations go "
+        "where transformers puts them, not where the plan says"
+    )
+
+
+def test_reentrant_checkpointing_is_seen() -> None:
+    model: Any = tiny_model("llama").train()
+    enable = getattr(model, "activation_checkpointing_enable", None)
+    if enable is None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    else:
+        enable(activation_checkpointing_kwargs={"use_reentrant": True})
+    assert any(private.is_reentrant(module) for module in model.modules()), "_gradient_checkpointing_func moved"
+
+
+def test_models_are_built_from_configs() -> None:
+    for model_class in (transformers.AutoModelForCausalLM, transformers.LlamaForCausalLM):
+        model = private.build_from_config(model_class, tiny_config("llama"), torch.float32)
+        assert isinstance(model, transformers.LlamaForCausalLM), "PreTrainedModel._from_config moved"
+
+
+def test_loaded_parameters_are_marked(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path)
+    seen: list[bool] = []
+    from torch.nn.modules.module import register_module_parameter_registration_hook
+
+    hook = register_module_parameter_registration_hook(
+        lambda _module, _name, parameter: seen.append(parameter is not None and private.is_loaded(parameter))
+    )
+    try:
+        with private.one_tensor_at_a_time():
+            assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"
+            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    finally:
+        hook.remove()
+    assert any(seen), "parameters are registered without _is_hf_initialized: a streamed load would take none"
+    parameter = nn.Parameter(torch.zeros(1))
+    private.mark_loaded(parameter)
+    assert private.is_loaded(parameter)
+
+
+def test_loading_can_be_told_not_to_read_ahead() -> None:
+    sources = "".join(
+        Path(path).read_text()
+        for path in map(inspect.getsourcefile, (transformers.core_model_loading, transformers.modeling_utils))
+        if path is not None
+    )
+    assert "HF_DEACTIVATE_ASYNC_LOAD" in sources, "a streamed load would have the whole checkpoint in RAM"
+
+
+def test_experts_can_be_asked_whether_they_group() -> None:
+    assert private.groups_experts(tiny_model("qwen3_moe")), "_can_set_experts_implementation moved"
+
+
+def test_save_pretrained_asks_a_mapping_for_weights(tmp_path: Path) -> None:
+    model: Any = tiny_model("llama")
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
+    with private.saved_from(model, weights):
+        model.save_pretrained(tmp_path, state_dict=on_meta)
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, weights[name]), "save_pretrained does not ask _hf_hook.weights_map for weights"
+
+
+def test_layers_are_known_by_their_base_class() -> None:
+    model: Any = tiny_model("llama")
+    names = {base.__name__ for base in type(model.model.layers[0]).__mro__}
+    assert "GradientCheckpointingLayer" in names, "model.discovery finds layers by this base class"
+    assert "LlamaDecoderLayer" in set(model.model._no_split_modules or model._no_split_modules)
+
+
+def test_trackers_are_found_by_their_names() -> None:
+    assert INTEGRATION_TO_CALLBACK.keys() >= set(TRACKERS) - {"trackio"}, "trackers would not get lohan/ figures"
