@@ -12,6 +12,10 @@ from pathlib import Path
 
 import pytest
 
+# What the user's shell has set is for the user's runs. `LOHAN_TEST_...` is ours.
+_OTHERS = ("ACCELERATE_", "DATASETS_", "HF_", "KMP_", "MKL_", "OMP_", "TRANSFORMERS_")
+for _name in [name for name in os.environ if name.startswith(_OTHERS)]:
+    del os.environ[_name]
 # Read by the libraries when they are first imported, so set before any test module is.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -21,6 +25,7 @@ os.environ["OMP_WAIT_POLICY"] = "passive"
 # What runs measure of this busy machine is no profile to keep; the processes of one test run share it.
 os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"))
 os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
+os.environ["HF_HOME"] = os.path.join(os.environ["LOHAN_TEST_CACHE"], "huggingface")  # nobody's accelerate config either
 
 sys.path.insert(0, str(Path(__file__).parent / "shared"))  # what tests of several rooms use
 pytest.register_assert_rewrite("engines")

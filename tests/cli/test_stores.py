@@ -63,6 +63,25 @@ def test_a_good_store(run: Path) -> None:
         assert code == 0 and "every checksum is right" in output, output
 
 
+@pytest.mark.parametrize("inside", [".", "lohan", "_lohan", "_lohan/store"])
+def test_any_folder_of_a_run_will_do(inside: str, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(run / inside)
+    for folder in (run / inside, Path()):
+        assert lohan("verify", folder)[0] == 0
+        code, output = lohan("report", folder, "--output", tmp_path / "page.html")
+        assert code == 0, output
+    assert lohan("export", ".", tmp_path / "out") == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
+
+
+@pytest.mark.parametrize("command", ["export", "report", "verify"])
+def test_a_folder_above_a_run_is_told_where_it_is(command: str, run: Path, tmp_path: Path) -> None:
+    deeper = tmp_path / "runs" / "of" / "today"
+    deeper.parent.mkdir(parents=True)
+    run.rename(deeper)
+    code, output = lohan(command, tmp_path, *([tmp_path / "out"] if command == "export" else []))
+    assert code == 2 and output.endswith(f"there is one in '{deeper}'"), output
+
+
 def test_what_a_killed_run_had_swapped_is_no_part_of_the_store(run: Path, tmp_path: Path) -> None:
     for name in ("activations.bin", "gradients.bin"):
         (run / STORE / name).write_bytes(b"\xff" * 8192)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,17 @@ def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("data") / "train.txt"
     path.write_text("\n".join(SENTENCES))
     return path
+
+
+@pytest.fixture(autouse=True)
+def own_logging() -> Iterator[None]:
+    """A script sets levels as if the process were its own; the tests behind it read warnings."""
+    loggers = [logging.getLogger(name) for name in (None, "datasets", "hf_lohan", "transformers")]
+    before = [(logger, logger.level, list(logger.handlers)) for logger in loggers]
+    yield
+    for logger, level, handlers in before:
+        logger.setLevel(level)
+        logger.handlers[:] = handlers
 
 
 @pytest.fixture(autouse=True)

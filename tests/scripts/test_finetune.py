@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import math
 import os
 import subprocess
@@ -172,3 +173,12 @@ def test_families_say_which_models_they_are_for() -> None:
     for module, name in (("finetune_llama", "LLAMA"), ("finetune_opt", "OPT")):
         family = getattr(importlib.import_module(module), name)
         assert isinstance(family, Family) and module.endswith(family.model_types[0])
+
+
+@pytest.mark.parametrize("part", ["sets the level", "finds it as it was"])
+def test_a_scripts_log_level_stays_with_it(part: str) -> None:
+    logger = logging.getLogger("hf_lohan")
+    assert logger.level == logging.NOTSET
+    if part == "sets the level":
+        logger.setLevel(logging.ERROR)
+        logging.basicConfig(force=True)
