@@ -15,6 +15,7 @@ from accelerate.state import GradientState
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
 from hf_lohan.compat.transformers_private import is_reentrant, run_layers_by
@@ -23,7 +24,6 @@ from hf_lohan.device import Device, device_for
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
-from hf_lohan.huggingface.model_description import describe_model
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import check_one_dtype, discover_blocks
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out

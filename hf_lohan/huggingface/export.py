@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
-from safetensors.torch import load
+import transformers
+from safetensors.torch import load, load_file
 
+from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.model_description import BUFFERS_NAME, build_described, described_tokenizer
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import stored_form
 from hf_lohan.optim import MomentDtype
@@ -69,7 +71,7 @@ def _export_store(store: Store, out: Path) -> None:
             "that trains it"
         )
     folder = Path(store.model_folder)
-    model: Any = build_described(folder)
+    model: Any = _build_described(folder)
     working_dtype = getattr(torch, next(record.dtype for record in store.records if record.kind == "param"))
     form = stored_form(model, working_dtype, _moment_dtype(store))
     if form.identity.fingerprint != store.model.fingerprint:
@@ -86,6 +88,65 @@ def _export_store(store: Store, out: Path) -> None:
     base.config.dtype = working_dtype
     stored_model = StoredModel(model, lambda: access, _MAX_SHARD_BYTES)
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
-    tokenizer = described_tokenizer(folder)
+    tokenizer = _described_tokenizer(folder)
     if tokenizer is not None:
         tokenizer.save_pretrained(out)
+
+
+def _build_described(folder: Path) -> Any:
+    """The model on meta, with its frozen weights marked and its buffers filled in.
+
+    Raises ValueError if the folder has no description, or one of a class that transformers does not have.
+    """
+    facts = _read_facts(folder)
+    model_class: Any = getattr(transformers, facts["model_class"], None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{folder} is of the class {facts['model_class']!r}, which transformers {transformers.__version__} does "
+            "not have; load the model with its own code and resume from a checkpoint instead"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+        for adapter in facts["adapters"]:
+            model = _with_adapter(model, folder / adapter, adapter)
+    trainable = set(facts["trainable"])
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+    model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
+    base = model.get_base_model() if facts["adapters"] else model
+    if (folder / "generation_config.json").is_file():
+        base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _described_tokenizer(folder: Path) -> Any | None:
+    """The tokenizer that the run used, None if it told of none."""
+    if not (folder / "tokenizer_config.json").is_file():
+        return None
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    file = folder / FACTS_NAME
+    if not file.is_file():
+        raise ValueError(f"{file} is missing, so the store cannot be exported without the code that trains it")
+    facts: dict[str, Any] = json.loads(file.read_text())
+    if facts["format_version"] != FORMAT_VERSION:
+        raise ValueError(
+            f"{file} has format {facts['format_version']}, this version reads {FORMAT_VERSION}; update hf_lohan"
+        )
+    outside = [name for name in facts["adapters"] if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{file} names an adapter outside its folder: {outside[0]!r}")
+    return facts
+
+
+def _with_adapter(model: Any, folder: Path, name: str) -> Any:
+    from peft import PeftConfig, PeftModel, get_peft_model  # where it is installed
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+        return model
+    return get_peft_model(model, config, adapter_name=name)

@@ -17,12 +17,12 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded, one_tensor_at_a_time
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
-from hf_lohan.huggingface.model_description import copy_buffers
 from hf_lohan.planning import OffloadLayout, lay_out
 from hf_lohan.planning.resolved_config import resolved_here
 

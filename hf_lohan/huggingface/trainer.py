@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_lohan.checkpoint.model_description import describe_model, load_buffers, save_buffers
 from hf_lohan.checkpoint.optimizer_states import load_master_residuals, load_optimizer_states, save_optimizer_states
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.checkpoint.whole_folder import remove_unfinished
@@ -26,8 +28,6 @@ from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
-from hf_lohan.huggingface.micro_batches import MicroBatchesTogether, holds_gradients
-from hf_lohan.huggingface.model_description import describe_model, load_buffers, save_buffers
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
@@ -38,7 +38,13 @@ from hf_lohan.report import STORE_FOLDER
 logger = logging.getLogger(__name__)
 
 
-class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
+def _holds_gradients(args: TrainingArguments, config: OffloadConfig) -> bool:
+    """Whether gradients must wait for `step()`: their norm decides about clipping, or later backwards add to them."""
+    has_later_backwards = args.gradient_accumulation_steps > 1 and not config.vertical_micro_batches
+    return args.max_grad_norm > 0 or has_later_backwards
+
+
+class OffloadTrainerMixin(WholeCheckpoints):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -57,6 +63,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         self._journal: StepJournal | None = None
         self._termination = Termination()
         self._resume_point = ResumePoint()
+        self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
             keep_from_others()
@@ -81,7 +88,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
             torch_device=args.device,
             bf16=args.bf16,
             default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-            hold_gradients=holds_gradients(args, self._offload_config),
+            hold_gradients=_holds_gradients(args, self._offload_config),
         )
 
     # The engine: attached late, after everything that patches or wraps the model has had its turn.
@@ -105,7 +112,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
                 torch_device=args.device,
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
-                hold_gradients=holds_gradients(args, self._offload_config),
+                hold_gradients=_holds_gradients(args, self._offload_config),
             )
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
@@ -172,6 +179,7 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
+        self._waiting_micro_batches = ()  # of a run that broke off
         engine = self._ensure_engine()
         if engine is not None:
             self._keep_journal(engine, resume_from_checkpoint)
@@ -234,12 +242,23 @@ class OffloadTrainerMixin(WholeCheckpoints, MicroBatchesTogether):
         return optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        if self._record is None:
+        """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:
+        it returns the loss of all, the others zero. Each runs upstream's `training_step`, whose backward is put off."""
+        record = self._record
+        if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
-        self._record.count_tokens(inputs)
-        loss = super().training_step(model, inputs, *args, **kwargs)
-        if self.accelerator.sync_gradients or not self._record.engine.config.vertical_micro_batches:
-            self._record.announce()
+        record.count_tokens(inputs)
+        run: Callable[[], Tensor] = functools.partial(super().training_step, model, inputs, *args, **kwargs)
+        if record.engine.config.vertical_micro_batches:
+            waiting = (*self._waiting_micro_batches, run)
+            if not self.accelerator.sync_gradients:
+                self._waiting_micro_batches = waiting
+                return torch.zeros((), device=self.args.device)
+            self._waiting_micro_batches = ()
+            loss = run() if len(waiting) == 1 else torch.stack(record.engine.run_micro_batches(waiting)).sum()
+        else:
+            loss = run()
+        record.announce()
         return loss
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 Knows no Hugging Face: `huggingface` tells a `RunRecord` what happens, `report` reads what it wrote.
 """
 
-from hf_lohan.record.loop_record import LoopRecord
-from hf_lohan.record.run_record import RunRecord
+from hf_lohan.record.run_record import LoopRecord, RunRecord
 
 __all__ = ["LoopRecord", "RunRecord"]

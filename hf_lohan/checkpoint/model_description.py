@@ -6,13 +6,11 @@ import contextlib
 import copy
 import errno
 import json
-import logging
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -20,11 +18,10 @@ from torch import Tensor, nn
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import write_failure
 
-logger = logging.getLogger(__name__)
-
-_FACTS_NAME = "lohan_model.json"
+FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
-_FORMAT_VERSION = 1
+FORMAT_VERSION = 1
+"""Of that file."""
 _CONFIGS_BYTES = 64 << 10
 """About what the configs of a model take."""
 
@@ -77,12 +74,12 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
         model.peft_config[adapter].save_pretrained(folder / adapter)
     save_file(buffers, folder / BUFFERS_NAME)
     facts = {
-        "format_version": _FORMAT_VERSION,
+        "format_version": FORMAT_VERSION,
         "model_class": type(base).__name__,
         "adapters": adapters,
         "trainable": [part.name for part in engine.parameter_slices if part.trainable],
     }
-    (folder / _FACTS_NAME).write_text(json.dumps(facts, indent=1))
+    (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))
 
 
 @contextlib.contextmanager
@@ -94,69 +91,6 @@ def _written(folder: Path, needed_bytes: int) -> Iterator[None]:
         raise write_failure(str(folder), needed_bytes, error) from error
     except SafetensorError as error:  # how its writer tells of a full disk
         raise write_failure(str(folder), needed_bytes, OSError(errno.ENOSPC, str(error))) from error
-
-
-def build_described(folder: Path) -> Any:
-    """The model on meta, with its frozen weights marked and its buffers filled in.
-
-    Raises ValueError if the folder has no description, or one of a class that transformers does not have.
-    """
-    import transformers
-
-    facts = _read_facts(folder)
-    model_class: Any = getattr(transformers, facts["model_class"], None)
-    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
-        raise ValueError(
-            f"{folder} is of the class {facts['model_class']!r}, which transformers {transformers.__version__} does "
-            "not have; load the model with its own code and resume from a checkpoint instead"
-        )
-    config = transformers.AutoConfig.from_pretrained(folder)
-    with torch.device("meta"):
-        model = model_class(config)
-        for adapter in facts["adapters"]:
-            model = _with_adapter(model, folder / adapter, adapter)
-    trainable = set(facts["trainable"])
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name in trainable)
-    model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
-    base = model.get_base_model() if facts["adapters"] else model
-    if (folder / "generation_config.json").is_file():
-        base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
-    return model
-
-
-def described_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer that the run used, None if it told of none."""
-    import transformers
-
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def _read_facts(folder: Path) -> dict[str, Any]:
-    file = folder / _FACTS_NAME
-    if not file.is_file():
-        raise ValueError(f"{file} is missing, so the store cannot be exported without the code that trains it")
-    facts: dict[str, Any] = json.loads(file.read_text())
-    if facts["format_version"] != _FORMAT_VERSION:
-        raise ValueError(
-            f"{file} has format {facts['format_version']}, this version reads {_FORMAT_VERSION}; update hf_lohan"
-        )
-    outside = [name for name in facts["adapters"] if Path(name).name != name]
-    if outside:
-        raise ValueError(f"{file} names an adapter outside its folder: {outside[0]!r}")
-    return facts
-
-
-def _with_adapter(model: Any, folder: Path, name: str) -> Any:
-    from peft import PeftConfig, PeftModel, get_peft_model
-
-    config = PeftConfig.from_pretrained(str(folder))
-    if isinstance(model, PeftModel):
-        model.add_adapter(name, config)
-        return model
-    return get_peft_model(model, config, adapter_name=name)
 
 
 def _persistent_buffers(model: nn.Module) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""What each step took, moved and held, one JSON line a step: `<output_dir>/lohan/steps.jsonl`."""
+"""What each step took, moved and held, a JSON line a step, and all tasks as Chrome's trace JSON."""
 
 from __future__ import annotations
 
@@ -8,22 +8,36 @@ import logging
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planning.run_plan import RunPlan
-from hf_lohan.record.trace_file import StepMark, write_trace
 from hf_lohan.report import STEPS_NAME, TRACE_NAME, make_folder, open_text
-from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals
+from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals, Timeline, trace_events
 
 logger = logging.getLogger(__name__)
 
 _WAITS = (COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 _LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 """What Trainer logs about a step, once the step is over."""
+
+
+_STEPS_ROW = 1_000_000
+"""The thread number of the row with the steps; those of the lanes count from 1."""
+_PID = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _StepMark:
+    """One step, between the ends of two. Times are `time.perf_counter`'s."""
+
+    step: int
+    began_s: float
+    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +68,7 @@ class StepLines:
         self._before: dict[str, Any] | None = None
         self._counts = self._count()
         self._ended_s = self._began_s = 0.0
-        self._marks: list[StepMark] = []
+        self._marks: list[_StepMark] = []
         self._trace: Path | None = None
 
     def begin(self, folder: Path, step: int) -> None:
@@ -75,7 +89,7 @@ class StepLines:
         self._engine.device.note_reached()
         self._counts, self._ended_s = self._count(), time.perf_counter()
         if self._engine.timeline.is_tracing:
-            self._marks.append(StepMark(step, began_s, self._ended_s))
+            self._marks.append(_StepMark(step, began_s, self._ended_s))
         self._line = {
             "step": step,
             "ended_unix_s": round(time.time(), 3),
@@ -121,7 +135,7 @@ class StepLines:
         if self._trace is not None:
             with contextlib.suppress(RuntimeError):  # of a device that has failed: what ended the run is what counts
                 self._engine.device.note_reached()
-            write_trace(self._trace, self._engine.timeline, self._marks)
+            _write_trace(self._trace, self._engine.timeline, self._marks)
             self._trace = None
 
     def _count(self) -> _Counts:
@@ -218,3 +232,49 @@ def _number(value: Any) -> float | None:
     """JSON knows neither NaN nor infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
+
+
+# The trace.
+
+
+def _write_trace(path: Path, timeline: Timeline, steps: Iterable[_StepMark]) -> None:
+    """Write all tasks so far, an event a line, with the steps in a row of their own on top. The file is there when it
+    is whole; where that cannot be, a warning says so: the training itself is fine."""
+    marks = (_event(mark, timeline.began_s) for mark in steps)
+    events = chain(_row_of_steps(), marks, trace_events(timeline.tasks, began_s=timeline.began_s))
+    fresh = path.with_name(f"{path.name}.new")
+    try:
+        make_folder(path.parent)
+        with open_text(fresh, "w") as stream:
+            stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+            for number, event in enumerate(events):
+                stream.write((",\n" if number else "") + json.dumps(event))
+            stream.write("\n]}\n")
+        os.replace(fresh, path)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # half of it is of no use, and the store may need the room
+            fresh.unlink(missing_ok=True)
+        logger.warning("the trace is not written to %s: %s", path, error)
+        return
+    logger.info("wrote %d tasks to %s; open it in https://ui.perfetto.dev", len(timeline.tasks), path)
+
+
+def _row_of_steps() -> list[dict[str, Any]]:
+    row = {"ph": "M", "pid": _PID, "tid": _STEPS_ROW}
+    return [
+        {**row, "name": "thread_name", "args": {"name": "steps"}},
+        {**row, "name": "thread_sort_index", "args": {"sort_index": -1}},
+    ]
+
+
+def _event(mark: _StepMark, began_s: float) -> dict[str, Any]:
+    return {
+        "ph": "X",
+        "pid": _PID,
+        "tid": _STEPS_ROW,
+        "name": f"step {mark.step}",
+        "cat": "step",
+        "ts": (mark.began_s - began_s) * 1e6,
+        "dur": (mark.ended_s - mark.began_s) * 1e6,
+        "args": {"step": mark.step},
+    }
