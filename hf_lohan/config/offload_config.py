@@ -173,12 +173,6 @@ class OffloadConfig:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
         return settings
 
-    def describe(self) -> str:
-        """The settings as a table, one line each, sizes in human units; for printing once as a run starts."""
-        width = max(map(len, SETTINGS))
-        rows = (f"  {name:<{width}}  {text}" for name, text in setting_rows(self.to_dict()))
-        return "\n".join(["offload config", *rows])
-
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 

@@ -14,44 +14,35 @@ _ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 def check_arguments(args: TrainingArguments) -> None:
     """Raises ValueError for `TrainingArguments` that cannot be honoured under offload."""
-    if args.fp16:
-        raise ValueError("fp16=True needs loss scaling, which offload does not do; use bf16=True or float32")
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name):
-            raise ValueError(f"{name}=True casts the whole model, whose weights are in the store; leave it off")
     optim = getattr(args.optim, "value", args.optim)
-    if optim not in _ADAMW:
-        raise ValueError(f"optim={optim!r} is not supported under offload; use one of {', '.join(_ADAMW)}")
-    if args.optim_args:
-        raise ValueError(f"optim_args={args.optim_args!r} is not supported under offload; use adam_beta1 and so on")
-    kwargs = _checkpointing_kwargs(args)
-    if kwargs.get("use_reentrant"):
-        raise ValueError(
-            "use_reentrant=True cannot be offloaded (a gradient would arrive twice); set use_reentrant=False"
-        )
-    if kwargs.get("offload"):
-        raise ValueError("activation checkpointing with offload=True is not supported under offload; leave it off")
-    if args.deepspeed or args.fsdp:
-        raise ValueError("offload cannot be combined with DeepSpeed or FSDP; choose one of them")
-    if args.world_size > 1:
-        raise ValueError(f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1")
-    if args.use_liger_kernel:
-        raise ValueError("use_liger_kernel=True reads weights behind the modules' backs; leave it off under offload")
-    if getattr(args, "enable_jit_checkpoint", False):
-        raise ValueError(
-            "enable_jit_checkpoint=True is not needed under offload, which commits every step and ends on SIGTERM when "
-            "the step in progress is committed; leave it off"
-        )
-    if args.torch_compile:
-        raise ValueError("torch_compile=True cannot follow streamed weights; leave it off under offload")
-
-
-def _checkpointing_kwargs(args: Any) -> dict[str, Any]:
-    for name in ("activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"):
-        kwargs = getattr(args, name, None)
-        if kwargs:
-            return dict(kwargs)
-    return {}
+    checkpointing = getattr(args, "activation_checkpointing_kwargs", None)
+    checkpointing = checkpointing or getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    refused = {
+        "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
+        "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
+        "bf16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.bf16_full_eval,
+        f"optim={optim!r} is not supported under offload; use one of {', '.join(_ADAMW)}": optim not in _ADAMW,
+        f"optim_args={args.optim_args!r} is not supported under offload; use adam_beta1 and so on": args.optim_args,
+        "use_reentrant=True cannot be offloaded (a gradient would arrive twice); set use_reentrant=False": (
+            checkpointing.get("use_reentrant")
+        ),
+        "activation checkpointing with offload=True is not supported under offload; leave it off": (
+            checkpointing.get("offload")
+        ),
+        "offload cannot be combined with DeepSpeed or FSDP; choose one of them": args.deepspeed or args.fsdp,
+        f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1": (
+            args.world_size > 1
+        ),
+        "use_liger_kernel=True reads weights behind the modules' backs; leave it off under offload": (
+            args.use_liger_kernel
+        ),
+        "enable_jit_checkpoint=True is not needed under offload, which commits every step and ends on SIGTERM when "
+        "the step in progress is committed; leave it off": getattr(args, "enable_jit_checkpoint", False),
+        "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
+    }
+    for sentence, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(sentence)
 
 
 def check_model(model: Any) -> None:

@@ -266,9 +266,6 @@ class OffloadTrainerMixin(WholeCheckpoints):
         if self._record is not None and "loss" in logs:
             tell_trackers(self, self._record.figures())
 
-    def _writes_whole_checkpoints(self) -> bool:
-        return self._offload_config is not None
-
     # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:

@@ -10,6 +10,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.config import OffloadConfig
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -25,20 +26,18 @@ class WholeCheckpoints(_TrainerBase):
     done once more or afterwards.
     """
 
+    _offload_config: OffloadConfig | None
+    """None: everything is as upstream has it."""
     _unfinished_run_dir: str | None = None
     _push_is_due = False
     last_whole_checkpoint: str | None = None
     """The last one that was written."""
 
-    def _writes_whole_checkpoints(self) -> bool:
-        """Whether to do so; if not, everything is as upstream has it."""
-        return True
-
     def _get_output_dir(self, trial: Any) -> str:
         return self._unfinished_run_dir or super()._get_output_dir(trial)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if not self._writes_whole_checkpoints():
+        if self._offload_config is None:
             super()._save_checkpoint(model, trial)
             return
         run_dir = self._get_output_dir(trial)

@@ -28,6 +28,9 @@ from hf_lohan.report import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME,
 
 logger = logging.getLogger(__name__)
 
+_NUM_STEPS_TO_PLAN = 2
+"""Who has no plan then gets none."""
+
 
 class RunRecord:
     """Times steps and counts tokens, as whoever drives the steps tells of them.
@@ -81,25 +84,25 @@ class RunRecord:
         self._num_tokens += ids.numel() if ids is not None else 0
 
     def announce(self) -> None:
-        """The first forward is over, so there is a plan: say once what this run does."""
-        if self._is_announced:
+        """A micro-batch was run: say once what this run does, as soon as there is a plan, or there will be none."""
+        planned = self._plan.plan.prediction if self._plan is not None and self._plan.plan is not None else None
+        if self._is_announced or (planned is None and len(self._step_s) < _NUM_STEPS_TO_PLAN):
             return
         self._is_announced = True
         layout, tiers, config = self.engine.layout, self.engine.tiers, self.engine.config
         assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
-        planned = self._plan.plan.prediction if self._plan is not None and self._plan.plan is not None else None
         step = f"a step should take {planned.step_s:.3g} s, bound by {planned.bottleneck}" if planned else "not planned"
         self._say(
-            f"hf_lohan: {layout.num_parameters / 1e6:,.1f} million parameters of {layout.identity.model_class} stream "
-            f"from {' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
-            f"{format_bytes(config.cpu_memory)} of RAM and {format_bytes(config.gpu_memory)} of "
-            f"{self.engine.device.torch_device.type} memory; {step}"
+            f"hf_lohan: the {layout.num_parameters:,} parameters of {layout.identity.model_class} stream from "
+            f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
+            f"{format_bytes(config.cpu_memory)} of RAM and {format_bytes(config.gpu_memory)} on the "
+            f"{self.engine.device.torch_device.type}; {step}"
         )
 
     def end_step(self, step: int) -> None:
-        self.announce()
         self._step_s.append(time.perf_counter() - self._began_s)
         self._step_tokens.append(self._num_tokens)
+        self.announce()
         if self._plan is not None and self._plan.plan is not self._written_plan:
             try:
                 self._write_summary(is_finished=False)

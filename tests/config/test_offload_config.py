@@ -208,16 +208,6 @@ def test_a_config_does_not_change() -> None:
         OffloadConfig().io_threads = 4  # type: ignore[misc]
 
 
-def test_describe_is_a_table_in_human_units() -> None:
-    config = OffloadConfig.load(ssd=["/a", {"path": "/b", "capacity": "2TiB"}]).resolve(**MACHINE)
-    lines = config.describe().splitlines()
-    assert lines[0] == "offload config" and len(lines) == 1 + len(config.to_dict()) + 1  # the second path has its own
-    assert "  gpu_memory              19.2 GiB" in lines
-    assert "  ssd                     /a (free space)" in lines
-    assert "                          /b (at most 2 TiB)" in lines
-    assert "  io_piece_bytes          8 MiB" in lines
-
-
 def test_the_page_about_settings_names_each_with_its_default() -> None:
     page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
     for name, default in OffloadConfig().to_dict().items():
