@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 Offload = Callable[..., OffloadEngine]
@@ -25,7 +26,7 @@ NAME = "model.layers.0.mlp.up_proj.weight"
 def model(offload: Offload) -> Any:
     """Between a backward and its step."""
     model = tiny_model("llama")
-    offload(model)
+    OffloadAdamW(model.parameters(), engine=offload(model))
     model(**tiny_batch()).loss.backward()
     return model
 
@@ -105,7 +106,7 @@ def test_a_gradient_that_went_is_neither_read_nor_written(call: Callable[[Any], 
 
 def test_there_is_no_gradient_before_a_backward_and_after_zero_grad(offload: Offload) -> None:
     model = tiny_model("llama")
-    offload(model)
+    OffloadAdamW(model.parameters(), engine=offload(model))
     assert weight_of(model).grad is None
     model(**tiny_batch()).loss.backward()
     model.zero_grad()
