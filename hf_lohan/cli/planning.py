@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import typer
 from rich.console import Console
@@ -19,12 +20,7 @@ _LABEL_WIDTH = 10
 def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
     """Plan and print. Raises ValueError for bad values, and BudgetError, naming the smallest change that would help,
     if nothing fits; `as_json` prints what is known also then."""
-    planned = _planned(request, as_json=as_json)
-    if as_json:
-        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
-    planned.plan.check()
-    if not as_json:
-        print_plan(planned, Console())
+    planned = _planned(request, print_plan, as_json=as_json)
     if plot is not None:
         from hf_lohan.cli.plan_plot import plot_plan
 
@@ -33,21 +29,22 @@ def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
 
 def run_estimate(request: PlanRequest, *, as_json: bool) -> None:
     """Print in a few lines whether it fits, how long a step is and what it needs. Raises as `run_plan`."""
-    planned = _planned(request, as_json=as_json)
-    if as_json:
-        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
-    planned.plan.check()
-    if not as_json:
-        _print_estimate(planned, Console())
+    _planned(request, _print_estimate, as_json=as_json)
 
 
-def _planned(request: PlanRequest, *, as_json: bool) -> PlannedRun:
+def _planned(request: PlanRequest, show: Callable[[PlannedRun, Console], None], *, as_json: bool) -> PlannedRun:
     try:
-        return plan_run(request)
+        planned = plan_run(request)
     except BudgetError as error:
         if as_json:
             typer.echo(json.dumps({"fits": False, "refusal": str(error)}, indent=2))
         raise
+    if as_json:
+        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
+    planned.plan.check()
+    if not as_json:
+        show(planned, Console())
+    return planned
 
 
 def _print_estimate(planned: PlannedRun, console: Console) -> None:

@@ -10,6 +10,7 @@ from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, check_one_dtyp
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import BlockToProfile, TracedModel, profile_model, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
+from hf_lohan.model.trace import signature_of
 
 __all__ = [
     "Block",
@@ -30,6 +31,7 @@ __all__ = [
     "profile_model",
     "ranges",
     "round_up",
+    "signature_of",
     "stored_form",
     "trace_model",
 ]

@@ -75,7 +75,7 @@ class ModelTrace:
         forward = layer.forward
 
         def traced(*args: Any, **kwargs: Any) -> Any:
-            kind = (_signature(layer), _signature_of_inputs(args, kwargs))
+            kind = (signature_of(layer), _signature_of_inputs(args, kwargs))
             if kind not in self._alike:
                 self._alike[kind] = self._trace_layer(layer, forward, args, kwargs)
             self.of_layer[layer], output = self._alike[kind]
@@ -186,7 +186,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
             module.forward = own
 
 
-def _signature(layer: nn.Module) -> tuple[Any, ...]:
+def signature_of(layer: nn.Module) -> tuple[Any, ...]:
     """Equal for layers that do the same to the same inputs."""
     modules = tuple(
         (name, type(module).__qualname__, tuple(sorted(_scalars_of(module)))) for name, module in layer.named_modules()

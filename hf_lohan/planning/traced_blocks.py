@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lohan.model import BlockToProfile, ModelBlocks, TracedModel, discover_blocks, trace_model
+from hf_lohan.model import BlockToProfile, ModelBlocks, TracedModel, discover_blocks, signature_of, trace_model
+
+_MOST_TRACED = 64
+_traced: dict[Any, TracedModel] = {}
+"""What models of this process were seen to do. A resumed or repeated run has the model of the first."""
+_NO_SETTINGS = frozenset({"_name_or_path", "_commit_hash", "dtype", "transformers_version"})
+"""What a model's config says of where it comes from."""
 
 
 def trace_blocks(
@@ -22,15 +28,22 @@ def trace_blocks(
 
     Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
     """
-    _check_positions(model, sequence_length)
-    return trace_model(
-        model,
-        _blocks_to_profile(discover_blocks(model)),
-        batch_size=batch_size,
-        sequence_length=sequence_length,
-        device=device,
-        fused_attention=fused_attention,
-    )
+    said = vars(model.config) if hasattr(model, "config") else {}
+    settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
+    key = (signature_of(model), repr(settings), batch_size, sequence_length, str(device), fused_attention)
+    if key not in _traced:
+        _check_positions(model, sequence_length)
+        if len(_traced) >= _MOST_TRACED:
+            del _traced[next(iter(_traced))]
+        _traced[key] = trace_model(
+            model,
+            _blocks_to_profile(discover_blocks(model)),
+            batch_size=batch_size,
+            sequence_length=sequence_length,
+            device=device,
+            fused_attention=fused_attention,
+        )
+    return _traced[key]
 
 
 def _blocks_to_profile(found: ModelBlocks) -> list[BlockToProfile]:
