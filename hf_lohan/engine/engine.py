@@ -73,6 +73,7 @@ class OffloadEngine:
                 slices=sorted(self._block_of, key=lambda part: place[part.parameter]),
                 master=layout.master,
                 group_of=self._groups.group_of,
+                has_groups=self._groups.has_any,
                 step_counts=self.step_counts,
                 schedule=config.schedule,
                 holds_gradients=layout.holds_gradients,

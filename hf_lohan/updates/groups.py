@@ -42,6 +42,10 @@ class ParamGroups:
                 )
         self._groups, self._index = param_groups, index
 
+    def has_any(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._groups is not None
+
     def group_of(self, part: ParamSlice) -> AdamWGroup:
         """A parameter's hyperparameters as they are at the call. Raises ValueError if it is in no group, RuntimeError
         if there is no optimizer."""

@@ -34,6 +34,7 @@ class GradientPipeline:
         """Of the step in progress; whoever sends gradients measures them."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
         self._waits_for_updates = setup.schedule != "optimized"
+        self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
         self._handover = handover = Handover(setup.device)
 
@@ -141,7 +142,7 @@ class GradientPipeline:
     @property
     def speculates(self) -> bool:
         """Whether steps guess, if they can."""
-        return self._guesses.are_wanted
+        return self._guesses.are_wanted and self._has_groups()
 
     def speculate(self, is_wanted: bool) -> None:
         """Whether the steps from now on are to guess. To be called between two of them."""

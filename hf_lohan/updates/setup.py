@@ -44,6 +44,8 @@ class UpdateSetup:
     recall: BufferPool
     """Buffers for spilled gradients that come back. The worker must never wait for a buffer of the pool in which
     gradients arrive: it is who empties that one."""
+    has_groups: Callable[[], bool] = lambda: True
+    """Whether there are hyperparameters: before an optimizer is made nothing is guessed."""
     spilled_blocks: frozenset[str] = frozenset()
     """Their held gradients wait on the SSD, in `spill`."""
     spill: RecordFiles | None = None
