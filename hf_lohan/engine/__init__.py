@@ -10,6 +10,7 @@ from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.drain import drain_model
 from hf_lohan.engine.engine import OffloadEngine
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
+from hf_lohan.engine.lifetime import wait_until_closed
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.engine.tiers import Tiers, open_tiers
 
@@ -22,4 +23,5 @@ __all__ = [
     "Tiers",
     "drain_model",
     "open_tiers",
+    "wait_until_closed",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -17,6 +16,7 @@ from hf_lohan.device import Device
 from hf_lohan.engine.activation_memory import ActivationMemory
 from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
+from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.step_clock import StepClock
@@ -48,7 +48,12 @@ class OffloadEngine:
     Built over a model whose parameters are in the store already (`drain_model` or the streamed load put them there).
     """
 
-    def __init__(self, model: nn.Module, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig,
+    def __init__(
+        self,
+        model: nn.Module,
+        layout: OffloadLayout,
+        tiers: Tiers,
+        config: OffloadConfig,
         events: EngineEvents | None = None,
     ) -> None:
         self.model = model
@@ -114,7 +119,6 @@ class OffloadEngine:
         self._needs_plan = True
         """Whether the next training forward is to be planned for."""
         self._has_new_step = False
-        self.is_closed = False
         self._hooks = ModelHooks(
             model,
             layout.model_blocks,
@@ -130,10 +134,10 @@ class OffloadEngine:
             backward_broke=self._step.abandon_broken,
         )
         self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
-        # A thread that is inside torch when the interpreter goes away takes the process down with an abort.
-        atexit.register(self.close)
+        self._lifetime = Lifetime(self)
 
     def _before_forward(self) -> None:
+        self._lifetime.check()
         self._recover()
         self.device.note_reached()
         if self._pipeline.has_begun_updates:
@@ -170,6 +174,7 @@ class OffloadEngine:
         The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
         RuntimeError if none gave a loss.
         """
+        self._lifetime.check()
         self._needs_plan |= self.activation_memory.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 
@@ -236,6 +241,7 @@ class OffloadEngine:
 
     def _recover(self) -> None:
         """If an exception ended the last forward, backward or step, start clean."""
+        self._lifetime.check()
         self._hooks.recover_if_broken()
         self._step.recover()
 
@@ -254,6 +260,7 @@ class OffloadEngine:
 
     def settle(self) -> None:
         """Wait until the store holds every update of the steps so far."""
+        self._lifetime.check()
         self._pipeline.settle()
 
     @property
@@ -304,12 +311,19 @@ class OffloadEngine:
         """Real paths of the folders that the store lies in."""
         return {os.path.realpath(path.path) for path in self.tiers.store.paths}
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether its threads have ended, or do so now."""
+        return self._lifetime.is_over
+
+    def __del__(self) -> None:
+        if hasattr(self, "_lifetime"):
+            self._lifetime.end_unowned(self)
+
     def close(self) -> None:
         """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
-        if self.is_closed:
+        if not self._lifetime.end():
             return
-        self.is_closed = True
-        atexit.unregister(self.close)
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()

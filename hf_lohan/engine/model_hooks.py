@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from hf_lohan.planning import StepShape
 from hf_lohan.threads import raised_anew
 from hf_lohan.updates import GradientArrivals
 from hf_lohan.weights import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
+
+Result = TypeVar("Result")
 
 
 class ModelHooks:
@@ -106,10 +109,8 @@ class ModelHooks:
         for block in model_blocks.blocks:
             self._ring.hide(block)
             for part in block.trainable_slices:
-                handle = part.parameter.register_post_accumulate_grad_hook(
-                    lambda parameter, part=part: self._on_gradient(part, parameter)
-                )
-                self._handles.append(handle)
+                on_gradient = partial(_told(self._on_gradient), part)
+                self._handles.append(part.parameter.register_post_accumulate_grad_hook(on_gradient))
         for buffer_owner in model.modules():
             for name, buffer in list(buffer_owner.named_buffers(recurse=False, remove_duplicate=False)):
                 setattr(buffer_owner, name, buffer.to(device.torch_device))
@@ -129,7 +130,6 @@ class ModelHooks:
     def joint_forward(self, lockstep: Lockstep, *, heads_apart: bool) -> Iterator[MicroBatchHeads]:
         """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward.
         ``heads_apart``: whether to try and take heads back one by one."""
-        self.recover_if_broken()
         self._before_forward()
         self._is_in_forward = True
         self._clock.begin()
@@ -156,9 +156,8 @@ class ModelHooks:
     def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         if self._joint is not None:
             self._see_batch(_step_shape(args, kwargs))
-            self._joint.begin_model(saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations))
+            self._joint.begin_model(saved_weight_hooks(self._ring, _told(self._fetch_in_backward), self._activations))
             return
-        self.recover_if_broken()
         self._before_forward()
         is_training = torch.is_grad_enabled()
         self._is_in_forward = True
@@ -167,7 +166,7 @@ class ModelHooks:
         if is_training:
             self._see_batch(_step_shape(args, kwargs))
             self._activations.begin_forward()
-            self._saved_weights = saved_weight_hooks(self._ring, self._fetch_in_backward, self._activations)
+            self._saved_weights = saved_weight_hooks(self._ring, _told(self._fetch_in_backward), self._activations)
             self._saved_weights.__enter__()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
@@ -219,12 +218,12 @@ class ModelHooks:
         self._after_outer(blocks, output)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
-            hidden.register_hook(lambda _gradient: self._before_backward(blocks))
+            hidden.register_hook(partial(_told(self._before_backward), blocks))
         return output if self._joint is None else self._joint.stop_behind_layer(index, output)
 
     # Backward.
 
-    def _before_backward(self, blocks: tuple[Block, ...]) -> None:
+    def _before_backward(self, blocks: tuple[Block, ...], _gradient: Tensor | None = None) -> None:
         for block in blocks:
             self._fetch_in_backward(block)
 
@@ -280,6 +279,19 @@ class ModelHooks:
         self._is_in_backward = False
         self._clock.end_backward()
         self._prefetcher.end_pass()
+
+
+def _told(method: Callable[..., Result]) -> Callable[..., Result]:
+    """For autograd, whose graphs and parameters must not keep the model: the garbage collector cannot see into them."""
+    told = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> Result:
+        method = told()
+        if method is None:
+            raise RuntimeError("the model is gone whose backward this is; keep it until its backward has run")
+        return method(*args)
+
+    return call
 
 
 def _step_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepShape | None:

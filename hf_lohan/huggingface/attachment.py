@@ -21,7 +21,15 @@ from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
 from hf_lohan.compat.transformers_private import is_reentrant, run_layers_by
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, device_for
-from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, Tiers, drain_model, open_tiers
+from hf_lohan.engine import (
+    EngineEvents,
+    OffloadEngine,
+    ParameterAccess,
+    Tiers,
+    drain_model,
+    open_tiers,
+    wait_until_closed,
+)
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
@@ -98,18 +106,18 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     except StoreInUseError:
         assert config.ssd != "auto"
         folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
-        holders = [engine for engine in _attached if folders & engine.store_folders]
-        if not holders or any(engine.layout.identity != layout.identity for engine in holders):
+        holders = [engine for engine in _attached if not engine.is_closed and folders & engine.store_folders]
+        if any(engine.layout.identity != layout.identity for engine in holders):
             raise
         for engine in holders:
             logger.warning("closing the engine of an earlier model in this process, whose store is used anew")
             engine.close()
-            _attached.remove(engine)
+        wait_until_closed()  # those of models that were dropped just now
         return open_tiers(layout, config, device)
 
 
-_attached: list[OffloadEngine] = []
-"""Engines of this process. They own threads and files, so they do not go away by themselves."""
+_attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
+"""Engines of this process."""
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
@@ -123,7 +131,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
     setattr(model, _ENGINE_ATTRIBUTE, engine)
-    _attached[:] = [*(other for other in _attached if not other.is_closed), engine]
+    _attached.add(engine)
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):

@@ -63,6 +63,9 @@ class ModelTrace:
                 stack.enter_context(_forward_replaced(layer, self._layer_forward(layer)))
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             stack.enter_context(self._operations)
+            # Graphs have `_save` for a hook: with their tensors a cycle that the garbage collector cannot see.
+            stack.callback(self._not_saved.clear)
+            stack.callback(self._alike.clear)
             yield
 
     def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:

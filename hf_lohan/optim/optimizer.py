@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -41,8 +42,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         engine: StepTarget,
     ) -> None:
         super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
-        self._engine = engine
+        self._engine_ref = weakref.ref(engine)  # it lives as long as its model
         engine.bind_optimizer(self)
+
+    @property
+    def _engine(self) -> StepTarget:
+        engine = self._engine_ref()
+        if engine is None:
+            raise RuntimeError("the model whose parameters this optimizer has is gone; keep it as long as you train")
+        return engine
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from functools import partial
 
@@ -30,6 +31,7 @@ class Prefetcher:
         self._urgent: list[Block] = []
         self._failure: BaseException | None = None
         self._is_closed = False
+        self._process = os.getpid()
         self.num_unforeseen = 0
         self._thread = start_thread(self._run, "lohan-prefetch", beside_kernels=ring.device.shares_cores)
 
@@ -61,6 +63,8 @@ class Prefetcher:
 
     def acquire(self, block: Block) -> Slot:
         """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
+        if os.getpid() != self._process:
+            raise RuntimeError("backward runs in a forked child, where no thread brings weights; run it in its parent")
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.lock:
             slot, ready = self._pin(block)

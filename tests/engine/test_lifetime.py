@@ -1,0 +1,166 @@
+"""An engine goes with its model; a forked child has nothing to do with it."""
+
+from __future__ import annotations
+
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine.lifetime import wait_until_closed
+from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.store import last_commit
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "prefetch_blocks": 1, "io_threads": 2}
+
+
+def train_one(folder: Path, *, num_steps: int = 1, **settings: Any) -> None:
+    """A model of its own, a few steps, and nothing is closed."""
+    model = tiny_model("llama").train()
+    config = OffloadConfig.load({**TIGHT, "ssd": str(folder), **settings})
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+    for step in range(num_steps):
+        model(**tiny_batch(seed=step)).loss.backward()
+        optimizer.step()
+
+
+def collect() -> None:
+    gc.collect()
+    wait_until_closed()
+
+
+def held() -> tuple[set[str], int]:
+    """The threads and the number of open files of this process."""
+    return {thread.name for thread in threading.enumerate()}, len(os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
+def test_engines_that_nobody_closed_go_with_their_models(tmp_path: Path) -> None:
+    train_one(tmp_path / "first")  # what is made once a process, is made
+    collect()
+    before, num_threads = held(), threading.active_count()
+    for number in range(20):
+        train_one(tmp_path / str(number), activations=("recompute", "swap")[number % 2])
+    collect()
+    assert held() == before
+    assert threading.active_count() == num_threads
+
+
+@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+def test_what_a_dropped_model_has_trained_is_committed(durability: str, tmp_path: Path) -> None:
+    train_one(tmp_path, num_steps=3, durability=durability)
+    collect()
+    commit = last_commit([str(tmp_path)])
+    assert commit is not None and set(commit.facts["num_updates"].values()) == {3}
+
+
+def test_the_store_of_a_dropped_model_can_be_used_at_once(tmp_path: Path) -> None:
+    for _ in range(3):
+        train_one(tmp_path)
+        gc.collect()
+
+
+def test_an_optimizer_says_that_its_model_is_gone(tmp_path: Path) -> None:
+    model = tiny_model("llama").train()
+    config = OffloadConfig.load({**TIGHT, "ssd": str(tmp_path)})
+    optimizer = OffloadAdamW(
+        model.parameters(), engine=offload_model(model, config, torch_device="cpu", default_ssd_path=tmp_path)
+    )
+    del model
+    collect()
+    with pytest.raises(RuntimeError, match=r"model .* is gone"):
+        optimizer.step()
+
+
+# Children.
+
+
+def in_child(action: Callable[[], object]) -> str:
+    """What ``action`` raises in a forked child; "" for nothing."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            action()
+            answer = ""
+        except BaseException as error:
+            answer = f"{type(error).__name__}: {error}"
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    os.waitpid(child, 0)
+    return answer
+
+
+def test_a_child_cannot_use_the_model_and_changes_nothing(tmp_path: Path) -> None:
+    model = tiny_model("llama").train()
+    config = OffloadConfig.load({**TIGHT, "ssd": str(tmp_path)})
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=tmp_path)
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+    loss = model(**tiny_batch(seed=0)).loss
+    for action in (
+        lambda: model(**tiny_batch(seed=1)),
+        loss.backward,
+        optimizer.step,
+        optimizer.zero_grad,
+        lambda: engine.clip_grad_norm(1.0),
+        lambda: engine.parameters,
+        lambda: model.save_pretrained(tmp_path / "saved"),
+    ):
+        assert "forked" in in_child(action)
+    assert in_child(engine.close) == ""
+    loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        assert model(**tiny_batch(seed=1)).loss.isfinite()
+    assert engine_of(model) is engine
+    engine.close()
+
+
+FORKING_SCRIPT = """
+import os, sys
+import torch
+from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.store import last_commit
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.storage_doubles import SlowBackend
+from functools import partial
+import hf_lohan.engine.tiers
+from hf_lohan.files import IoEngine
+
+hf_lohan.engine.tiers.IoEngine = partial(IoEngine, backend=SlowBackend(2e-2))
+folder = sys.argv[1]
+model = tiny_model("llama").train()
+config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "ssd": folder})
+engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder)
+optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+model(**tiny_batch(seed=0)).loss.backward()
+optimizer.step()  # updates run under the next forward
+child = os.fork()
+if child == 0:
+    sys.exit(0)  # with all that runs at an interpreter's end
+assert os.waitpid(child, 0)[1] == 0
+model(**tiny_batch(seed=1)).loss.backward()
+optimizer.step()
+"""
+
+
+def test_a_child_that_forks_while_updates_run_ends_and_closes_nothing(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", FORKING_SCRIPT, str(tmp_path)], check=True, timeout=120)
+    commit = last_commit([str(tmp_path)])
+    assert commit is not None and set(commit.facts["num_updates"].values()) == {2}
