@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import os
 import sys
 import threading
 from typing import Protocol
 from weakref import WeakSet
+
+from hf_lohan.threads import Owner
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,14 @@ class Lifetime:
     def __init__(self, engine: Closable) -> None:
         """It is closed at the interpreter's end at the latest: a thread that is inside torch when the interpreter goes
         away takes the process down with an abort."""
-        self._process = os.getpid()
+        self._owner = Owner()
         self._is_over = False
         _open_engines.add(engine)
 
     @property
     def is_elsewhere(self) -> bool:
         """Whether this is a forked child."""
-        return os.getpid() != self._process
+        return not self._owner.is_here
 
     @property
     def is_over(self) -> bool:

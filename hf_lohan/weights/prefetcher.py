@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from functools import partial
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
-from hf_lohan.threads import raised_anew, start_thread
+from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.weights.schedule import NEVER, LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
@@ -31,7 +30,7 @@ class Prefetcher:
         self._urgent: list[Block] = []
         self._failure: BaseException | None = None
         self._is_closed = False
-        self._process = os.getpid()
+        self._owner = Owner()
         self.num_unforeseen = 0
         self._thread = start_thread(self._run, "lohan-prefetch", beside_kernels=ring.device.shares_cores)
 
@@ -63,7 +62,7 @@ class Prefetcher:
 
     def acquire(self, block: Block) -> Slot:
         """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
-        if os.getpid() != self._process:
+        if not self._owner.is_here:
             raise RuntimeError("backward runs in a forked child, where no thread brings weights; run it in its parent")
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.lock:
