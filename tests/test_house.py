@@ -244,6 +244,59 @@ def test_conditions_have_a_lock_that_is_entered_itself() -> None:
     report(offences)
 
 
+TORCHS_OWN = {"data", "grad", "requires_grad", "forward"}
+"""Attributes of tensors and modules that are there to be assigned."""
+ANOTHERS = {"config.dtype", "parser.description", "options.module"}
+"""Objects of Hugging Face and argparse, with attributes that classes of ours happen to have, too. At most three."""
+
+
+def assigned_attributes(tree: ast.AST) -> Iterator[ast.Attribute]:
+    """Every ``x.y`` that is assigned to."""
+    for node in ast.walk(tree):
+        targets = node.targets if isinstance(node, ast.Assign) else []
+        targets = [node.target] if isinstance(node, ast.AugAssign | ast.AnnAssign) else targets
+        while targets:
+            target, *targets = targets
+            if isinstance(target, ast.Tuple | ast.List):
+                targets += target.elts
+            elif isinstance(target, ast.Attribute):
+                yield target
+
+
+def is_own(attribute: ast.Attribute) -> bool:
+    return isinstance(attribute.value, ast.Name) and attribute.value.id in ("self", "cls")
+
+
+def declared_attributes(tree: ast.AST) -> set[str]:
+    """What classes say that their objects have."""
+    fields = {
+        node.target.id
+        for class_node in ast.walk(tree)
+        if isinstance(class_node, ast.ClassDef)
+        for node in class_node.body
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    return fields | {attribute.attr for attribute in assigned_attributes(tree) if is_own(attribute)}
+
+
+def test_no_room_assigns_attributes_of_another_rooms_objects() -> None:
+    """Wiring that one can see: what an object needs is given when it is made, or by a method."""
+    declared: dict[str, set[str]] = {}
+    for path in source_files():
+        declared.setdefault(room_of(path), set()).update(declared_attributes(tree_of(path)))
+    offences = []
+    for path in source_files():
+        here = declared[room_of(path)] | TORCHS_OWN
+        elsewhere = set().union(*(names for room, names in declared.items() if room != room_of(path))) - here
+        offences += [
+            f"{name_of(path)}:{attribute.lineno}: {ast.unparse(attribute)} = ..."
+            for attribute in assigned_attributes(tree_of(path))
+            if not is_own(attribute) and attribute.attr in elsewhere
+            if not ast.unparse(attribute).endswith(tuple(ANOTHERS))
+        ]
+    report(offences)
+
+
 def test_every_room_says_what_it_is_for() -> None:
     offences = []
     for init in sorted(PACKAGE.glob("*/__init__.py")):

@@ -146,7 +146,8 @@ class ModelHooks:
         finally:
             joint.restore()
             self._joint = None
-        sums.keeps_order = heads_apart and not heads.are_apart
+        if heads_apart and not heads.are_apart:
+            sums.keep_order()
         self._spans.end()
         joint.leave_all()
         self._is_in_forward = False

@@ -123,16 +123,20 @@ def _recorded(block: Block) -> list[ParamSlice]:
 
 class GradientSums:
     """Adds up what the micro-batches contribute, in float32, and sends each parameter's gradient on once it is the
-    step's. It comes in the order of the micro-batches; where it may not, `keeps_order` has it wait."""
+    step's. It comes in the order of the micro-batches; where it may not, `keep_order` has it wait."""
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor], None]) -> None:
-        self.keeps_order = False
+        self._keeps_order = False
         self._num_micro_batches = num_micro_batches
         self._send = send
         self._sums: dict[ParamSlice, Tensor] = {}
         self._num_added: Counter[ParamSlice] = Counter()
         self._early: dict[ParamSlice, dict[int, Tensor]] = defaultdict(dict)
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
+
+    def keep_order(self) -> None:
+        """Micro-batches may come in another order than their own: add what they contribute in theirs."""
+        self._keeps_order = True
 
     def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
         """Another leaf of the micro-batch may add to what this one has."""
@@ -149,7 +153,7 @@ class GradientSums:
         return gradient if kept is None else kept.add_(gradient)
 
     def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
-        if self.keeps_order:
+        if self._keeps_order:
             early = self._early[part]
             early[micro_batch] = gradient
             while (due := early.pop(self._num_added[part], None)) is not None:
