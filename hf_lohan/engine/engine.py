@@ -19,7 +19,7 @@ from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.step_clock import StepClock
+from hf_lohan.engine.pass_times import StepClock
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.micro_batches import MicroBatchRun
 from hf_lohan.model import ParamSlice

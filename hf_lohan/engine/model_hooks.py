@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -14,8 +15,7 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward
 from hf_lohan.device import Device, PoolAborted
-from hf_lohan.engine.compute_spans import ComputeSpans
-from hf_lohan.engine.step_clock import StepClock
+from hf_lohan.engine.pass_times import ComputeSpans, StepClock
 from hf_lohan.micro_batches import GradientSums, JointForward, Lockstep, MicroBatchHeads, MicroBatchLeaves
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planner import SizeClass
@@ -25,6 +25,18 @@ from hf_lohan.updates import GradientArrivals
 from hf_lohan.weights import BlocksInUse, Prefetcher, Slot, SlotRing, saved_weight_hooks
 
 Result = TypeVar("Result")
+
+
+class Phase(enum.Enum):
+    """Where a model's pass is. A joint one has backwards of its heads while its forwards still go on."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    FORWARD_WITH_HEADS = enum.auto()
+    """Forwards go on, and the first heads have had their backward."""
+    BETWEEN = enum.auto()
+    """Forwards are over, heads have had their backward, and that of the layers is to come."""
+    BACKWARD = enum.auto()
 
 
 class ModelHooks:
@@ -67,10 +79,7 @@ class ModelHooks:
         self._in_use = BlocksInUse(ring, prefetcher, self._done_in_backward)
         self._spans = ComputeSpans(device)
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
-        self._is_in_forward = False
-        self._is_in_backward = False
-        self._has_begun_backward = False
-        """Whether heads of a joint forward have had theirs, and the rest is to come."""
+        self._phase = Phase.IDLE
         self._num_layers = len(model_blocks.layers)
         self._handles: list[Any] = []
         self._attach(model, model_blocks, device)
@@ -78,14 +87,14 @@ class ModelHooks:
     @property
     def is_idle(self) -> bool:
         """Whether neither a forward nor a backward is under way, or was broken off."""
-        return not (self._is_in_forward or self._is_in_backward or self._has_begun_backward)
+        return self._phase is Phase.IDLE
 
     def recover_if_broken(self) -> None:
         """If an exception ended the last forward or backward, start clean. After a backward, the step's gradients are
         gone: half of a sum would be a wrong number."""
         if self.is_idle:
             return
-        was_in_backward = self._is_in_backward or self._has_begun_backward
+        was_in_backward = self._phase is not Phase.FORWARD
         if self._saved_weights is not None:  # an interrupt does not even run hooks that are always called
             self._saved_weights.__exit__(None, None, None)
             self._saved_weights = None
@@ -98,7 +107,7 @@ class ModelHooks:
         if was_in_backward:
             self._backward_broke()
         # Only now: an interrupt may end this, and then it is done again.
-        self._is_in_forward = self._is_in_backward = self._has_begun_backward = False
+        self._phase = Phase.IDLE
 
     def remove(self) -> None:
         """Take them off the model."""
@@ -131,7 +140,7 @@ class ModelHooks:
         """Within, ``lockstep`` runs the forwards of several micro-batches of one step, which have one backward.
         ``heads_apart``: whether to try and take heads back one by one."""
         self._before_forward()
-        self._is_in_forward = True
+        self._phase = Phase.FORWARD
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=True)
         self._activations.begin_forward()
@@ -150,7 +159,7 @@ class ModelHooks:
             sums.keep_order()
         self._spans.end()
         joint.leave_all()
-        self._is_in_forward = False
+        self._phase = Phase.BETWEEN if self._phase is Phase.FORWARD_WITH_HEADS else Phase.IDLE
         self._activations.expect_backward()
         self._clock.end_forward()
 
@@ -161,7 +170,7 @@ class ModelHooks:
             return
         self._before_forward()
         is_training = torch.is_grad_enabled()
-        self._is_in_forward = True
+        self._phase = Phase.FORWARD
         self._clock.begin()
         self._prefetcher.begin_pass(is_training=is_training)
         if is_training:
@@ -180,7 +189,7 @@ class ModelHooks:
             self._saved_weights = None
         if output is None:
             return  # called because the forward raised: the next one recovers
-        self._is_in_forward = False
+        self._phase = Phase.IDLE
         if is_training:
             self._activations.expect_backward()
             self._clock.end_forward()
@@ -188,11 +197,11 @@ class ModelHooks:
             self._prefetcher.end_pass()
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
-        if self._is_in_backward:
+        if self._phase is Phase.BACKWARD:
             # Recomputation, where layer hooks fire again (before transformers 5.23): the blocks are here already.
             self._before_backward(blocks)
             return
-        if torch.is_grad_enabled() and not self._is_in_forward:
+        if torch.is_grad_enabled() and self._phase not in (Phase.FORWARD, Phase.FORWARD_WITH_HEADS):
             raise RuntimeError(
                 "a layer was called outside its model's forward with gradients on; call the model itself, so that "
                 "what autograd saves of streamed weights can be tracked"
@@ -207,14 +216,14 @@ class ModelHooks:
             self._spans.begin("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
-        if not self._is_in_backward:
+        if self._phase is not Phase.BACKWARD:
             self._spans.end()
             use = self._in_use if self._joint is None else self._joint
             for block in blocks:
                 use.leave(block)
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
-        if self._is_in_backward:
+        if self._phase is Phase.BACKWARD:
             return output
         self._after_outer(blocks, output)
         hidden = output[0] if isinstance(output, tuple | list) else output
@@ -240,12 +249,12 @@ class ModelHooks:
 
     def _enter_backward(self) -> None:
         if self._joint is not None:
-            self._has_begun_backward = True
-        elif not self._is_in_backward:
-            self._is_in_backward = True
-            if not self._has_begun_backward:
+            self._phase = Phase.FORWARD_WITH_HEADS
+        elif self._phase is not Phase.BACKWARD:
+            had_heads = self._phase is Phase.BETWEEN
+            self._phase = Phase.BACKWARD
+            if not had_heads:
                 self._begin_backward()
-            self._has_begun_backward = False
             self._clock.begin()
             call_behind_backward(self._end_backward)
 
@@ -277,7 +286,7 @@ class ModelHooks:
                 self._sums.flush()
         self._arrivals.flush()
         self._in_use.release_all()
-        self._is_in_backward = False
+        self._phase = Phase.IDLE
         self._clock.end_backward()
         self._prefetcher.end_pass()
 

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
@@ -165,3 +165,19 @@ class ParameterAccess:
                 stack.callback(buffer.release)
                 buffers.append(buffer)
             yield buffers
+
+
+def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
+    """Write every parameter to the store and let go of its memory at once.
+
+    Afterwards the parameters hold empty tensors; the engine replaces them by placeholders.
+    """
+    for block in blocks:
+        for part in block.slices:
+            parameters.write_parameter(part.name, part.parameter)
+            _let_go(part.parameter)
+
+
+def _let_go(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+    parameter.data = parameter.data.new_empty(0)
