@@ -8,13 +8,12 @@ a byte: blocks are named and measured, and everything above speaks of them.
 from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
 from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, check_one_dtype, discover_blocks
 from hf_lohan.model.kernel_names import Operation, anchor_name
-from hf_lohan.model.profile import BlockToProfile, TracedModel, profile_model, trace_model
+from hf_lohan.model.profile import TracedModel, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
 from hf_lohan.model.trace import signature_of
 
 __all__ = [
     "Block",
-    "BlockToProfile",
     "Chunk",
     "ChunkPiece",
     "DiscoveryError",
@@ -28,7 +27,6 @@ __all__ = [
     "discover_blocks",
     "dtype_name",
     "lay_out_block",
-    "profile_model",
     "ranges",
     "round_up",
     "signature_of",

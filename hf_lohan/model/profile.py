@@ -16,25 +16,12 @@ from torch.overrides import TorchFunctionMode
 
 from hf_lohan.compat.torch_private import FakeTensorMode
 from hf_lohan.hardware import MatrixShape
+from hf_lohan.model.block import Block
+from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.operations import BlockTrace
 from hf_lohan.model.trace import ModelTrace
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
-
-
-@dataclass(frozen=True, kw_only=True)
-class BlockToProfile:
-    """One block of the model: what it owns, and whose forwards are its work."""
-
-    name: str
-    size_class: SizeClass
-    parameters: Sequence[nn.Parameter]
-    modules: Sequence[nn.Module]
-    """The decoder layer; or those modules outside the layers that use the parameters."""
-
-    @property
-    def is_layer(self) -> bool:
-        return self.size_class is SizeClass.LAYER
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,14 +33,9 @@ class TracedModel:
     """Of all its matrix products, most FLOPs first: what to measure a device with."""
 
 
-def profile_model(model: nn.Module, blocks: Sequence[BlockToProfile], **options: Any) -> ModelProfile:
-    """The profile alone; for the options see `trace_model`."""
-    return trace_model(model, blocks, **options).profile
-
-
 def trace_model(
     model: nn.Module,
-    blocks: Sequence[BlockToProfile],
+    blocks: ModelBlocks,
     *,
     batch_size: int,
     sequence_length: int,
@@ -66,22 +48,17 @@ def trace_model(
     alike only the first is traced. Trace before anything hooks into the model (an offload engine, say).
 
     Args:
-        blocks: all blocks in forward order, the layers among them; each parameter in exactly one.
         device: where the forward would run: kernels have different names there. Only a device that this torch has.
         fused_attention: attention as on an accelerator, whose fused kernels have dropout; the CPU's have none.
     """
-    parameters = [parameter for block in blocks for parameter in block.parameters]
-    assert parameters, "a model without parameters has no blocks"
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
         tensors = _fake_tensors(model, torch.device(device))
     with _training(model), contextlib.ExitStack() as stack:
-        trace = ModelTrace(
-            fake_mode,
-            layers=[block.modules[0] for block in blocks if block.is_layer],
-            outer=[(module, block.name) for block in blocks if not block.is_layer for module in block.modules],
-            weights=list(tensors.values()),
-        )
+        modules = _modules_of(blocks)
+        outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
+        layers = [users[0] for block, users in modules.items() if _is_layer(block)]
+        trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()))
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         if fused_attention:
             stack.enter_context(_AttentionWithoutDropout())
@@ -91,12 +68,27 @@ def trace_model(
         del output  # and with it the logits, as Trainer does
         trace.trace_loss(loss)
     profile = ModelProfile(
-        blocks=tuple(_block_profile(block, trace) for block in blocks),
+        blocks=tuple(_block_profile(block, users, trace) for block, users in modules.items()),
         batch_size=batch_size,
         sequence_length=sequence_length,
-        param_itemsize=parameters[0].element_size(),
+        param_itemsize=blocks.blocks[0].slices[0].parameter.element_size(),
     )
     return TracedModel(profile=profile, matrix_shapes=_matrix_shapes(trace))
+
+
+def _is_layer(block: Block) -> bool:
+    return block.size_class is SizeClass.LAYER
+
+
+def _modules_of(found: ModelBlocks) -> dict[Block, list[nn.Module]]:
+    """Whose forwards are a block's work: the decoder layer, or those modules outside that use its parameters."""
+    modules: dict[Block, list[nn.Module]] = {block: [] for block in found.blocks}
+    for module, blocks in found.needs.items():
+        if blocks:
+            # A layer may use weights of others, too; a tied head works for the block that owns its weight.
+            own = [block for block in blocks if _is_layer(block) == (module in found.layers)]
+            modules[(own or list(blocks))[0]].append(module)
+    return modules
 
 
 def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
@@ -142,19 +134,19 @@ class _AttentionWithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _block_profile(block: BlockToProfile, trace: ModelTrace) -> BlockProfile:
-    seen = trace.of_layer.get(block.modules[0]) if block.is_layer else trace.of_outer.get(block.name)
+def _block_profile(block: Block, modules: Sequence[nn.Module], trace: ModelTrace) -> BlockProfile:
+    is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
+    seen = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
     seen = seen or BlockTrace()  # its modules did not run
-    num_params = sum(parameter.numel() for parameter in block.parameters)
     return BlockProfile(
         name=block.name,
         size_class=block.size_class,
-        num_params=num_params,
-        num_trainable_params=sum(p.numel() for p in block.parameters if p.requires_grad),
-        param_bytes=sum(p.numel() * p.element_size() for p in block.parameters),
+        num_params=sum(parameter.numel() for parameter in parameters),
+        num_trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        param_bytes=sum(parameter.nbytes for parameter in parameters),
         flops=seen.flops,
-        input_bytes=seen.input_bytes if block.is_layer else 0,
-        operations=tuple(seen.operations[: seen.num_run_again]) if block.is_layer else (),
+        input_bytes=seen.input_bytes if is_layer else 0,
+        operations=tuple(seen.operations[: seen.num_run_again]) if is_layer else (),
         saved_bytes=seen.saved_bytes,
         working_bytes=seen.working_bytes,
         moved_bytes=seen.moved_bytes,

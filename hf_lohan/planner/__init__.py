@@ -7,16 +7,21 @@ kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.fitting import fits_without_offloading
-from hf_lohan.planner.hardware_changes import DriveLife, HardwareChange, drive_life, what_hardware_buys
-from hf_lohan.planner.hardware_profile import CpuProfile, DeviceProfile, HardwareProfile, ProfileError, SsdProfile
+from hf_lohan.planner.hardware_changes import drive_life, what_hardware_buys
+from hf_lohan.planner.hardware_profile import (
+    CpuProfile,
+    DeviceProfile,
+    HardwareProfile,
+    ProfileError,
+    SsdProfile,
+    with_changed,
+)
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
     INPUT,
     ActivationPlacements,
     Activations,
-    ClipMode,
     Durability,
-    InMemoryFit,
     Lanes,
     LayerPlacements,
     OffloadPlan,
@@ -49,14 +54,10 @@ __all__ = [
     "BlockProfile",
     "BlockShape",
     "BudgetError",
-    "ClipMode",
     "CpuProfile",
     "DeviceProfile",
-    "DriveLife",
     "Durability",
-    "HardwareChange",
     "HardwareProfile",
-    "InMemoryFit",
     "Lanes",
     "LayerPlacements",
     "ModelProfile",
@@ -80,4 +81,5 @@ __all__ = [
     "step_traffic",
     "sweep_swapped_bytes",
     "what_hardware_buys",
+    "with_changed",
 ]

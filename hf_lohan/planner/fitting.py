@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planner.offload_plan import InMemoryFit, TrainingSetup
-from hf_lohan.planner.step_costs import GRADIENT_ITEMSIZE_BYTES
+from hf_lohan.planner.step_costs import gradient_spill_bytes
 from hf_lohan.wording import format_bytes
 
 
@@ -37,13 +37,13 @@ def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
 def outer_working_bytes(model: ModelProfile) -> int:
     """What the largest module outside the layers holds at once: the head with its logits, unless they are cut."""
     layers = {layer.name for layer in model.layers}
-    return max(
-        (block.working_bytes or block.saved_bytes for block in model.blocks if block.name not in layers), default=0
-    )
+    outer = (block for block in model.blocks if block.name not in layers)
+    return max((block.working_bytes or block.saved_bytes for block in outer), default=0)
 
 
-def gradient_spill_bytes(setup: TrainingSetup) -> int:
-    return setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
+def working_bytes(model: ModelProfile) -> int:
+    """What is held at once where that is most."""
+    return max(layer_working_bytes(model), outer_working_bytes(model))
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
@@ -61,9 +61,9 @@ def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
     """The device is at its fullest when forward turns into backward: what is kept, and a layer's or the head's work."""
-    working_bytes = max(layer_working_bytes(model), outer_working_bytes(model))
+    beside_bytes = hardware.device.memory_bytes - working_bytes(model)
     return Room(
-        kept_bytes=min(setup.gpu_memory_bytes, hardware.device.memory_bytes - working_bytes) - setup.gpu_fixed_bytes,
+        kept_bytes=min(setup.gpu_memory_bytes, beside_bytes) - setup.gpu_fixed_bytes,
         cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes,
         ssd_bytes=ssd_limit_bytes(hardware, setup) - record_bytes(model, setup) - gradient_spill_bytes(setup),
     )
@@ -79,11 +79,14 @@ def explain_refusal(
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
             f"at least {_shown(setup.gpu_fixed_bytes)}"
         )
-    return (
-        _refuse_device(model, hardware, setup, kept_bytes)
-        or _refuse_cpu(setup)
-        or _refuse_ssd(model, hardware, setup, least_swapped_bytes)
-    )
+    if (refusal := _refuse_device(model, hardware, setup, kept_bytes)) is not None:
+        return refusal
+    if setup.cpu_fixed_bytes > setup.cpu_memory_bytes:
+        return (
+            f"cpu_memory of {_shown(setup.cpu_memory_bytes)} is too small for the buffers; set cpu_memory to at least "
+            f"{_shown(setup.cpu_fixed_bytes)}"
+        )
+    return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
 
 
 def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int) -> str | None:
@@ -94,31 +97,23 @@ def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: Traini
             "activations to auto"
         )
     layer_bytes, outer_bytes = layer_working_bytes(model), outer_working_bytes(model)
-    working_bytes, memory_bytes = max(layer_bytes, outer_bytes), hardware.device.memory_bytes
-    needed = setup.gpu_fixed_bytes + working_bytes + kept_bytes
+    held_bytes, memory_bytes = max(layer_bytes, outer_bytes), hardware.device.memory_bytes
+    needed = setup.gpu_fixed_bytes + held_bytes + kept_bytes
     if needed <= memory_bytes:
         return None
     # Gradients of weights are as large for a smaller batch, all else shrinks with it.
     whose = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
     gradient_bytes = max(block.num_trainable_params for block in whose) * model.param_itemsize
     room_bytes = memory_bytes - setup.gpu_fixed_bytes - gradient_bytes
-    batch = _largest_batch(model, working_bytes + kept_bytes - gradient_bytes, room_bytes)
+    shrinking_bytes = held_bytes + kept_bytes - gradient_bytes
+    batch = max(0, model.batch_size * room_bytes // shrinking_bytes) if shrinking_bytes else model.batch_size
     smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
     chunks = "cut the loss in chunks, or " if outer_bytes > layer_bytes else ""
     return (
-        f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
+        f"{who} needs {_shown(held_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
         f"tokens, and with the slots and what is kept that is {_shown(needed)}, more than the "
         f"{_shown(memory_bytes)} of the device; {smaller}{chunks}a device with at least that much memory"
-    )
-
-
-def _refuse_cpu(setup: TrainingSetup) -> str | None:
-    if setup.cpu_fixed_bytes <= setup.cpu_memory_bytes:
-        return None
-    return (
-        f"cpu_memory of {_shown(setup.cpu_memory_bytes)} is too small for the buffers; set cpu_memory to at least "
-        f"{_shown(setup.cpu_fixed_bytes)}"
     )
 
 
@@ -144,10 +139,6 @@ def _refuse_ssd(
     )
 
 
-def _largest_batch(model: ModelProfile, needed_bytes: int, available_bytes: int) -> int:
-    return max(0, model.batch_size * available_bytes // needed_bytes) if needed_bytes else model.batch_size
-
-
 def _shown(num_bytes: int) -> str:
     """All digits without commas, to be pasted into a setting."""
     return f"{num_bytes} bytes" + (f" ({format_bytes(num_bytes)})" if num_bytes >= 1 << 20 else "")
@@ -159,8 +150,8 @@ def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_pa
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     state_bytes = int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
     kept_bytes = state_bytes + model.inter_block_bytes + sum(block.saved_bytes for block in model.blocks)
-    working_bytes = max(max((layer.saved_bytes for layer in model.layers), default=0), outer_working_bytes(model))
-    recomputed_bytes = min(kept_bytes, state_bytes + model.inter_block_bytes + working_bytes)
+    held_bytes = max(max((layer.saved_bytes for layer in model.layers), default=0), outer_working_bytes(model))
+    recomputed_bytes = min(kept_bytes, state_bytes + model.inter_block_bytes + held_bytes)
     if kept_bytes <= memory_bytes:
         return InMemoryFit(True, kept_bytes, memory_bytes, "keep")
     return InMemoryFit(recomputed_bytes <= memory_bytes, recomputed_bytes, memory_bytes, "recompute")

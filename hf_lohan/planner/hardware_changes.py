@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hf_lohan.planner.hardware_profile import HardwareProfile, SsdProfile
+from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import OffloadPlan, StepPrediction, TrainingSetup
 from hf_lohan.planner.plan_search import plan_offload
@@ -45,63 +45,45 @@ def what_hardware_buys(model: ModelProfile, hardware: HardwareProfile, setup: Tr
 def _improvements(
     hardware: HardwareProfile, setup: TrainingSetup
 ) -> Iterator[tuple[str, HardwareProfile, TrainingSetup]]:
-    device, cpu = hardware.device, hardware.cpu
-    first = hardware.ssd[0]
+    device, cpu, first = hardware.device, hardware.cpu, hardware.ssd[0]
+
+    def grown(rate: float) -> float:
+        """What was measured for all drives at once is taken to grow with their number."""
+        return rate * (1 + 1 / len(hardware.ssd))
+
+    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
+    limit = setup.ssd_capacity_bytes
     yield (
         "one more SSD like the first",
-        _with_one_more_ssd(hardware, first),
-        replace(setup, ssd_capacity_bytes=_plus(setup.ssd_capacity_bytes, first.capacity_bytes)),
+        replace(with_changed(hardware, grown, *together), ssd=(*hardware.ssd, first)),
+        replace(setup, ssd_capacity_bytes=None if limit is None else limit + first.capacity_bytes),
     )
     yield (
         "twice the RAM",
-        replace(hardware, cpu=replace(cpu, memory_bytes=2 * cpu.memory_bytes)),
+        replace(hardware, cpu=with_changed(cpu, _doubled, "memory_bytes")),
         replace(
             setup,
             cpu_memory_bytes=setup.cpu_memory_bytes + cpu.memory_bytes,
             record_cpu_bytes=setup.record_cpu_bytes + cpu.memory_bytes,
         ),
     )
-    faster_cpu = replace(cpu, optimizer_params_per_s=2 * cpu.optimizer_params_per_s)
+    faster_cpu = with_changed(cpu, _doubled, "optimizer_params_per_s")
     yield "a CPU that runs the optimizer twice as fast", replace(hardware, cpu=faster_cpu), setup
-    faster_device = replace(device, flops_per_s=2 * device.flops_per_s)
+    faster_device = with_changed(device, _doubled, "flops_per_s")
     yield "a device with twice the FLOP/s", replace(hardware, device=faster_device), setup
     if device.shares_cpu:
         return
     yield (
         "a device with twice the memory",
-        replace(hardware, device=replace(device, memory_bytes=2 * device.memory_bytes)),
+        replace(hardware, device=with_changed(device, _doubled, "memory_bytes")),
         replace(setup, gpu_memory_bytes=setup.gpu_memory_bytes + device.memory_bytes),
     )
-    yield (
-        "a link to the device twice as fast",
-        replace(
-            hardware,
-            h2d_bytes_per_s=2 * hardware.h2d_bytes_per_s,
-            d2h_bytes_per_s=2 * hardware.d2h_bytes_per_s,
-            duplex_bytes_per_s=_times(hardware.duplex_bytes_per_s, 2),
-        ),
-        setup,
-    )
+    links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
+    yield "a link to the device twice as fast", with_changed(hardware, _doubled, *links), setup
 
 
-def _with_one_more_ssd(hardware: HardwareProfile, ssd: SsdProfile) -> HardwareProfile:
-    """What was measured for all drives at once is taken to grow with their number."""
-    factor = 1 + 1 / len(hardware.ssd)
-    return replace(
-        hardware,
-        ssd=(*hardware.ssd, ssd),
-        ssd_together_read_bytes_per_s=_times(hardware.ssd_together_read_bytes_per_s, factor),
-        ssd_together_write_bytes_per_s=_times(hardware.ssd_together_write_bytes_per_s, factor),
-        ssd_mixed_bytes_per_s=_times(hardware.ssd_mixed_bytes_per_s, factor),
-    )
-
-
-def _times(rate: float | None, factor: float) -> float | None:
-    return None if rate is None else rate * factor
-
-
-def _plus(limit: int | None, more: int) -> int | None:
-    return None if limit is None else limit + more
+def _doubled(value: float) -> float:
+    return 2 * value
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,9 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, fields
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import MISSING, Field, dataclass, fields, replace
+from typing import Any, TypeVar
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -90,18 +90,7 @@ class HardwareProfile:
         Numbers may be strings ("160e12", which YAML 1.1 does not read as a number), and bytes sizes ("24GB", "7GB/s").
         An entry of `ssd` may stand for several equal drives: `count: 3`. Raises ProfileError.
         """
-        top = Section(values, "", _keys(cls))
-        return cls(
-            device=_read_device(top.require("device", f"a mapping with the keys {', '.join(_keys(DeviceProfile))}")),
-            h2d_bytes_per_s=top.rate("h2d_bytes_per_s"),
-            d2h_bytes_per_s=top.rate("d2h_bytes_per_s"),
-            ssd=_read_ssds(top.require("ssd", _SSD_LIST)),
-            cpu=_read_cpu(top.require("cpu", f"a mapping with the keys {', '.join(_keys(CpuProfile))}")),
-            duplex_bytes_per_s=top.optional_rate("duplex_bytes_per_s"),
-            ssd_together_read_bytes_per_s=top.optional_rate("ssd_together_read_bytes_per_s"),
-            ssd_together_write_bytes_per_s=top.optional_rate("ssd_together_write_bytes_per_s"),
-            ssd_mixed_bytes_per_s=top.optional_rate("ssd_mixed_bytes_per_s"),
-        )
+        return _read(cls, values, "")
 
     def to_mapping(self) -> dict[str, Any]:
         """For YAML or JSON; what is at its default is left out."""
@@ -112,7 +101,15 @@ class HardwareProfile:
         }
 
 
+Profile = TypeVar("Profile", DeviceProfile, SsdProfile, CpuProfile, HardwareProfile)
 _SSD_LIST = 'a list of drives, each with "read_bytes_per_s", "write_bytes_per_s" and "capacity_bytes"'
+
+
+def with_changed(profile: Profile, change: Callable[[float], float], *names: str) -> Profile:
+    """The profile with these rates or sizes changed. One that is not known stays so."""
+    known = {name: value for name in names if (value := getattr(profile, name)) is not None}
+    fresh: dict[str, Any] = {name: change(value) for name, value in known.items()}
+    return replace(profile, **fresh)
 
 
 def _keys(profile: type) -> list[str]:
@@ -125,24 +122,27 @@ def _written(profile: Any) -> dict[str, Any]:
     return {name: value for name, value in values.items() if name not in defaults or value != defaults[name]}
 
 
-def _read_device(values: object) -> DeviceProfile:
-    section = Section(values, "device", _keys(DeviceProfile))
-    return DeviceProfile(
-        flops_per_s=section.number("flops_per_s"),
-        memory_bytes=section.size_bytes("memory_bytes"),
-        memory_bytes_per_s=section.optional_rate("memory_bytes_per_s"),
-        shares_cpu=section.flag("shares_cpu"),
-        name=section.text("name"),
-    )
+def _read(kind: type[Profile], values: object, path: str, also: tuple[str, ...] = ()) -> Profile:
+    """A profile of this kind, of what stands at `path`. The ending of a key says what it counts."""
+    section = Section(values, path, [*_keys(kind), *also])
+    return kind(**{field.name: _value_of(section, field) for field in fields(kind)})
 
 
-def _read_cpu(values: object) -> CpuProfile:
-    section = Section(values, "cpu", _keys(CpuProfile))
-    return CpuProfile(
-        memory_bytes=section.size_bytes("memory_bytes"),
-        optimizer_params_per_s=section.number("optimizer_params_per_s"),
-        checksum_bytes_per_s=section.optional_rate("checksum_bytes_per_s"),
-    )
+def _value_of(section: Section, field: Field[Any]) -> Any:
+    match field.name:
+        case "device" | "cpu":
+            kind: Any = DeviceProfile if field.name == "device" else CpuProfile
+            allowed = f"a mapping with the keys {', '.join(_keys(kind))}"
+            return _read(kind, section.require(field.name, allowed), field.name)
+        case "ssd":
+            return _read_ssds(section.require("ssd", _SSD_LIST))
+        case "shares_cpu" | "name" | "path":
+            return section.plain(field.name, field.default)
+    if field.default is None and not section.has(field.name):
+        return None
+    if field.name.endswith("_bytes_per_s"):
+        return section.quantity(field.name, _RATES)
+    return section.size_bytes(field.name) if field.name.endswith("_bytes") else section.quantity(field.name, _NUMBERS)
 
 
 def _read_ssds(values: object) -> tuple[SsdProfile, ...]:
@@ -150,15 +150,8 @@ def _read_ssds(values: object) -> tuple[SsdProfile, ...]:
         raise ProfileError(f"ssd = {values!r} is not allowed; write {_SSD_LIST}")
     ssds: list[SsdProfile] = []
     for index, entry in enumerate(values):
-        section = Section(entry, f"ssd[{index}]", [*_keys(SsdProfile), "count"])
-        ssd = SsdProfile(
-            read_bytes_per_s=section.rate("read_bytes_per_s"),
-            write_bytes_per_s=section.rate("write_bytes_per_s"),
-            capacity_bytes=section.size_bytes("capacity_bytes"),
-            endurance_bytes=section.optional_size_bytes("endurance_bytes"),
-            path=section.text("path"),
-        )
-        ssds += [ssd] * section.count("count")
+        ssd = _read(SsdProfile, entry, f"ssd[{index}]", ("count",))
+        ssds += [ssd] * Section(entry, f"ssd[{index}]", entry).count("count")
     return tuple(ssds)
 
 
@@ -179,7 +172,7 @@ _RATES = 'a number of bytes per second above 0, such as 20e9 or "20GB/s"'
 class Section:
     """One mapping of the profile. `path` is its place in the whole, "ssd[0]"; "" is the profile itself."""
 
-    def __init__(self, values: object, path: str, allowed: Sequence[str]) -> None:
+    def __init__(self, values: object, path: str, allowed: Collection[str]) -> None:
         """Raises ProfileError if `values` is no mapping, or has a key that is not allowed."""
         if not isinstance(values, Mapping):
             raise ProfileError(
@@ -212,24 +205,11 @@ class Section:
             raise ProfileError(f"{self.place(key)} {what} in the hardware profile; write {allowed}")
         return value
 
-    def number(self, key: str) -> float:
-        return self._quantity(key, _NUMBERS, has_unit=False)
-
-    def rate(self, key: str) -> float:
-        """Bytes per second."""
-        return self._quantity(key, _RATES, has_unit=True)
-
     def size_bytes(self, key: str) -> int:
-        size = self._quantity(key, _SIZES, has_unit=True)
+        size = self.quantity(key, _SIZES)
         if size < 1:
             raise self._wrong(key, _SIZES)
         return int(size)
-
-    def optional_rate(self, key: str) -> float | None:
-        return self.rate(key) if self.has(key) else None
-
-    def optional_size_bytes(self, key: str) -> int | None:
-        return self.size_bytes(key) if self.has(key) else None
 
     def count(self, key: str) -> int:
         """A whole number above 0; 1 if there is none."""
@@ -240,29 +220,23 @@ class Section:
             raise self._wrong(key, "a whole number above 0")
         return value
 
-    def text(self, key: str) -> str:
-        """ "" if there is none."""
-        value = self._values.get(key, "")
-        if not isinstance(value, str):
-            raise self._wrong(key, "text")
+    def plain(self, key: str, default: Any) -> Any:
+        """A text, or true or false, as the default is."""
+        value = self._values.get(key, default)
+        if not isinstance(value, type(default)):
+            raise self._wrong(key, "text" if isinstance(default, str) else "true or false")
         return value
 
-    def flag(self, key: str) -> bool:
-        """False if there is none."""
-        value = self._values.get(key, False)
-        if not isinstance(value, bool):
-            raise self._wrong(key, "true or false")
-        return value
-
-    def _quantity(self, key: str, allowed: str, *, has_unit: bool) -> float:
-        value = self.require(key, allowed)
+    def quantity(self, key: str, allowed: str) -> float:
+        """A number above 0; with a unit if it counts bytes."""
+        value, has_unit = self.require(key, allowed), allowed != _NUMBERS
         number: float | None = None
         if isinstance(value, int | float) and not isinstance(value, bool):
             number = float(value)
         elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
             digits, unit, per_second = match.groups()
-            scale = _SCALES.get(unit.lower()) if has_unit else (1 if not unit else None)
-            if scale is not None and not (per_second and not has_unit):
+            scale = _SCALES.get(unit.lower())
+            if scale is not None and (has_unit or not (unit or per_second)):
                 number = float(digits.replace("_", "")) * scale
         if number is None or not math.isfinite(number) or number <= 0:
             raise self._wrong(key, allowed)

@@ -21,11 +21,6 @@ class OperationProfile:
     forward_s: float | None = None
     """Measured; None until then."""
 
-    @property
-    def offloading_benefit(self) -> float:
-        """FLOPs a byte (LoHan's OB)."""
-        return self.flops / self.output_bytes if self.output_bytes else float("inf")
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BlockProfile:

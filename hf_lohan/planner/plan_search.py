@@ -17,11 +17,9 @@ import numpy.typing as npt
 from hf_lohan.planner.fitting import (
     explain_refusal,
     fits_without_offloading,
-    gradient_spill_bytes,
-    layer_working_bytes,
     measure_room,
-    outer_working_bytes,
     record_bytes,
+    working_bytes,
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
@@ -35,10 +33,11 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.step_costs import Choice, StepCosts, Values, operation_s
+from hf_lohan.planner.step_costs import Choice, StepCosts, Values, gradient_spill_bytes, operation_s
 
 EQUALLY_FAST = 1 + 1e-9
 """Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
+
 
 def plan_offload(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, swapped_bytes: int | None = None
@@ -184,20 +183,12 @@ class _Search:
     def _tier_bytes(self, kept: Kept, swapped_to_cpu: int, spilled: int) -> dict[Tier, dict[str, int]]:
         model, setup = self._model, self._setup
         return {
-            "gpu": {
-                "slots": setup.gpu_fixed_bytes,
-                "activations": kept.num_bytes,
-                "working_set": max(layer_working_bytes(model), outer_working_bytes(model)),
-            },
+            "gpu": {"slots": setup.gpu_fixed_bytes, "activations": kept.num_bytes, "working_set": working_bytes(model)},
             "cpu": {
-                "buffers": setup.cpu_fixed_bytes,
-                "records": self._resident_bytes,
-                "activations": swapped_to_cpu,
+                "buffers": setup.cpu_fixed_bytes, "records": self._resident_bytes, "activations": swapped_to_cpu
             },
             "ssd": {
-                "records": record_bytes(model, setup),
-                "gradients": gradient_spill_bytes(setup),
-                "activations": spilled,
+                "records": record_bytes(model, setup), "gradients": gradient_spill_bytes(setup), "activations": spilled
             },
         }
 
@@ -275,14 +266,8 @@ class Candidates:
     num_recomputed: Counts
 
     def only(self, rows: npt.NDArray[np.intp]) -> Candidates:
-        return Candidates(
-            self.kept,
-            self.swapped[rows],
-            self.swapped_bytes[rows],
-            self.recompute_s[rows],
-            self.recomputed_flops[rows],
-            self.num_recomputed[rows],
-        )
+        of_rows = {name: getattr(self, name)[rows] for name in self.__slots__ if name != "kept"}
+        return replace(self, **of_rows)
 
 
 class ActivationChoices:
@@ -295,10 +280,7 @@ class ActivationChoices:
         self._num_of_kind = np.array([len(kind.places) for kind in self.kinds], dtype=np.int64)
         self._counts = _count_candidates(self._num_of_kind)
         self._all_input_bytes = [layer.input_bytes for layer in self.layers]
-
-    @property
-    def num_operations(self) -> int:
-        return int(self._num_of_kind.sum())
+        self.num_operations = int(self._num_of_kind.sum())
 
     def kept_choices(self, budget_bytes: int) -> list[Kept]:
         """What the device has room for, by two orders: whole layers from the last back, which are soonest free again,

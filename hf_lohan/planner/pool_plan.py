@@ -80,14 +80,6 @@ class PoolRequest:
     min_chunk_numel: int = MIN_CHUNK_NUMEL
     """Chunks are this large or twice, four times, ... as large: whole granules."""
 
-    @property
-    def min_staging_buffers(self) -> int:
-        return MIN_STAGING_BUFFERS if self.stages_params else 0
-
-    @property
-    def good_staging_buffers(self) -> int:
-        return GOOD_STAGING_BUFFERS if self.stages_params else 0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PoolPlan:
@@ -111,10 +103,8 @@ class PoolPlan:
 
     @property
     def cpu_pool_bytes(self) -> int:
-        num_buffers = (
-            self.num_staging_buffers + self.num_state_buffers + self.num_gradient_buffers + self.num_recall_buffers
-        )
-        return num_buffers * self.buffer_bytes
+        num_device_side = self.num_staging_buffers + self.num_gradient_buffers
+        return (num_device_side + self.num_state_buffers + self.num_recall_buffers) * self.buffer_bytes
 
     @property
     def gpu_pool_bytes(self) -> int:
@@ -167,16 +157,13 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     slot_bytes, num_slots = _plan_slots(request)
     _check_cpu_memory(request, two_blocks_bytes=2 * slot_bytes[SizeClass.LAYER])
     chunk_numel = _choose_chunk_numel(request)
-    num_buffers = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES)
-    num_state = NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
-    num_arrival = _num_arrival_buffers(request, chunk_numel)
-    num_recall = NUM_RECALL_BUFFERS if request.hold_gradients else 0
-    spare = num_buffers - request.min_staging_buffers - num_state - num_arrival - num_recall
-    more_staging = min(spare, request.good_staging_buffers - request.min_staging_buffers)
+    num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
+    spare = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
+    more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
     held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
     return PoolPlan(
         chunk_numel=chunk_numel,
-        num_staging_buffers=request.min_staging_buffers + more_staging,
+        num_staging_buffers=num_staging + more_staging,
         num_state_buffers=num_state,
         num_gradient_buffers=num_arrival + num_held,
         num_arrival_buffers=num_arrival,
@@ -226,9 +213,7 @@ def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
         why = "is too small for the staging, optimizer and gradient buffers"
     else:
         return
-    raise BudgetError(
-        f"cpu_memory of {request.cpu_memory_bytes} bytes {why}; set cpu_memory to at least {needed}"
-    )
+    raise BudgetError(f"cpu_memory of {request.cpu_memory_bytes} bytes {why}; set cpu_memory to at least {needed}")
 
 
 def _choose_chunk_numel(request: PoolRequest) -> int:
@@ -247,13 +232,17 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
 
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
-    num_buffers = (
-        request.min_staging_buffers
-        + NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk
-        + _num_arrival_buffers(request, chunk_numel)
-        + (NUM_RECALL_BUFFERS if request.hold_gradients else 0)
+    return sum(_least_buffers(request, chunk_numel)) * chunk_numel * MASTER_ITEMSIZE_BYTES
+
+
+def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:
+    """For staging, states, arriving gradients and recalled ones."""
+    return (
+        MIN_STAGING_BUFFERS if request.stages_params else 0,
+        NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk,
+        _num_arrival_buffers(request, chunk_numel),
+        NUM_RECALL_BUFFERS if request.hold_gradients else 0,
     )
-    return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
@@ -263,10 +252,7 @@ def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
     block keeps at most (parameters + 1) chunks waiting, and two more travel: one arriving, one in the pipeline. The
     pipeline never takes a buffer from this pool, so whatever has arrived can always be worked off.
     """
-    waiting = max(
-        min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks
-    )
-    return waiting + 2
+    return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 
 
 def _choose_held(

@@ -30,8 +30,6 @@ Values: TypeAlias = npt.NDArray[np.float64]
 
 GRADIENT_ITEMSIZE_BYTES = 4
 """Of a gradient on the host and on the SSD."""
-
-
 SHARED_CORES_EFFICIENCY = 0.87
 """Of cores that compute and do all else: where another thread takes a core for a while, those that compute on the other
 cores wait for the one that did there. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
@@ -70,6 +68,11 @@ class Load:
 _AMOUNTS = [field.name for field in fields(Load)]
 
 
+def _load(**amounts: float | Values) -> Load:
+    """Of what is not named, nothing."""
+    return Load(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
+
+
 @dataclass(frozen=True, slots=True)
 class Phase:
     """`count` equal forwards or backwards of a step."""
@@ -77,6 +80,11 @@ class Phase:
     count: int
     is_forward: bool
     load: Load
+
+
+def gradient_spill_bytes(setup: TrainingSetup) -> int:
+    """Of the gradients that wait for the norm on the SSD."""
+    return setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
 
 
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
@@ -116,8 +124,10 @@ class StepCosts:
         self._setup = setup
         self._forward_s = sum(block_forward_s(block, hardware) for block in model.blocks)
         # A frozen weight needs no gradient: of the two products of its backward, one remains.
+        fractions = [b.num_trainable_params / b.num_params if b.num_params else 1.0 for b in model.blocks]
         self._backward_s = sum(
-            block_forward_s(block, hardware) * (1 + _trainable_fraction(block)) for block in model.blocks
+            block_forward_s(block, hardware) * (1 + fraction)
+            for block, fraction in zip(model.blocks, fractions, strict=True)
         )
         if setup.activations != "keep":
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
@@ -131,6 +141,7 @@ class StepCosts:
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
         self._num_trainable_params = model.num_trainable_params
+        self._spilled_gradient_bytes = gradient_spill_bytes(setup)
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
         self._resident_update_read_bytes = sum(
@@ -165,9 +176,8 @@ class StepCosts:
 
     def _lent(self) -> Load:
         """What an update in backward gets from the slots instead of the SSDs."""
-        lent = np.full(1, float(max(0, self._setup.lent_bytes - self._resident_param_bytes)))
-        nothing = np.zeros(1)
-        return Load(nothing, nothing, lent, -lent, nothing, nothing)
+        lent_bytes = max(0, self._setup.lent_bytes - self._resident_param_bytes)
+        return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
 
     def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
         """Forward (T_f) and backward (T_b) of a step, all micro-batches."""
@@ -281,41 +291,33 @@ class StepCosts:
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
     def _forward(self, choice: Choice) -> Load:
-        return Load(
-            compute_s=np.full(1, float(self._forward_s)),
-            h2d_bytes=np.full(1, float(self._copied_param_bytes)),
+        return _load(
+            compute_s=self._forward_s,
+            h2d_bytes=self._copied_param_bytes,
             d2h_bytes=choice.swapped_bytes,
-            ssd_read_bytes=np.full(1, float(self._param_bytes - self._resident_param_bytes)),
+            ssd_read_bytes=self._param_bytes - self._resident_param_bytes,
             ssd_write_bytes=choice.spilled_bytes,
-            updated_params=np.zeros(1),
         )
 
     def _backward(self, choice: Choice) -> Load:
         turnaround_bytes = self._setup.turnaround_bytes
         read_again = max(0, self._param_bytes - self._resident_param_bytes - turnaround_bytes)
-        spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
         # Each backward after the first adds to what was spilled before, so brings it back.
-        brought_back = spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
-        return Load(
+        brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
+        return _load(
             compute_s=self._backward_s + choice.recompute_s,
             h2d_bytes=max(0, self._copied_param_bytes - turnaround_bytes) + choice.swapped_bytes,
-            d2h_bytes=np.full(1, float(self._gradient_bytes)),
+            d2h_bytes=self._gradient_bytes,
             ssd_read_bytes=read_again + choice.spilled_bytes + brought_back,
-            ssd_write_bytes=np.full(1, float(spilled_gradient_bytes)),
-            updated_params=np.zeros(1),
+            ssd_write_bytes=self._spilled_gradient_bytes,
         )
 
     def _update(self) -> Load:
-        spilled_gradient_bytes = self._setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
-        return Load(
-            compute_s=np.zeros(1),
-            h2d_bytes=np.zeros(1),
-            d2h_bytes=np.zeros(1),
-            ssd_read_bytes=np.full(
-                1, float(self._update_read_bytes - self._resident_update_read_bytes + spilled_gradient_bytes)
-            ),
-            ssd_write_bytes=np.full(1, float(self._update_write_bytes)),
-            updated_params=np.full(1, float(self._num_trainable_params)),
+        read_bytes = self._update_read_bytes - self._resident_update_read_bytes + self._spilled_gradient_bytes
+        return _load(
+            ssd_read_bytes=read_bytes,
+            ssd_write_bytes=self._update_write_bytes,
+            updated_params=self._num_trainable_params,
         )
 
     def _ssd_s(self, read_bytes: Values, write_bytes: Values) -> Values:
@@ -330,7 +332,3 @@ class StepCosts:
         rest_s = (read_bytes - both_bytes) / hardware.ssd_read_bytes_per_s
         rest_s = rest_s + (write_bytes - both_bytes) / hardware.ssd_write_bytes_per_s
         return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))
-
-
-def _trainable_fraction(block: BlockProfile) -> float:
-    return block.num_trainable_params / block.num_params if block.num_params else 1.0

@@ -8,6 +8,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan
+from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, with_changed
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
 from hf_lohan.threads import usable_cpus
@@ -130,13 +131,9 @@ class RunPlan:
         return self.now
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
-        config, device, dtype = self._config, self._device, self._layout.master.working_dtype
-        shapes = traced.matrix_shapes
-        is_quick = self._is_short(traced, shape) and not has_cached_hardware(
-            config, device, matrix_shapes=shapes, dtype=dtype
-        )
-        effort = _QUICK if is_quick else None
-        return cached_hardware(config, device, matrix_shapes=shapes, dtype=dtype, effort=effort)
+        asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
+        is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
+        return cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
 
     def _is_short(self, traced: TracedModel, shape: StepShape) -> bool:
         """Whether to measure the hardware well would take a good part of the run, even if the hardware is slow."""
@@ -149,43 +146,29 @@ class RunPlan:
 
     def _announce(self, why: str) -> None:
         assert self.now is not None
-        prediction = self.now.plan.prediction
-        logger.info(
-            "%s: %.3g s a step, bound by %s; %s of activations swapped, %s of them to the SSD",
-            why,
-            prediction.step_s,
-            prediction.bottleneck,
-            format_bytes(int(prediction.swapped_bytes)),
-            format_bytes(int(prediction.spilled_bytes)),
-        )
+        step = self.now.plan.prediction
+        bytes_moved = format_bytes(step.swapped_bytes), format_bytes(step.spilled_bytes)
+        message = "%s: %.3g s a step, bound by %s; %s of activations swapped, %s of them to the SSD"
+        logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
 
 
 def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
     """The hardware with what bounds the step slower by ``factor``."""
 
-    def divided(rate: float | None) -> float | None:
-        return None if rate is None else rate / factor
+    def divided(rate: float) -> float:
+        return rate / factor
 
     if bottleneck == "ssd":
-        drives = [
-            replace(
-                ssd, read_bytes_per_s=ssd.read_bytes_per_s / factor, write_bytes_per_s=ssd.write_bytes_per_s / factor
-            )
-            for ssd in hardware.ssd
-        ]
         return replace(
-            hardware,
-            ssd=tuple(drives),
+            with_changed(hardware, divided, "ssd_mixed_bytes_per_s"),
+            ssd=tuple(with_changed(ssd, divided, "read_bytes_per_s", "write_bytes_per_s") for ssd in hardware.ssd),
             ssd_together_read_bytes_per_s=hardware.ssd_read_bytes_per_s / factor,
             ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
-            ssd_mixed_bytes_per_s=divided(hardware.ssd_mixed_bytes_per_s),
         )
-    device, cpu = hardware.device, hardware.cpu
-    memory_bytes_per_s = divided(device.memory_bytes_per_s)
     return replace(
         hardware,
-        device=replace(device, flops_per_s=device.flops_per_s / factor, memory_bytes_per_s=memory_bytes_per_s),
-        cpu=replace(cpu, optimizer_params_per_s=cpu.optimizer_params_per_s / factor),
+        device=with_changed(hardware.device, divided, "flops_per_s", "memory_bytes_per_s"),
+        cpu=with_changed(hardware.cpu, divided, "optimizer_params_per_s"),
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lohan.model import BlockToProfile, ModelBlocks, TracedModel, discover_blocks, signature_of, trace_model
+from hf_lohan.model import TracedModel, discover_blocks, signature_of, trace_model
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
@@ -37,32 +37,13 @@ def trace_blocks(
             del _traced[next(iter(_traced))]
         _traced[key] = trace_model(
             model,
-            _blocks_to_profile(discover_blocks(model)),
+            discover_blocks(model),
             batch_size=batch_size,
             sequence_length=sequence_length,
             device=device,
             fused_attention=fused_attention,
         )
     return _traced[key]
-
-
-def _blocks_to_profile(found: ModelBlocks) -> list[BlockToProfile]:
-    layers = set(found.layers)
-    modules: dict[str, list[nn.Module]] = {block.name: [] for block in found.blocks}
-    for module, blocks in found.needs.items():
-        if blocks:
-            # A layer may use weights of others, too; a tied head works for the block that owns its weight.
-            own = [block for block in blocks if (block.size_class.value == "layer") == (module in layers)]
-            modules[(own or list(blocks))[0].name].append(module)
-    return [
-        BlockToProfile(
-            name=block.name,
-            size_class=block.size_class,
-            parameters=[part.parameter for part in block.slices],
-            modules=modules[block.name],
-        )
-        for block in found.blocks
-    ]
 
 
 def _check_positions(model: Any, sequence_length: int) -> None:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
 
-from hf_lohan.model import BlockToProfile, profile_model
+from hf_lohan.model import ModelBlocks, lay_out_block, trace_model
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.testing.models import FAMILIES, tiny_config
@@ -47,26 +47,25 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
     return {f"{name}.{index}": layer for index, layer in enumerate(layers)}
 
 
-def blocks_of(model: nn.Module) -> list[BlockToProfile]:
+def blocks_of(model: nn.Module) -> ModelBlocks:
     layers = layers_of(model)
     inside = {parameter for layer in layers.values() for parameter in layer.parameters()}
-    outside = [parameter for parameter in model.parameters() if parameter not in inside]
+    outside = {name: parameter for name, parameter in model.named_parameters() if parameter not in inside}
     users = [
         module
         for name, module in model.named_modules()
         if next(module.parameters(recurse=False), None) is not None and not name.startswith(tuple(layers))
     ]
-    return [
-        *(
-            BlockToProfile(name=name, size_class=SizeClass.LAYER, parameters=list(m.parameters()), modules=[m])
-            for name, m in layers.items()
-        ),
-        BlockToProfile(name="outside", size_class=SizeClass.OUTER, parameters=outside, modules=users),
-    ]
+    blocks = [lay_out_block(name, SizeClass.LAYER, dict(layer.named_parameters())) for name, layer in layers.items()]
+    outer = lay_out_block("outside", SizeClass.OUTER, outside)
+    needs = {layer: (block,) for layer, block in zip(layers.values(), blocks, strict=True)}
+    return ModelBlocks([*blocks, outer], needs | dict.fromkeys(users, (outer,)), list(layers.values()))
 
 
 def profile_of(model: nn.Module, **options: Any) -> ModelProfile:
-    return profile_model(model, blocks_of(model), batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, **options)
+    return trace_model(
+        model, blocks_of(model), batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, **options
+    ).profile
 
 
 class Names(TorchDispatchMode):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from hf_lohan.hardware import MatrixShape
-from hf_lohan.model import BlockToProfile, TracedModel, trace_model
+from hf_lohan.model import ModelBlocks, TracedModel, lay_out_block, trace_model
 from hf_lohan.planner import BlockProfile, SizeClass
 
 BATCH_SIZE, SEQUENCE_LENGTH, WIDTH, VOCAB_SIZE = 2, 3, 8, 11
@@ -56,18 +56,15 @@ class Model(nn.Module):
 
 
 def trace(model: Model, *, sequence_length: int = SEQUENCE_LENGTH) -> TracedModel:
-    layers = [
-        BlockToProfile(
-            name=f"layers.{index}", size_class=SizeClass.LAYER, parameters=list(layer.parameters()), modules=[layer]
-        )
-        for index, layer in enumerate(model.layers)
+    named = [
+        ("words", SizeClass.OUTER, model.words),
+        *((f"layers.{index}", SizeClass.LAYER, layer) for index, layer in enumerate(model.layers)),
+        ("head", SizeClass.OUTER, model.head),
     ]
-    outer = [
-        BlockToProfile(name=name, size_class=SizeClass.OUTER, parameters=list(module.parameters()), modules=[module])
-        for name, module in (("words", model.words), ("head", model.head))
-    ]
-    blocks = [outer[0], *layers, outer[1]]
-    return trace_model(model, blocks, batch_size=BATCH_SIZE, sequence_length=sequence_length)
+    blocks = [lay_out_block(name, size_class, dict(module.named_parameters())) for name, size_class, module in named]
+    needs = {module: (block,) for (_, _, module), block in zip(named, blocks, strict=True)}
+    found = ModelBlocks(blocks, needs, list(model.layers))
+    return trace_model(model, found, batch_size=BATCH_SIZE, sequence_length=sequence_length)
 
 
 def layer_of(model: Model, index: int = 0) -> BlockProfile:
