@@ -5,6 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+_BOTTLENECKS = {
+    "compute": "computing",
+    "h2d": "the link to the device",
+    "d2h": "the link from the device",
+    "link": "the link to and from the device",
+    "ssd": "the SSDs",
+    "cpu": "the optimizer on the CPU",
+}
 
 
 def format_bytes(num_bytes: float) -> str:
@@ -69,6 +77,11 @@ def percent(fraction: float) -> str:
 def times(number: int, word: str) -> str:
     """1 "step" -> "1 step", 2 -> "2 steps"."""
     return f"{number:,} {word}{'' if number == 1 else 's'}"
+
+
+def bottleneck_label(name: str, *, shares_cpu: bool = False) -> str:
+    """The planner's word for what bounds a step, in words. Where the CPU is the device, its cores do everything."""
+    return "the CPU" if shares_cpu and name == "compute" else _BOTTLENECKS.get(name, name)
 
 
 def listed(words: Sequence[str]) -> str:

@@ -11,9 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from hf_lohan.cli.plan_request import PlannedRun
-from hf_lohan.config import format_bytes
 from hf_lohan.planner import HardwareProfile, drive_life, what_hardware_buys
-from hf_lohan.wording import count, seconds
+from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, seconds, times
 
 _BAR_WIDTH = 20
 _WORTH_BUYING = 1.01
@@ -28,8 +27,10 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
-    for line in (*_records(planned), *_wear(planned), *_notes(planned)):
+    for line in (*_records(planned), *_wear(planned)):
         console.print(line, soft_wrap=True)
+    if planned.plan.in_memory.fits:
+        console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
     console.print()
     console.print(_purchases(planned))
 
@@ -52,12 +53,11 @@ def heading(planned: PlannedRun) -> Text:
 
 def machine(hardware: HardwareProfile) -> str:
     """One line on the hardware."""
-    reads, writes = hardware.ssd_read_bytes_per_s / 1e9, hardware.ssd_write_bytes_per_s / 1e9
-    drives = "1 SSD" if len(hardware.ssd) == 1 else f"{len(hardware.ssd)} SSDs"
+    reads, writes = gb_per_s(hardware.ssd_read_bytes_per_s), gb_per_s(hardware.ssd_write_bytes_per_s)
     return (
         f"{hardware.device.name or 'a device'}, {format_bytes(hardware.device.memory_bytes)}; "
-        f"{format_bytes(hardware.cpu.memory_bytes)} RAM; {drives}, {format_bytes(hardware.ssd_capacity_bytes)}, "
-        f"reads {reads:.3g} GB/s, writes {writes:.3g} GB/s"
+        f"{format_bytes(hardware.cpu.memory_bytes)} RAM; {times(len(hardware.ssd), 'SSD')}, "
+        f"{format_bytes(hardware.ssd_capacity_bytes)}, reads {reads}, writes {writes}"
     )
 
 
@@ -83,10 +83,11 @@ def _resources(planned: PlannedRun) -> Table:
     table = _table("seconds busy", "forward", "backward")
     table.add_column("share of the step", justify="left", no_wrap=True)
     for resource in resources_of(planned):
-        share = min(1.0, (resource.forward_s + resource.backward_s) / step.step_s)
+        forward_s, backward_s = sum(w.forward_s for w in resource.work), sum(w.backward_s for w in resource.work)
+        share = min(1.0, (forward_s + backward_s) / step.step_s)
         style = "yellow" if step.bottleneck in resource.bottlenecks else "cyan"
         bar = Text("█" * round(share * _BAR_WIDTH), style=style) + Text(f" {100 * share:.0f}%")
-        table.add_row(resource.label, _figure(resource.forward_s), _figure(resource.backward_s), bar)
+        table.add_row(resource.label, _figure(forward_s), _figure(backward_s), bar)
         for work in resource.work if len(resource.work) > 1 else ():
             table.add_row(f"  {work.label}", _figure(work.forward_s), _figure(work.backward_s), style="dim")
     table.add_section()
@@ -147,11 +148,6 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
         yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
 
 
-def _notes(planned: PlannedRun) -> Iterable[Text]:
-    if planned.plan.in_memory.fits:
-        yield Text(without_offloading(planned), style="bold green")
-
-
 def without_offloading(planned: PlannedRun) -> str:
     """Whether it trains in the device's memory alone."""
     fit = planned.plan.in_memory
@@ -193,14 +189,6 @@ class Resource:
     """What the planner calls it where a phase waits for it."""
     work: tuple[Work, ...]
 
-    @property
-    def forward_s(self) -> float:
-        return sum(work.forward_s for work in self.work)
-
-    @property
-    def backward_s(self) -> float:
-        return sum(work.backward_s for work in self.work)
-
 
 def resources_of(planned: PlannedRun) -> list[Resource]:
     """All resources of the machine. Where the CPU is the device, its cores do all but what the drives do."""
@@ -221,15 +209,3 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
         ssds,
         Resource("CPU (optimizer)", frozenset({"cpu"}), (update,)),
     ]
-
-
-def bottleneck_label(name: str) -> str:
-    """A bottleneck's name in words."""
-    return {
-        "compute": "computing",
-        "h2d": "the link to the device",
-        "d2h": "the link from the device",
-        "link": "the link to and from the device",
-        "ssd": "the SSDs",
-        "cpu": "the optimizer on the CPU",
-    }.get(name, name)

@@ -10,9 +10,8 @@ from rich.console import Console
 
 from hf_lohan.cli.plan_report import heading, print_plan, summary, without_offloading
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
-from hf_lohan.config import format_bytes
 from hf_lohan.planner import BudgetError
-from hf_lohan.wording import seconds
+from hf_lohan.wording import format_bytes, seconds
 
 _LABEL_WIDTH = 10
 
@@ -49,19 +48,14 @@ def _planned(request: PlanRequest, show: Callable[[PlannedRun, Console], None], 
 
 def _print_estimate(planned: PlannedRun, console: Console) -> None:
     step = planned.plan.prediction
-    needs = [
-        f"{format_bytes(sum(parts.values()))} of {name}"
-        for name, parts in zip(
-            ("device memory", "RAM", "SSD"), (step.tier_bytes[tier] for tier in ("gpu", "cpu", "ssd")), strict=True
-        )
-    ]
-    console.print(heading(planned), soft_wrap=True)
-    console.print(summary(planned), soft_wrap=True)
-    for label, text in (
-        ("forward", seconds(step.forward_s)),
-        ("backward", seconds(step.backward_s)),
-        ("fits", f"yes, offloaded, in {', '.join(needs)}"),
-        ("writes", f"{format_bytes(step.ssd_write_bytes_per_step)} to the SSDs a step"),
-    ):
-        console.print(f"{label:<{_LABEL_WIDTH}}{text}", soft_wrap=True)
-    console.print(without_offloading(planned), soft_wrap=True)
+    tiers = zip(("device memory", "RAM", "SSD"), step.tier_bytes.values(), strict=True)
+    needs = [f"{format_bytes(sum(parts.values()))} of {name}" for name, parts in tiers]
+    lines = {
+        "forward": seconds(step.forward_s),
+        "backward": seconds(step.backward_s),
+        "fits": f"yes, offloaded, in {', '.join(needs)}",
+        "writes": f"{format_bytes(step.ssd_write_bytes_per_step)} to the SSDs a step",
+    }
+    figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
+    for line in (heading(planned), summary(planned), *figures, without_offloading(planned)):
+        console.print(line, soft_wrap=True)

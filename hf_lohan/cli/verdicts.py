@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hf_lohan.hardware import MachineFacts, PathFacts
@@ -54,15 +55,21 @@ class Check:
     """The SSD path that it is about; "" for the machine."""
 
 
+GOOD, COULD_BE_BETTER, BAD, NOT_KNOWN = Verdict
+
+
+def _check(name: str, value: str, *remarks: tuple[object, Verdict, str]) -> Check:
+    """What the first remark says that applies: (whether it does, the verdict, what to do). Good where none does."""
+    said = ((verdict, advice) for applies, verdict, advice in remarks if applies)
+    return Check(name, value, *next(said, (GOOD, "")))
+
+
 def machine_checks(facts: MachineFacts) -> list[Check]:
     """The lines on everything but the drives."""
-    checks = [_device(facts), _pinned(facts), _gpudirect(facts), _threads(facts), _load(facts), _memory(facts)]
-    checks.append(_container(facts))
-    if facts.device_type == "cpu":
-        checks.insert(1, _bf16_units(facts))
+    checks = [*_device(facts), _threads(facts), _load(facts), _memory(facts), _container(facts)]
     if facts.is_wsl:
         advice = "train under Linux itself: WSL pins only part of the RAM and its drives are files or shares of Windows"
-        checks.append(Check("system", "WSL", Verdict.COULD_BE_BETTER, advice))
+        checks.append(Check("system", "WSL", COULD_BE_BETTER, advice))
     return checks
 
 
@@ -70,154 +77,124 @@ def path_checks(facts: PathFacts) -> list[Check]:
     """The lines on one SSD path."""
     if facts.problem:
         advice = "choose a directory that this user can write, or fix its permissions"
-        return [Check("access", f"cannot be written ({facts.problem})", Verdict.BAD, advice, facts.path)]
-    checks = [_file_system(facts), _direct(facts), _room(facts), _wear(facts), _reflink(facts)]
+        return [Check("access", f"cannot be written ({facts.problem})", BAD, advice, facts.path)]
+    through_cache = "choose ext4 or XFS: without it all bytes pass through the page cache, which takes RAM and CPU time"
+    copied = "choose XFS or Btrfs if checkpoints are frequent: on those they share the store's blocks"
+    checks = [
+        _file_system(facts),
+        _check("O_DIRECT", "works" if facts.is_direct else "refused", (not facts.is_direct, BAD, through_cache)),
+        _room(facts),
+        _wear(facts),
+        _check(
+            "reflinks",
+            "work: checkpoints here take no copying" if facts.can_reflink else "none: checkpoints are copied",
+            (not facts.can_reflink, COULD_BE_BETTER, copied),
+        ),
+    ]
     return [replace(check, subject=facts.path) for check in checks]
 
 
-def _device(facts: MachineFacts) -> Check:
-    value = f"{facts.device_name}, {format_bytes(facts.device_memory_bytes)} free"
+def _device(facts: MachineFacts) -> Iterator[Check]:
+    value, problem = f"{facts.device_name}, {format_bytes(facts.device_memory_bytes)} free", facts.gpudirect_problem
     if facts.device_type == "cpu":
         advice = "use a GPU; if there is one, install its driver and a torch built for it"
-        return Check("device", value, Verdict.COULD_BE_BETTER, advice)
-    return Check("device", value, Verdict.GOOD)
-
-
-def _bf16_units(facts: MachineFacts) -> Check:
-    name = "bfloat16 on the CPU"
-    if facts.bf16_units:
-        return Check(name, ", ".join(facts.bf16_units), Verdict.GOOD)
-    advice = "train in float32: without such units bfloat16 is emulated, and slower"
-    return Check(name, "no units for it", Verdict.COULD_BE_BETTER, advice)
-
-
-def _pinned(facts: MachineFacts) -> Check:
-    name = "pinned memory"
-    if facts.device_type == "cpu":
-        return Check(name, "not needed", Verdict.GOOD)
-    if facts.is_pinned:
-        return Check(name, "available", Verdict.GOOD)
+        yield Check("device", value, COULD_BE_BETTER, advice)
+        advice = "train in float32: without such units bfloat16 is emulated, and slower"
+        units = ", ".join(facts.bf16_units)
+        yield _check("bfloat16 on the CPU", units or "no units for it", (not units, COULD_BE_BETTER, advice))
+        yield Check("pinned memory", "not needed", GOOD)
+        yield Check("GPUDirect Storage", f"not needed ({problem})", GOOD)
+        return
+    yield Check("device", value, GOOD)
     advice = "raise the memlock limit (ulimit -l unlimited); copies run unpinned, at a fraction of the speed"
-    return Check(name, "refused", Verdict.BAD, advice)
-
-
-def _gpudirect(facts: MachineFacts) -> Check:
-    name = "GPUDirect Storage"
-    if facts.device_type == "cpu":
-        return Check(name, f"not needed ({facts.gpudirect_problem})", Verdict.GOOD)
-    if not facts.gpudirect_problem:
-        return Check(name, "available", Verdict.GOOD)
+    pinned = "available" if facts.is_pinned else "refused"
+    yield _check("pinned memory", pinned, (not facts.is_pinned, BAD, advice))
     # Nothing to do about it: a run moves everything through pinned memory.
-    return Check(name, f"not available ({facts.gpudirect_problem}), and not needed", Verdict.GOOD)
+    yield Check("GPUDirect Storage", f"not available ({problem}), and not needed" if problem else "available", GOOD)
 
 
 def _threads(facts: MachineFacts) -> Check:
-    name, value = "CPU threads", f"{facts.cpu_threads} on {facts.usable_cpus} usable CPUs"
-    quota = facts.cpu_quota
-    if quota is not None and quota < min(facts.cpu_threads, facts.usable_cpus):
+    threads, cpus, quota = facts.cpu_threads, facts.usable_cpus, facts.cpu_quota
+    value = f"{threads} on {cpus} usable CPUs"
+    if quota is not None and quota < min(threads, cpus):
         advice = f"set cpu_threads to {max(1, int(quota))} or raise the quota: threads beyond it are held up in turns"
-        return Check(name, f"{value}, the container's quota is {quota:g}", Verdict.COULD_BE_BETTER, advice)
-    if facts.cpu_threads > facts.usable_cpus:
-        advice = f"set cpu_threads to {facts.usable_cpus} or auto: more threads than CPUs wait for each other"
-        return Check(name, value, Verdict.COULD_BE_BETTER, advice)
-    if facts.cpu_threads < facts.usable_cpus:
-        advice = "set cpu_threads to auto: the optimizer uses every core it gets"
-        return Check(name, value, Verdict.COULD_BE_BETTER, advice)
-    if facts.omp_num_threads == "1" and facts.usable_cpus > 1:
+        return Check("CPU threads", f"{value}, the container's quota is {quota:g}", COULD_BE_BETTER, advice)
+    if threads == cpus > 1 and facts.omp_num_threads == "1":
         advice = "unset it: a run sets its own threads, but other libraries keep to this one"
-        return Check(name, f"{value}, OMP_NUM_THREADS is 1", Verdict.COULD_BE_BETTER, advice)
-    return Check(name, value, Verdict.GOOD)
+        return Check("CPU threads", f"{value}, OMP_NUM_THREADS is 1", COULD_BE_BETTER, advice)
+    fewer = f"set cpu_threads to {cpus} or auto: more threads than CPUs wait for each other"
+    more = "set cpu_threads to auto: the optimizer uses every core it gets"
+    remarks = (threads > cpus, COULD_BE_BETTER, fewer), (threads < cpus, COULD_BE_BETTER, more)
+    return _check("CPU threads", value, *remarks)
 
 
 def _load(facts: MachineFacts) -> Check:
-    name, value = "other load", f"{facts.load:.1f} of {facts.usable_cpus} CPUs in the last minute"
-    if facts.load > _HIGH_LOAD_FRACTION * facts.usable_cpus:
-        advice = "wait or end what takes the cores, then measure with --no-cache: rates are too low meanwhile"
-        return Check(name, value, Verdict.COULD_BE_BETTER, advice)
-    return Check(name, value, Verdict.GOOD)
+    advice = "wait or end what takes the cores, then measure with --no-cache: rates are too low meanwhile"
+    is_high = facts.load > _HIGH_LOAD_FRACTION * facts.usable_cpus
+    value = f"{facts.load:.1f} of {facts.usable_cpus} CPUs in the last minute"
+    return _check("other load", value, (is_high, COULD_BE_BETTER, advice))
 
 
 def _memory(facts: MachineFacts) -> Check:
     available, budget = format_bytes(facts.available_memory_bytes), format_bytes(facts.cpu_memory)
-    value = f"{available} free of {format_bytes(facts.memory_bytes)}, budget {budget}"
-    if facts.cpu_memory > facts.available_memory_bytes:
-        advice = f"lower cpu_memory below {available} or end what takes the rest: else the run is killed or swapped out"
-        return Check("memory", value, Verdict.BAD, advice)
-    if facts.available_memory_bytes < facts.memory_bytes // 4 and facts.memory_limit_bytes is None:
-        advice = "end what takes the rest: what stays in RAM need not pass through the drives"
-        return Check("memory", value, Verdict.COULD_BE_BETTER, advice)
-    return Check("memory", value, Verdict.GOOD)
+    lower = f"lower cpu_memory below {available} or end what takes the rest: else the run is killed or swapped out"
+    is_taken = facts.available_memory_bytes < facts.memory_bytes // 4 and facts.memory_limit_bytes is None
+    advice = "end what takes the rest: what stays in RAM need not pass through the drives"
+    return _check(
+        "memory",
+        f"{available} free of {format_bytes(facts.memory_bytes)}, budget {budget}",
+        (facts.cpu_memory > facts.available_memory_bytes, BAD, lower),
+        (is_taken, COULD_BE_BETTER, advice),
+    )
 
 
 def _container(facts: MachineFacts) -> Check:
     name, limit = "container limit", facts.memory_limit_bytes
     if limit is None or limit >= facts.memory_bytes:
-        return Check(name, "none on memory", Verdict.GOOD)
+        return Check(name, "none on memory", GOOD)
     value = f"{format_bytes(limit)} of {format_bytes(facts.memory_bytes)} memory"
     if facts.cpu_memory > limit:
         advice = f"lower cpu_memory below {format_bytes(limit)} or raise the limit: the run would be killed"
-        return Check(name, value, Verdict.BAD, advice)
+        return Check(name, value, BAD, advice)
     advice = "raise the container's memory limit: what stays in RAM need not pass through the drives"
-    return Check(name, value, Verdict.COULD_BE_BETTER, advice)
+    return Check(name, value, COULD_BE_BETTER, advice)
 
 
 def _file_system(facts: PathFacts) -> Check:
-    name, kind = "file system", facts.file_system
-    if kind in _IN_RAM:
-        advice = "choose a directory on a drive: this one is in RAM"
-        return Check(name, kind, Verdict.BAD, advice)
-    if kind in _LAYERED:
-        advice = "mount a directory of the host's drive and use that: this one is a container's layer"
-        return Check(name, kind, Verdict.COULD_BE_BETTER, advice)
-    if kind.startswith((*_SHARED, *_CLUSTER)):
-        advice = "choose a directory on a drive of this machine: this one is reached through a network or a server"
-        return Check(name, kind, Verdict.BAD, advice)
-    if kind in _LOCAL:
-        return Check(name, kind, Verdict.GOOD)
-    return Check(name, kind or "the kernel does not tell", Verdict.NOT_KNOWN)
-
-
-def _direct(facts: PathFacts) -> Check:
-    name = "O_DIRECT"
-    if facts.is_direct:
-        return Check(name, "works", Verdict.GOOD)
-    advice = "choose ext4 or XFS: without it all bytes pass through the page cache, which takes RAM and CPU time"
-    return Check(name, "refused", Verdict.BAD, advice)
+    kind = facts.file_system
+    reached = "choose a directory on a drive of this machine: this one is reached through a network or a server"
+    layer = "mount a directory of the host's drive and use that: this one is a container's layer"
+    return _check(
+        "file system",
+        kind or "the kernel does not tell",
+        (kind in _IN_RAM, BAD, "choose a directory on a drive: this one is in RAM"),
+        (kind in _LAYERED, COULD_BE_BETTER, layer),
+        (kind.startswith((*_SHARED, *_CLUSTER)), BAD, reached),
+        (kind not in _LOCAL, NOT_KNOWN, ""),
+    )
 
 
 def _room(facts: PathFacts) -> Check:
-    name = "room"
-    usable = min(facts.free_bytes, facts.capacity) if facts.capacity != "auto" else facts.free_bytes
-    value = f"{format_bytes(usable)}, {count(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions"
-    if facts.capacity != "auto" and facts.capacity > facts.free_bytes:
-        advice = f"lower its capacity ({format_bytes(facts.capacity)}), or free space if no store is there yet"
-        return Check(name, value, Verdict.COULD_BE_BETTER, advice)
-    if usable < _GIB:
-        return Check(name, value, Verdict.BAD, "free space or choose another path")
-    if usable < 32 * _GIB:
-        return Check(name, value, Verdict.COULD_BE_BETTER, "free space or add a path: this is little for a large model")
-    return Check(name, value, Verdict.GOOD)
+    capacity = facts.free_bytes if facts.capacity == "auto" else facts.capacity
+    usable = min(facts.free_bytes, capacity)
+    lower = f"lower its capacity ({format_bytes(capacity)}), or free space if no store is there yet"
+    return _check(
+        "room",
+        f"{format_bytes(usable)}, {count(usable / _STORE_BYTES_PER_PARAM)} parameters in two versions",
+        (capacity > facts.free_bytes, COULD_BE_BETTER, lower),
+        (usable < _GIB, BAD, "free space or choose another path"),
+        (usable < 32 * _GIB, COULD_BE_BETTER, "free space or add a path: this is little for a large model"),
+    )
 
 
 def _wear(facts: PathFacts) -> Check:
-    name = "drive wear"
-    if facts.wear_percent is None:
-        return Check(name, f"not readable: {facts.wear_problem}", Verdict.NOT_KNOWN)
-    value = f"{facts.wear_percent}% of its rated writes"
-    if facts.wear_percent >= _WORN_OUT_PERCENT:
-        return Check(name, value, Verdict.BAD, "replace the drive; until then keep checkpoints on another")
-    if facts.wear_percent >= _WORN_PERCENT:
-        advice = "plan for a new drive; more cpu_memory keeps more records off it"
-        return Check(name, value, Verdict.COULD_BE_BETTER, advice)
-    return Check(name, value, Verdict.GOOD)
-
-
-def _reflink(facts: PathFacts) -> Check:
-    name = "reflinks"
-    if facts.can_reflink:
-        return Check(name, "work: checkpoints here take no copying", Verdict.GOOD)
-    advice = "choose XFS or Btrfs if checkpoints are frequent: on those they share the store's blocks"
-    return Check(name, "none: checkpoints are copied", Verdict.COULD_BE_BETTER, advice)
+    name, wear = "drive wear", facts.wear_percent
+    if wear is None:
+        return Check(name, f"not readable: {facts.wear_problem}", NOT_KNOWN)
+    replace_it = "replace the drive; until then keep checkpoints on another"
+    plan_for_it = "plan for a new drive; more cpu_memory keeps more records off it"
+    remarks = (wear >= _WORN_OUT_PERCENT, BAD, replace_it), (wear >= _WORN_PERCENT, COULD_BE_BETTER, plan_for_it)
+    return _check(name, f"{wear}% of its rated writes", *remarks)
 
 
 def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 12.0) -> list[Check]:
@@ -230,10 +207,17 @@ def rate_checks(profile: HardwareProfile, dtype: str, *, update_bytes: float = 1
         advice = "use an NVMe drive that keeps its rate when its cache is full, or add one as a further path"
         writes = _graded("writes", ssd.write_bytes_per_s, _SLOW_WRITE_BYTES_PER_S, _FAST_WRITE_BYTES_PER_S, advice)
         checks += [replace(check, subject=ssd.path) for check in (reads, writes)]
+    read, write, mixed = profile.ssd_read_bytes_per_s, profile.ssd_write_bytes_per_s, profile.ssd_mixed_bytes_per_s
     if len(profile.ssd) > 1:
-        checks.append(_together(profile))
-    if profile.ssd_mixed_bytes_per_s is not None:
-        checks.append(_mixed(profile, profile.ssd_mixed_bytes_per_s))
+        alone = sum(ssd.read_bytes_per_s for ssd in profile.ssd), sum(ssd.write_bytes_per_s for ssd in profile.ssd)
+        is_slow = read < _TOGETHER_FRACTION * alone[0] or write < _TOGETHER_FRACTION * alone[1]
+        advice = "put the paths on drives of their own with lanes of their own, and give faster ones more capacity"
+        value = f"{gb_per_s(read)} read, {gb_per_s(write)} written"
+        checks.append(_check("all paths together", value, (is_slow, COULD_BE_BETTER, advice)))
+    if mixed is not None:
+        is_slow = mixed < _MIXED_FRACTION * 2 / (1 / read + 1 / write)  # in turns
+        advice = "none is needed: plans count with it; a drive with more cache suffers less"
+        checks.append(_check("reads and writes mixed", gb_per_s(mixed), (is_slow, COULD_BE_BETTER, advice)))
     return [*checks, _optimizer(profile, update_bytes)]
 
 
@@ -242,49 +226,29 @@ def _compute(profile: HardwareProfile, dtype: str) -> Check:
     value = f"{device.flops_per_s / 1e12:.3g} TFLOP/s in {dtype}"
     if device.memory_bytes_per_s:
         value += f", elementwise {gb_per_s(device.memory_bytes_per_s)}"
-    if device.shares_cpu:
-        return Check("compute", value, Verdict.COULD_BE_BETTER, "use a GPU: a CPU's step is bound by its products")
-    if device.flops_per_s < _FAST_GPU_FLOPS_PER_S:
-        advice = "see that nothing else uses the GPU and that it is not throttled"
-        return Check("compute", value, Verdict.COULD_BE_BETTER, advice)
-    return Check("compute", value, Verdict.GOOD)
+    on_cpu = "use a GPU: a CPU's step is bound by its products"
+    throttled = "see that nothing else uses the GPU and that it is not throttled"
+    is_slow = device.flops_per_s < _FAST_GPU_FLOPS_PER_S
+    return _check(
+        "compute", value, (device.shares_cpu, COULD_BE_BETTER, on_cpu), (is_slow, COULD_BE_BETTER, throttled)
+    )
 
 
 def _links(profile: HardwareProfile) -> list[Check]:
     h2d, d2h, both = profile.h2d_bytes_per_s, profile.d2h_bytes_per_s, profile.duplex_bytes_per_s
     if profile.device.shares_cpu:
         value = f"{gb_per_s(h2d)} to it, {gb_per_s(d2h)} from it"
-        return [Check("copies to the device", f"{value}: the CPU's own memory", Verdict.GOOD)]
+        return [Check("copies to the device", f"{value}: the CPU's own memory", GOOD)]
     advice = "see that the GPU sits in a slot of 16 lanes (nvidia-smi -q, Link Width) and that memory is pinned"
     checks = [
         _graded(name, rate, _SLOW_LINK_BYTES_PER_S, _FAST_LINK_BYTES_PER_S, advice)
         for name, rate in (("host to device", h2d), ("device to host", d2h))
     ]
-    if both is not None and both < _DUPLEX_FRACTION * min(h2d, d2h):
+    if both is not None:
         advice = "none is needed: plans count with it (some links and virtual machines carry one direction at a time)"
-        checks.append(Check("both ways at once", gb_per_s(both), Verdict.COULD_BE_BETTER, advice))
-    elif both is not None:
-        checks.append(Check("both ways at once", gb_per_s(both), Verdict.GOOD))
+        is_slow = both < _DUPLEX_FRACTION * min(h2d, d2h)
+        checks.append(_check("both ways at once", gb_per_s(both), (is_slow, COULD_BE_BETTER, advice)))
     return checks
-
-
-def _together(profile: HardwareProfile) -> Check:
-    read, write = profile.ssd_read_bytes_per_s, profile.ssd_write_bytes_per_s
-    value = f"{gb_per_s(read)} read, {gb_per_s(write)} written"
-    alone = (sum(ssd.read_bytes_per_s for ssd in profile.ssd), sum(ssd.write_bytes_per_s for ssd in profile.ssd))
-    if read < _TOGETHER_FRACTION * alone[0] or write < _TOGETHER_FRACTION * alone[1]:
-        advice = "put the paths on drives of their own with lanes of their own, and give faster ones more capacity"
-        return Check("all paths together", value, Verdict.COULD_BE_BETTER, advice)
-    return Check("all paths together", value, Verdict.GOOD)
-
-
-def _mixed(profile: HardwareProfile, mixed: float) -> Check:
-    name = "reads and writes mixed"
-    in_turns = 2 / (1 / profile.ssd_read_bytes_per_s + 1 / profile.ssd_write_bytes_per_s)
-    if mixed < _MIXED_FRACTION * in_turns:
-        advice = "none is needed: plans count with it; a drive with more cache suffers less"
-        return Check(name, gb_per_s(mixed), Verdict.COULD_BE_BETTER, advice)
-    return Check(name, gb_per_s(mixed), Verdict.GOOD)
 
 
 def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
@@ -296,11 +260,9 @@ def _optimizer(profile: HardwareProfile, update_bytes: float) -> Check:
     drives = 1 / (update_bytes / profile.ssd_read_bytes_per_s + update_bytes / profile.ssd_write_bytes_per_s)
     if 1 / update_s < drives:
         advice = f"give the run more cores or faster memory: the drives could feed {drives / 1e6:,.0f} M parameters/s"
-        return Check("optimizer", value, Verdict.COULD_BE_BETTER, advice)
-    return Check("optimizer", f"{value}; the drives feed {drives / 1e6:,.0f} M/s", Verdict.GOOD)
+        return Check("optimizer", value, COULD_BE_BETTER, advice)
+    return Check("optimizer", f"{value}; the drives feed {drives / 1e6:,.0f} M/s", GOOD)
 
 
 def _graded(name: str, rate: float, slow: float, fast: float, advice: str) -> Check:
-    if rate >= fast:
-        return Check(name, gb_per_s(rate), Verdict.GOOD)
-    return Check(name, gb_per_s(rate), Verdict.BAD if rate < slow else Verdict.COULD_BE_BETTER, advice)
+    return _check(name, gb_per_s(rate), (rate < slow, BAD, advice), (rate < fast, COULD_BE_BETTER, advice))

@@ -14,7 +14,7 @@ from hf_lohan.config import setting_rows
 from hf_lohan.report import charts, sentences
 from hf_lohan.report.findings import Findings, picture_of
 from hf_lohan.report.run_data import FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, open_text, read_run
-from hf_lohan.wording import count, duration, format_bytes, rate, seconds
+from hf_lohan.wording import bottleneck_label, count, duration, format_bytes, rate, seconds
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
@@ -80,7 +80,7 @@ def _cards(findings: Findings) -> Iterator[tuple[str, str, str]]:
     if predicted_s and step_s:
         yield "planned", seconds(predicted_s), f"measured: {step_s / predicted_s:.2f} times"
     if floor and step_s:
-        label = sentences.resource_label(floor[0], shares_cpu=findings.shares_cpu)
+        label = bottleneck_label(floor[0], shares_cpu=findings.shares_cpu)
         yield "floor", seconds(floor[1]), f"{label}; measured: {step_s / floor[1]:.2f} times"
     peaks = [*findings.values("anon_rss_bytes")[1], findings.summary.get("peak_anon_rss_bytes") or 0]
     state = findings.summary.get("store_bytes")

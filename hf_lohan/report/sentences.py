@@ -7,16 +7,8 @@ from collections.abc import Iterator
 
 from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
-from hf_lohan.wording import drive_bytes, format_bytes, listed, percent, seconds, times
+from hf_lohan.wording import bottleneck_label, drive_bytes, format_bytes, listed, percent, seconds, times
 
-RESOURCE_LABELS = {
-    "compute": "computing",
-    "h2d": "the link to the device",
-    "d2h": "the link from the device",
-    "link": "the link to and from the device",
-    "ssd": "the SSDs",
-    "cpu": "the optimizer on the CPU",
-}
 _WAITS_THAT_MATTER = 0.02
 """Of the step."""
 _MOSTLY_BUSY = 0.7
@@ -24,17 +16,12 @@ _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
 
 
-def resource_label(name: str, *, shares_cpu: bool) -> str:
-    """The planner's word for what bounds a step, in words. Where the CPU is the device, its cores do everything."""
-    return "the CPU" if shares_cpu and name == "compute" else RESOURCE_LABELS.get(name, name)
-
-
 def bound_by(findings: Findings) -> str | None:
     """What the steps were busy with for longest; before any was measured, what the plan says."""
     lanes = {work.lane: work.share for work in findings.lanes}
     if not lanes:
         planned = findings.summary.get("bottleneck")
-        return resource_label(planned, shares_cpu=findings.shares_cpu) if planned else None
+        return bottleneck_label(planned, shares_cpu=findings.shares_cpu) if planned else None
     if lanes.get(COMPUTE, 0.0) >= _MOSTLY_BUSY:
         return "computing"
     shares = {
@@ -60,7 +47,7 @@ def on_step_time(findings: Findings) -> str:
         beside.append(f"{findings.step_s / findings.predicted_s:.2f} times the planned {seconds(findings.predicted_s)}")
     if findings.floor:
         resource, floor_s = findings.floor
-        label = resource_label(resource, shares_cpu=findings.shares_cpu)
+        label = bottleneck_label(resource, shares_cpu=findings.shares_cpu)
         beside.append(f"{findings.step_s / floor_s:.2f} times the floor of {seconds(floor_s)} set by {label}")
     return f"{text}: {listed(beside)}." if beside else f"{text}. Nothing was planned, so there is no floor."
 
