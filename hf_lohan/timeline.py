@@ -26,9 +26,7 @@ CPU_OPTIMIZER = "cpu optimizer"
 COMPUTE_WAITS = "compute waits"
 """What the computing thread waits for; the names of its tasks are the causes."""
 UPDATES_WAIT = "updates wait"
-"""What the optimizer's thread waits for."""
 LOADS_WAIT = "loads wait"
-"""What the thread that brings weights waits for."""
 LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 
 MAX_TASKS = 400_000
@@ -118,7 +116,6 @@ class Timeline:
 
     @property
     def tasks(self) -> list[Task]:
-        """All of them so far, if they are traced."""
         return list(self._tasks or ())
 
     @contextmanager
@@ -141,7 +138,6 @@ class Timeline:
         self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
     def totals(self) -> dict[str, LaneTotals]:
-        """By lane."""
         return {lane: counter.totals() for lane, counter in self._counters.items()}
 
     def _keep(self, lane: str, name: str, block: str, began_s: float, ended_s: float, num_bytes: int) -> None:

@@ -20,7 +20,7 @@ from rich.table import Table
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
 
 from hf_lohan import Trainer
-from hf_lohan.config import format_bytes
+from hf_lohan.wording import format_bytes
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
 PROMPT = 'The "with" statement'

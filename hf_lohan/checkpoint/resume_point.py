@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_lohan.files import write_failure
-from hf_lohan.report import (
+from hf_lohan.report.run_data import (
     CONFIG_NAME,
     FOLDER,
     PRIVATE_FOLDER,

@@ -29,7 +29,7 @@ from hf_lohan.hardware import (
 from hf_lohan.optim import master_format
 from hf_lohan.planner import HardwareProfile
 from hf_lohan.planning.resolved_config import resolved_here
-from hf_lohan.report import STORE_FOLDER
+from hf_lohan.report.run_data import STORE_FOLDER
 
 SHAPES = (
     MatrixShape(4096, 4096, 4096, count=2),
@@ -56,7 +56,6 @@ class Examination:
     hardware: HardwareProfile | None
 
     def to_json(self) -> dict[str, Any]:
-        """In JSON's types."""
         return {
             "checks": [{**asdict(check), "verdict": check.verdict.value} for check in self.checks],
             "hardware": self.hardware.to_mapping() if self.hardware is not None else None,

@@ -19,7 +19,6 @@ _WORTH_BUYING = 1.01
 
 
 def print_plan(planned: PlannedRun, console: Console) -> None:
-    """The whole plan."""
     console.print(heading(planned), soft_wrap=True)
     console.print()
     console.print(summary(planned), soft_wrap=True)
@@ -36,7 +35,6 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
 
 
 def heading(planned: PlannedRun) -> Text:
-    """Model, batch and machine."""
     profile, hardware = planned.profile, planned.hardware
     dtype = str(planned.dtype).removeprefix("torch.")
     num_together = planned.shape.num_together
@@ -52,7 +50,6 @@ def heading(planned: PlannedRun) -> Text:
 
 
 def machine(hardware: HardwareProfile) -> str:
-    """One line on the hardware."""
     reads, writes = gb_per_s(hardware.ssd_read_bytes_per_s), gb_per_s(hardware.ssd_write_bytes_per_s)
     return (
         f"{hardware.device.name or 'a device'}, {format_bytes(hardware.device.memory_bytes)}; "
@@ -62,7 +59,6 @@ def machine(hardware: HardwareProfile) -> str:
 
 
 def summary(planned: PlannedRun) -> Text:
-    """The step in one line."""
     step = planned.plan.prediction
     return Text.assemble(
         (f"{seconds(step.step_s)} a step", "bold"),
@@ -173,8 +169,6 @@ def _purchases(planned: PlannedRun) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """One kind of work of a resource."""
-
     label: str
     forward_s: float
     backward_s: float

@@ -34,8 +34,6 @@ _FAST_GPU_FLOPS_PER_S = 50e12
 
 
 class Verdict(enum.Enum):
-    """How a line is."""
-
     GOOD = "good"
     COULD_BE_BETTER = "could be better"
     BAD = "bad"

@@ -5,18 +5,15 @@ every value where it enters, a misspelt key is refused naming the right one, and
 number once the machine is known. The room itself knows neither torch nor the machine.
 """
 
-from hf_lohan.config.offload_config import Activations, OffloadConfig, OffloadSource, Schedule, setting_rows
+from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
 from hf_lohan.config.values import ConfigError, SsdPath, parse_bytes
-from hf_lohan.wording import format_bytes
 
 __all__ = [
     "Activations",
     "ConfigError",
     "OffloadConfig",
-    "OffloadSource",
     "Schedule",
     "SsdPath",
-    "format_bytes",
     "parse_bytes",
     "setting_rows",
 ]

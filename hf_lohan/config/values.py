@@ -98,21 +98,18 @@ def check_count(name: str, value: object) -> int | Literal["auto"]:
 
 
 def check_number(name: str, value: object) -> int:
-    """A whole number of at least 1. Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1")
 
 
 def check_flag(name: str, value: object) -> bool:
-    """True or False. Raises ConfigError."""
     if isinstance(value, bool):
         return value
     raise ConfigError(f"{name}: {value!r} is not allowed; give true or false")
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """One of the ``allowed`` words. Raises ConfigError."""
     if isinstance(value, str) and value in allowed:
         return value
     raise ConfigError(f"{name}: {value!r} is not allowed; choose {' or '.join(map(repr, allowed))}")

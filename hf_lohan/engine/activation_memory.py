@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
-from hf_lohan.config import Activations, format_bytes
+from hf_lohan.config import Activations
 from hf_lohan.device import BufferPool
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.files import CapacityError
@@ -16,6 +16,7 @@ from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordSpec
+from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 

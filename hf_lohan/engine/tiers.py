@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.store import RecordFiles, Store
+from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 

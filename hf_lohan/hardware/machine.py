@@ -101,7 +101,6 @@ def cpu_name() -> str:
 
 
 def bf16_units() -> tuple[str, ...]:
-    """Those of `BF16_FLAGS` that this CPU has."""
     info = _cpu_info()
     flags = set((info.get("flags") or info.get("Features") or "").split())
     return tuple(flag for flag in BF16_FLAGS if flag in flags)
@@ -114,7 +113,6 @@ def device_name(device: Device) -> str:
 
 @cache
 def _cpu_info() -> dict[str, str]:
-    """The first CPU's lines."""
     try:
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
     except OSError:
@@ -141,18 +139,14 @@ class MachineFacts:
     usable_cpus: int
     cpu_quota: float | None
     cpu_threads: int
-    """The config's, resolved."""
     omp_num_threads: str | None
-    """The environment variable."""
     load: float
     """Threads that wanted a CPU, averaged over the last minute."""
     is_wsl: bool
     memory_bytes: int
     available_memory_bytes: int
     memory_limit_bytes: int | None
-    """Of the container."""
     cpu_memory: int
-    """The config's budget, resolved."""
 
 
 def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
@@ -236,7 +230,6 @@ class AnonymousMemoryPeak:
             self.sample()
 
     def sample(self) -> None:
-        """Look once, now."""
         now_bytes = anonymous_memory_bytes()
         self.peak_bytes = max(self.peak_bytes, now_bytes)
         self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)

@@ -156,7 +156,6 @@ def store_paths(config: OffloadConfig) -> tuple[StorePath, ...]:
 
 @contextmanager
 def _run_threads(config: OffloadConfig) -> Iterator[None]:
-    """As many threads for arithmetic as a run has."""
     assert isinstance(config.cpu_threads, int)
     before = torch.get_num_threads()
     set_compute_threads(config.cpu_threads)

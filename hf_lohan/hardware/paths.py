@@ -35,8 +35,6 @@ def existing_directory(path: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Mount:
-    """One line of mountinfo."""
-
     mount_point: str
     file_system: str
     """"ext4", "nfs4", ...; "" if the kernel does not tell."""
@@ -149,20 +147,16 @@ def _read(file: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PathFacts:
-    """One path of a store."""
-
     path: str
     file_system: str
     """As the kernel calls it; "" if it does not tell."""
     problem: str
     """Why it cannot be written; "" if it can."""
     is_direct: bool
-    """O_DIRECT reads and writes work."""
     can_reflink: bool
     """Files can share blocks, so that a checkpoint of the optimizer's states is made in no time."""
     free_bytes: int
     capacity: int | Literal["auto"]
-    """What the config allows."""
     wear_percent: int | None
     wear_problem: str
     """Why the wear is not known; "" if it is."""

@@ -81,7 +81,6 @@ class MatrixShape:
         return 2.0 * self.num_matrices * self.num_rows * self.inner * self.num_columns
 
     def operand_bytes(self, itemsize: int) -> int:
-        """Both factors and the product."""
         rows, inner, columns = self.num_rows, self.inner, self.num_columns
         return self.num_matrices * itemsize * (rows * inner + inner * columns + rows * columns)
 
@@ -180,8 +179,6 @@ def _filled(device: Device, size: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRates:
-    """Bytes a second."""
-
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     duplex_bytes_per_s: float

@@ -39,8 +39,6 @@ _BLOCK = ("measured", "param")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdRates:
-    """Bytes a second."""
-
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
@@ -87,8 +85,6 @@ def measure_ssds(
 
 
 class Receipt(Protocol):
-    """Of one read or write under way."""
-
     def wait(self) -> None: ...
 
 

@@ -33,7 +33,7 @@ from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.record import RunRecord
-from hf_lohan.report import STORE_FOLDER
+from hf_lohan.report.run_data import STORE_FOLDER
 
 logger = logging.getLogger(__name__)
 

@@ -77,8 +77,6 @@ def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
 
 @dataclass
 class BlockTrace:
-    """What has been seen of one block's forward."""
-
     operations: list[OperationProfile] = field(default_factory=list)
     products: Counter[MatrixShape] = field(default_factory=Counter)
     flops: int = 0
@@ -109,7 +107,6 @@ class BlockTrace:
 
 
 def tensors_in(values: Any) -> Iterator[Tensor]:
-    """All tensors in nested arguments or results."""
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
@@ -165,7 +162,6 @@ class OperationTrace(TorchDispatchMode):
         self.live = LiveBytes()
         """Replaced where another block begins."""
         self.is_in_backward = False
-        """Whether only the memory is counted."""
         self.module = ""
         self._fake_mode = fake_mode
         self._inside = False

@@ -26,8 +26,6 @@ from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 
 @dataclass(frozen=True, kw_only=True)
 class TracedModel:
-    """What one forward was seen to do."""
-
     profile: ModelProfile
     matrix_shapes: tuple[MatrixShape, ...]
     """Of all its matrix products, most FLOPs first: what to measure a device with."""

@@ -47,7 +47,6 @@ class ModelTrace:
         self._for_all_layers: list[Tensor] = []
         """Masks and positions: there until the backward is over."""
         self._last_output: list[Tensor] = []
-        """Of the last layer that ran."""
         self._weights = weights
         self._not_saved: dict[int, StorageWeakRef] = {}
         """Weights, what layers are given and what has been counted: references, so that no key is used again."""
@@ -55,7 +54,6 @@ class ModelTrace:
 
     @contextlib.contextmanager
     def __call__(self) -> Iterator[None]:
-        """Trace the forward that runs inside."""
         with contextlib.ExitStack() as stack:
             for module, name in self._outer_modules:
                 stack.callback(module.register_forward_pre_hook(self._enter_outer(self.of_outer[name])).remove)

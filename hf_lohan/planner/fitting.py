@@ -16,7 +16,6 @@ class Room:
     """What the tiers have for activations, once all else has its place. Negative where all else does not fit."""
 
     kept_bytes: int
-    """On the device."""
     cpu_bytes: int
     """In RAM, for swapped activations and records together."""
     ssd_bytes: int

@@ -15,8 +15,6 @@ from typing import Any, TypeVar
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
-    """The compute device."""
-
     flops_per_s: float
     """Reached at the model's own matrix shapes (LoHan's THP_G), not the data sheet's."""
     memory_bytes: int
@@ -41,8 +39,6 @@ class SsdProfile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuProfile:
-    """The host."""
-
     memory_bytes: int
     optimizer_params_per_s: float
     """AdamW over chunks in RAM, while the device computes; alone where the device shares the CPU, since the two are
@@ -70,17 +66,14 @@ class HardwareProfile:
 
     @property
     def ssd_capacity_bytes(self) -> int:
-        """Of all paths together."""
         return sum(ssd.capacity_bytes for ssd in self.ssd)
 
     @property
     def ssd_read_bytes_per_s(self) -> float:
-        """Of all paths together."""
         return self.ssd_together_read_bytes_per_s or sum(ssd.read_bytes_per_s for ssd in self.ssd)
 
     @property
     def ssd_write_bytes_per_s(self) -> float:
-        """Of all paths together."""
         return self.ssd_together_write_bytes_per_s or sum(ssd.write_bytes_per_s for ssd in self.ssd)
 
     @classmethod

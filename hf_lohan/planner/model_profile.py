@@ -62,7 +62,6 @@ class ModelProfile:
     batch_size: int
     sequence_length: int
     param_itemsize: int
-    """Bytes of a working parameter."""
 
     @property
     def layers(self) -> tuple[BlockProfile, ...]:

@@ -23,11 +23,8 @@ class Placement(enum.Enum):
     """Where an activation waits between its forward and its backward, or that it does not."""
 
     GPU = "gpu"
-    """Kept on the device."""
     CPU = "cpu"
-    """Swapped to RAM."""
     SSD = "ssd"
-    """Swapped to the SSD."""
     RECOMPUTE = "recompute"
     """Dropped, and made again in backward."""
 
@@ -61,9 +58,7 @@ class TrainingSetup:
     activation_cpu_bytes: int | None = None
     """Limit on the RAM for swapped activations (LoHan's MEM); None: all that is left."""
     records: tuple[RecordTraffic, ...] = ()
-    """All that may have copies in RAM."""
     record_cpu_bytes: int = 0
-    """Limit on the RAM for those copies."""
     activations: Activations = "auto"
     """`recompute`: only the layers' inputs stay, on the device; `swap`: nothing is kept and nothing recomputed but what
     is cheap; `keep`: all that autograd saves stays on the device."""
@@ -101,12 +96,10 @@ class TrainingSetup:
 
     @property
     def clip_modes(self) -> tuple[ClipMode, ...]:
-        """Those to choose from."""
         return ("defer", "speculate") if self.clip == "auto" else (self.clip,)
 
     @property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
-        """Those of `records` that get a copy in RAM."""
         return choose_resident_records(self.records, free_bytes=self.record_cpu_bytes)
 
 
@@ -129,7 +122,6 @@ class StepPrediction:
     forward_s: float
     """T_f. Updates that waited for the norm are in it."""
     backward_s: float
-    """T_b."""
     forward: Lanes
     backward: Lanes
     forward_bottleneck: str
@@ -142,7 +134,6 @@ class StepPrediction:
     bandwidth. No step is shorter than the longest, however well things overlap."""
     num_tokens: int
     model_flops: float
-    """3 x forward FLOPs."""
     case: Literal[1, 2, 3]
     """LoHan's: 1: only the layers' inputs are swapped (the links are the limit); 2: nothing is recomputed (the device
     is the limit); 3: in between."""
@@ -156,7 +147,6 @@ class StepPrediction:
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
     tier_bytes: dict[Tier, dict[str, int]]
-    """By purpose."""
     fits: bool
 
     @property
@@ -174,7 +164,6 @@ class StepPrediction:
         return self.model_flops / self.step_s / 1e12
 
     def to_mapping(self) -> dict[str, Any]:
-        """For JSON."""
         return {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "tflops": self.tflops, **asdict(self)}
 
 

@@ -43,7 +43,6 @@ class OffloadLayout:
     record_bytes: int = 0
     """RAM that those copies may take: what pools and activations leave."""
     activation_bytes: int = 0
-    """RAM that swapped activations may take."""
 
     @property
     def model_blocks(self) -> ModelBlocks:
@@ -71,7 +70,6 @@ class OffloadLayout:
 
     @cached_property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
-        """Records that have a copy in RAM."""
         return choose_resident_records(self.records_of_a_step, free_bytes=self.record_bytes)
 
     @property
@@ -87,7 +85,6 @@ class OffloadLayout:
 
     @property
     def resident_bytes(self) -> int:
-        """RAM that the copies of records take."""
         return sum(record.num_bytes for record in self.resident_records)
 
     @property

@@ -53,15 +53,11 @@ class RunPlan:
     def __init__(
         self, model: nn.Module, layout: OffloadLayout, config: OffloadConfig, device: Device, durability: Durability
     ) -> None:
-        """``durability`` is the store's."""
         self.first: PlannedStep | None = None
-        """Before anything of a real step was timed."""
         self.now: PlannedStep | None = None
         """What the run follows; its hardware is scaled to what steps took."""
         self.num_steps: int | None = None
-        """That the run will take; None if nobody knows."""
         self.num_micro_batches = 1
-        """Of a step."""
         self._model = model
         self._layout = layout
         self._config = config
@@ -71,7 +67,6 @@ class RunPlan:
         self._ended_s: float | None = None
 
     def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
-        """Training begins now, and will take so many steps, each of so many micro-batches."""
         self.num_steps = num_steps
         self.num_micro_batches = num_micro_batches
 

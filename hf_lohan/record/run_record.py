@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from hf_lohan import __version__
-from hf_lohan.config import format_bytes
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CapacityError, StorageError, replace_durably, write_failure
 from hf_lohan.hardware import AnonymousMemoryPeak
@@ -24,7 +23,8 @@ from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.steps import StepLines
-from hf_lohan.report import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME, make_folder
+from hf_lohan.report.run_data import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME, make_folder
+from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 
@@ -47,12 +47,10 @@ class RunRecord:
         self._peak = AnonymousMemoryPeak()
         self._lines = StepLines(engine, plan)
         self._folder = Path()
-        """In which `lohan/` is."""
         self._num_planned_steps: int | None = None
         self._step_s: list[float] = []
         self._step_tokens: list[int] = []
         self._num_tokens = 0
-        """Of the step in progress."""
         self._began_s = 0.0
         self._written_plan: OffloadPlan | None = None
         self._is_announced = False
@@ -79,7 +77,6 @@ class RunRecord:
         self._lines.begin_step()
 
     def count_tokens(self, inputs: Any) -> None:
-        """A micro-batch comes."""
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
         self._num_tokens += ids.numel() if ids is not None else 0
 
@@ -115,11 +112,9 @@ class RunRecord:
         self._lines.log(step, values)
 
     def flush(self) -> None:
-        """The last step has been logged."""
         self._lines.flush()
 
     def end(self) -> None:
-        """The last step is over."""
         self._peak.stop()
         if self.engine.is_closed:  # its figures are gone, but what was noted of the steps is there
             self._lines.flush()
@@ -138,7 +133,6 @@ class RunRecord:
             )
 
     def close(self) -> None:
-        """Training is over, or was broken off."""
         self._lines.write_trace()
 
     # What is written.
@@ -233,7 +227,6 @@ class LoopRecord:
         engine.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
     def follow(self, optimizer: OffloadAdamW) -> None:
-        """Its steps end the loop's steps."""
         optimizer.register_step_post_hook(self._after_step)
 
     def resume(self) -> None:
@@ -263,7 +256,6 @@ class LoopRecord:
             self._record.log(self._num_steps, {name: value for name, value in values.items() if _is_number(value)})
 
     def end(self) -> None:
-        """The loop is over."""
         if self._has_begun and not self._has_ended:
             self._has_ended = True
             try:

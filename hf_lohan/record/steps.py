@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.planning.run_plan import RunPlan
-from hf_lohan.report import STEPS_NAME, TRACE_NAME, make_folder, open_text
+from hf_lohan.report.run_data import STEPS_NAME, TRACE_NAME, make_folder, open_text
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals, Timeline, trace_events
 
 logger = logging.getLogger(__name__)
@@ -42,8 +42,6 @@ class _StepMark:
 
 @dataclass(frozen=True, slots=True)
 class _Counts:
-    """Everything that only grows."""
-
     lanes: Mapping[str, LaneTotals]
     ssd_read_bytes: int
     ssd_write_bytes: int
@@ -63,7 +61,6 @@ class StepLines:
         self._file: Path | None = None
         """None before training and after a line could not be written."""
         self._line: dict[str, Any] = {}
-        """Of the last step."""
         self._is_written = True
         self._before: dict[str, Any] | None = None
         self._counts = self._count()
@@ -107,7 +104,6 @@ class StepLines:
         self._is_written = False
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """What is said of a step that is over."""
         logged = {name: _number(values[name]) for name in _LOGGED if name in values}
         if not logged or self._line.get("step") != step:
             return
@@ -116,7 +112,6 @@ class StepLines:
             self._append()
 
     def end(self) -> None:
-        """The last step is over, and its updates are."""
         self._engine.device.note_reached()
         if self._line:
             after = self._count()

@@ -51,7 +51,6 @@ def step_time_chart(findings: Findings) -> str:
 
 
 def lanes_chart(findings: Findings) -> str:
-    """Busy share of each lane."""
     bars = [
         (LANES[work.lane].label, work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", LANES[work.lane].color)
         for work in findings.lanes
@@ -93,7 +92,6 @@ def memory_chart(findings: Findings) -> str:
 
 
 def bytes_chart(findings: Findings) -> str:
-    """Bytes read and written in each step."""
     series: list[Series] = [
         ("read", TEAL, *findings.values("ssd_read_bytes"), None),
         ("written", ORANGE, *findings.values("ssd_write_bytes"), None),
@@ -124,7 +122,6 @@ def _bytes_panel(findings: Findings, series: Sequence[Series], top: float, botto
 
 
 def loss_chart(findings: Findings) -> str:
-    """Loss and gradient norm as they were logged."""
     names = [("loss", "loss", BLUE), ("grad_norm", "gradient norm", PURPLE)]
     shown = [entry for entry in names if findings.values(entry[0])[0]]
     panels = []

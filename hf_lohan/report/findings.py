@@ -36,8 +36,6 @@ Span = tuple[float, float]
 
 @dataclass(frozen=True, slots=True)
 class ShownLane:
-    """How a report shows one lane."""
-
     label: str
     color: str
     waits: bool = False
@@ -61,12 +59,9 @@ WAIT_LANES = tuple(name for name, lane in LANES.items() if lane.waits)
 
 @dataclass(frozen=True, slots=True)
 class LaneWork:
-    """What one lane did in a step, on average."""
-
     lane: str
     busy_s: float
     share: float
-    """Of the step."""
     num_bytes: float
 
 
@@ -128,14 +123,12 @@ class Findings:
 
     @property
     def shares_cpu(self) -> bool:
-        """Whether the CPU is the device."""
         return bool((self.summary.get("hardware") or {}).get("kind") == "cpu")
 
     # Lanes.
 
     @cached_property
     def lanes(self) -> list[LaneWork]:
-        """Those that worked."""
         works = [LaneWork(lane, *self._busy(lane), self._mean(_nested("bytes", lane))) for lane in WORK_LANES]
         return [work for work in works if work.busy_s > 0]
 
@@ -161,7 +154,6 @@ class Findings:
         return sorted(lengths, key=lambda wait: (WAIT_LANES.index(wait.lane), -wait.seconds))
 
     def waits_of(self, lane: str) -> list[Wait]:
-        """The longest first."""
         return [wait for wait in self.waits if wait.lane == lane]
 
     @property
@@ -177,7 +169,6 @@ class Findings:
 
     @property
     def written_bytes(self) -> float | None:
-        """To the SSDs, by this run so far."""
         if not self.steps:
             return self.summary.get("ssd_write_bytes")
         parts = [part for step in self.steps for part in (step, step.get("before", {}), step.get("after", {}))]
@@ -192,11 +183,9 @@ class Findings:
     # Outcomes.
 
     def share_of(self, is_so: Callable[[Step], bool]) -> float:
-        """Fraction of all steps."""
         return sum(map(is_so, self.steps)) / len(self.steps) if self.steps else 0.0
 
     def values(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) where there is one."""
         found = [step for step in self.steps if step.get(name) is not None]
         return [step["step"] for step in found], [step[name] for step in found]
 

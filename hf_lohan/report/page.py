@@ -145,7 +145,6 @@ def _side_by_side(sections: Sequence[str]) -> Iterator[str]:
 
 
 def _comparison(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """What was planned, what was measured, and the floor."""
     planned: Mapping[str, Any] = findings.summary.get("prediction") or {}
     floor = findings.floor
     if findings.step_s:
@@ -164,7 +163,6 @@ def _comparison(findings: Findings) -> Iterator[tuple[str, ...]]:
 
 
 def _hardware(findings: Findings) -> Iterator[tuple[str, ...]]:
-    """The device as it names itself, and the rates that were measured."""
     facts: Mapping[str, Any] = findings.summary.get("hardware") or {}
     measured: Mapping[str, Any] = findings.summary.get("measured_hardware") or {}
     device, cpu = measured.get("device", {}), measured.get("cpu", {})

@@ -55,13 +55,10 @@ class TracedTask:
 
 @dataclass(frozen=True, slots=True)
 class RunData:
-    """All that a run wrote about itself."""
-
     output_dir: Path
     config: Mapping[str, Any]
     summary: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
-    """In order, one for each step."""
     trace: tuple[TracedTask, ...]
     """The lane of a whole step is "step", its name the step's number."""
 

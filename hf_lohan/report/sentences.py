@@ -53,7 +53,6 @@ def on_step_time(findings: Findings) -> str:
 
 
 def on_lanes(findings: Findings) -> str:
-    """Who was busy how much."""
     by_share = sorted(findings.lanes, key=lambda work: -work.share)
     words = [f"{LANES[work.lane].label} {percent(work.share)}" for work in by_share]
     first, *rest = words
@@ -87,7 +86,6 @@ def _mostly(waits: list[Wait], total_s: float) -> str:
 
 
 def on_memory(findings: Findings) -> str:
-    """Peaks beside what was allowed."""
     _, rss = findings.values("anon_rss_bytes")
     last = findings.steps[-1]
     text = f"The process held at most {format_bytes(max(rss))} of memory of its own" if rss else "The process held"
@@ -109,7 +107,6 @@ def _allowed(config: object, name: str) -> str:
 
 
 def on_bytes(findings: Findings) -> str:
-    """Traffic of a step, and what it does to the drives."""
     read, written = findings.mean_of("ssd_read_bytes") or 0.0, findings.mean_of("ssd_write_bytes") or 0.0
     text = f"A step read {format_bytes(read)} from the SSDs and wrote {format_bytes(written)}."
     if findings.written_bytes and findings.written_bytes_per_day:
@@ -125,7 +122,6 @@ def on_bytes(findings: Findings) -> str:
 
 
 def on_loss(findings: Findings) -> str:
-    """Where it began and where it is."""
     steps, losses = findings.values("loss")
     text = f"The loss was {losses[0]:.3f} at step {steps[0]:,}"
     if len(losses) > 1:
@@ -139,7 +135,6 @@ def on_loss(findings: Findings) -> str:
 
 
 def on_picture(picture: StepPicture) -> str:
-    """How much was hidden."""
     text = f"Step {picture.step:,}, a typical one, took {seconds(picture.step_s)}. Gaps in a row are idle time."
     if picture.ssd_hidden_share is not None:
         text += f" The device computed during {percent(picture.ssd_hidden_share)} of the time in which the SSDs worked."
@@ -147,7 +142,6 @@ def on_picture(picture: StepPicture) -> str:
 
 
 def warnings(findings: Findings) -> Iterator[str]:
-    """What somebody should look at."""
     summary = findings.summary
     if summary.get("is_finished") is False or (findings.steps and not summary):
         planned = summary.get("num_planned_steps")

@@ -13,7 +13,6 @@ _LETTER_WIDTH = 6.4
 
 
 def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> str:
-    """An `svg` element for a page."""
     parts = "".join(part for panel in panels for part in panel.parts)
     return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">{parts}</svg>'
 
@@ -73,13 +72,11 @@ class Panel:
             self.parts += [f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5" fill="{color}"/>' for x, y in places]
 
     def band(self, xs: Sequence[float], lows: Sequence[float], highs: Sequence[float], color: str) -> None:
-        """What lies between two lines."""
         above = [self.place(x, y) for x, y in zip(xs, highs, strict=True)]
         below = [self.place(x, y) for x, y in zip(xs, lows, strict=True)]
         self.parts.append(f'<polygon points="{_points([*above, *below[::-1]])}" fill="{color}" opacity="0.25"/>')
 
     def level(self, y: float, color: str) -> None:
-        """A dashed line from side to side."""
         _, at = self.place(0.0, y)
         place = f'x1="{self.left:.1f}" y1="{at:.1f}" x2="{self.right:.1f}" y2="{at:.1f}"'
         self.parts.append(f'<line {place} stroke="{color}" stroke-width="1.4" stroke-dasharray="6 4"/>')

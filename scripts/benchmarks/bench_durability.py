@@ -41,11 +41,12 @@ from benchmarking import (
 from rich.console import Console
 from torch import Tensor
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import Journal
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.huggingface import offload_model
 from hf_lohan.store import Checksums, RecordFiles, checksums
+from hf_lohan.wording import format_bytes
 
 Side = Literal["on", "off"]
 SIDES: tuple[Side, ...] = ("on", "off")

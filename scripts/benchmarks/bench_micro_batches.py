@@ -35,10 +35,11 @@ from benchmarking import (
 )
 from rich.console import Console
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
 from hf_lohan.optim import OffloadAdamW
+from hf_lohan.wording import format_bytes
 
 SIDES = ("in_turn", "vertical")
 

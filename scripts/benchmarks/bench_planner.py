@@ -21,11 +21,12 @@ import typer
 from benchmarking import BatchesOption, Options, Shape, benchmark, folder_in, offloaded_step, spread, table_of, turn
 from rich.console import Console
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import OffloadPlan, plan_offload, sweep_swapped_bytes
+from hf_lohan.wording import format_bytes
 
 STEPS_UNTIL_CORRECTED = 5
 BATCHES = ["1x32", "1x256", "4x256"]

@@ -38,9 +38,10 @@ from io_alone import alone_bytes_per_s, moments_of
 from rich.console import Console
 from torch.utils.flop_counter import FlopCounterMode
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface import offload_model
+from hf_lohan.wording import format_bytes
 
 
 def io_floor(engine: OffloadEngine, read_bytes: float, write_bytes: float) -> dict[str, float]:

@@ -37,9 +37,10 @@ from benchmarking import (
 from io_alone import moved_bytes
 from rich.console import Console
 
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.huggingface import offload_model
+from hf_lohan.wording import format_bytes
 
 IMPLICIT = "synchronizing CUDA operation"
 """What torch's debug mode says of `.item()` and its like."""

@@ -28,7 +28,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
 
 from hf_lohan import Trainer
-from hf_lohan.config import OffloadConfig, format_bytes
+from hf_lohan.config import OffloadConfig
+from hf_lohan.wording import format_bytes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # where the quickstart is
 import text_data

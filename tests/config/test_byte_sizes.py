@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_lohan.config import ConfigError, format_bytes, parse_bytes
+from hf_lohan.config import ConfigError, parse_bytes
+from hf_lohan.wording import format_bytes
 
 
 @pytest.mark.parametrize(
