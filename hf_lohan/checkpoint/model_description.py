@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import write_failure
+from hf_lohan.model import dtype_name
 
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
@@ -73,12 +74,16 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
     for adapter in adapters:
         model.peft_config[adapter].save_pretrained(folder / adapter)
     save_file(buffers, folder / BUFFERS_NAME)
-    facts = {
+    facts: dict[str, Any] = {
         "format_version": FORMAT_VERSION,
         "model_class": type(base).__name__,
         "adapters": adapters,
         "trainable": [part.name for part in engine.parameter_slices if part.trainable],
     }
+    form = engine.layout.form
+    if form.other_dtypes:
+        most = dtype_name(form.master.working_dtype)
+        facts["dtypes"] = {part.name: most for part in engine.parameter_slices} | form.other_dtypes
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))
 
 

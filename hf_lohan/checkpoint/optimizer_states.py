@@ -24,8 +24,8 @@ from hf_lohan.checkpoint.safetensors_stream import DTYPE_NAMES, Clone, TensorSpe
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import StorageError
 from hf_lohan.files.reflink import RecordCloner
-from hf_lohan.model import Block, ParamSlice
-from hf_lohan.optim import SCALE_BLOCK_NUMEL
+from hf_lohan.model import Block, ParamSlice, dtype_name
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat
 from hf_lohan.store import Store
 
 FOLDER_NAME = "lohan"
@@ -51,6 +51,8 @@ class _Place:
 class _Index(NamedTuple):
     folder: Path
     working_dtype: str
+    other_dtypes: dict[str, str]
+    """By name, of parameters that have another one."""
     optimizer_state_dtype: str
     parameters: dict[str, _Place]
 
@@ -74,35 +76,36 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     folder.mkdir(parents=True, exist_ok=True)
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
     access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
-    kinds = engine.layout.master.state_kinds
-    _check_room(folder, blocks, engine.layout.master.state_bytes_per_param)
+    _check_room(folder, blocks)
     parameters: dict[str, _Place] = {}
     with closing(RecordCloner()) as cloner:
         for number, block in enumerate(blocks):
             file_name = f"optimizer-{number:05d}.safetensors"
             with ExitStack() as held:
                 specs = []
-                for kind in kinds:
-                    numel = engine.layout.master.numel(kind, block.state_numel)
+                for kind in block.master.state_kinds:
+                    numel = block.master.numel(kind, block.state_numel)
                     pieces = _record_pieces(access, block, kind, numel)
                     held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
                     clone = _cloning(cloner, engine.tiers.store, block, kind)
-                    specs.append(TensorSpec(kind, access.state_dtype(kind), numel, pieces, clone))
+                    specs.append(TensorSpec(kind, block.master.state_dtype(kind), numel, pieces, clone))
                 write_safetensors(folder / file_name, specs)
             for part in block.trainable_slices:
                 parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), engine.step_counts[part])
-    index = {
+    index: dict[str, Any] = {
         "format_version": _FORMAT_VERSION,
-        "working_dtype": _working_dtype(engine),
+        "working_dtype": dtype_name(engine.layout.master.working_dtype),
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
         "parameters": {name: asdict(place) for name, place in parameters.items()},
     }
+    if others := engine.layout.form.other_dtypes:
+        index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
-def _check_room(folder: Path, blocks: list[Block], bytes_per_param: float) -> None:
+def _check_room(folder: Path, blocks: list[Block]) -> None:
     """Clones take no room now, but the store does when it writes its next version: it must not find the disk full."""
-    needed_bytes = int(sum(block.state_numel for block in blocks) * bytes_per_param)
+    needed_bytes = int(sum(block.state_numel * block.master.state_bytes_per_param for block in blocks))
     disk = shutil.disk_usage(folder)
     if disk.total and disk.free < needed_bytes:  # some network file systems tell no sizes
         raise StorageError(
@@ -116,7 +119,7 @@ def _check_room(folder: Path, blocks: list[Block], bytes_per_param: float) -> No
 
 def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int) -> Generator[Tensor, None, None]:
     """A record [numel] in order, in pieces that are valid until the next; zeros where it only pads."""
-    dtype = access.state_dtype(kind)
+    dtype = block.master.state_dtype(kind)
     end = 0
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
         start, stop = access.elements(part.name, kind)
@@ -141,7 +144,7 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     overwritten, if it is not there, is damaged or of another model, or has other dtypes."""
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
-    _load_kinds(engine, index, engine.layout.master.state_kinds)
+    _load_kinds(engine, index)
     for name, place in index.parameters.items():
         engine.step_counts[trainable[name]] = place.num_updates
     engine.forget_weights()
@@ -149,7 +152,7 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
 
 def load_master_residuals(engine: OffloadEngine, checkpoint: str | Path) -> None:
     """Read back the exact masters behind bfloat16 weights, and nothing else. float32 weights need nothing."""
-    if engine.layout.master.has_residual and has_optimizer_states(checkpoint):
+    if any(block.master.has_residual for block in engine.layout.blocks) and has_optimizer_states(checkpoint):
         index = _read_index(checkpoint)
         _check_fits(engine, index)
         _load_kinds(engine, index, ("master_residual",))
@@ -174,7 +177,8 @@ def _read_index(checkpoint: str | Path) -> _Index:
         if version == _FORMAT_VERSION:
             places = {name: _place_from(place) for name, place in fields["parameters"].items()}
             state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
-            return _Index(folder, str(fields["working_dtype"]), state_dtype, places)
+            other_dtypes = {str(name): str(dtype) for name, dtype in fields.get("other_dtypes", {}).items()}
+            return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error!r}); resume from another checkpoint") from error
     advice = "update hf_lohan" if version > _FORMAT_VERSION else "start anew from the checkpoint's weights"
@@ -206,11 +210,14 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
                 f"the optimizer states in {str(index.folder)!r} are for {name} of shape {list(place.shape)}, this "
                 f"model's has {list(trainable[name].shape)}; resume with the same model"
             )
-    if index.working_dtype != _working_dtype(engine):
-        raise ValueError(
-            f"the checkpoint was trained with {index.working_dtype} working weights, this run uses "
-            f"{_working_dtype(engine)}; set bf16 as it was"
-        )
+    for name in trainable:
+        saved = index.other_dtypes.get(name, index.working_dtype)
+        found = dtype_name(_master_of(engine, name).working_dtype)
+        if saved != found:
+            raise ValueError(
+                f"the checkpoint was trained with {saved} working weights, this run uses {found} (for {name}); set "
+                "bf16 as it was"
+            )
     moment_dtype = engine.layout.master.moment_dtype
     if index.optimizer_state_dtype != moment_dtype:
         raise ValueError(
@@ -228,8 +235,8 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
 
 
 def _check_files(engine: OffloadEngine, index: _Index) -> None:
-    master = engine.layout.master
     for file_name, names in index.names_by_file().items():
+        master = _master_of(engine, names[0])
         last = max(index.parameters[name].stop for name in names)
         with _open_states(index, file_name) as file:
             stored_kinds = set(file.keys())
@@ -245,11 +252,12 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
                     )
 
 
-def _load_kinds(engine: OffloadEngine, index: _Index, kinds: tuple[str, ...]) -> None:
-    access, master = engine.parameters, engine.layout.master
+def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | None = None) -> None:
+    access = engine.parameters
     for file_name, names in index.names_by_file().items():
+        master = _master_of(engine, names[0])  # a file is of one block, and that of one dtype
         with _open_states(index, file_name) as file:
-            for kind in kinds:
+            for kind in [kind for kind in master.state_kinds if only is None or kind in only]:
                 record = file.get_slice(kind)
                 for name in names:
                     place = index.parameters[name]
@@ -280,5 +288,6 @@ def _open_states(index: _Index, file_name: str) -> Iterator[Any]:
         yield file
 
 
-def _working_dtype(engine: OffloadEngine) -> str:
-    return str(engine.layout.master.working_dtype).removeprefix("torch.")
+def _master_of(engine: OffloadEngine, name: str) -> MasterFormat:
+    block, _ = engine.parameters.slices[name]
+    return block.master

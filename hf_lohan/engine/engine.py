@@ -63,20 +63,18 @@ class OffloadEngine:
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
         self._events = events = events or EngineEvents()
-        self._parameters = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
         self._groups = ParamGroups(list(self._block_of))
         self._optimizer: OffloadAdamW | None = None
-        dtype = layout.master.working_dtype
-        self._ring = SlotRing(self.device, layout.plan, dtype)
+        self._ring = SlotRing(self.device, layout.plan)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._pipeline = GradientPipeline(
             UpdateSetup(
                 device=self.device,
                 blocks=layout.blocks,
                 slices=sorted(self._block_of, key=lambda part: place[part.parameter]),
-                master=layout.master,
                 group_of=self._groups.group_of,
                 has_groups=self._groups.has_any,
                 step_counts=self.step_counts,
@@ -91,7 +89,7 @@ class OffloadEngine:
                 recall=tiers.recall,
             )
         )
-        loader = LocalWeights(self.device, tiers.store, tiers.staging, dtype, self._pipeline.deliver)
+        loader = LocalWeights(self.device, tiers.store, tiers.staging, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         self.commits = StepCommits(
             tiers.store, self.step_counts, self.timeline, when_written=self._pipeline.when_written

@@ -81,6 +81,7 @@ class ModelHooks:
         self._saved_weights: contextlib.AbstractContextManager[Any] | None = None
         self._phase = Phase.IDLE
         self._num_layers = len(model_blocks.layers)
+        self._shared = set(model_blocks.shared)
         self._handles: list[Any] = []
         self._attach(model, model_blocks, device)
 
@@ -240,7 +241,7 @@ class ModelHooks:
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._enter_backward()
         use = self._in_use if self._joint is None else self._joint
-        if self._spans.is_open("backward", block):
+        if block in self._shared or self._spans.is_open("backward", block):
             return use.fetch_in_backward(block)
         self._spans.end()
         slot = use.fetch_in_backward(block)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
-from hf_lohan.optim import MasterFormat, encode_master_
+from hf_lohan.optim import encode_master_
 from hf_lohan.store import RecordRead, RecordSpec, Store
 
 
@@ -35,31 +35,28 @@ class ParameterAccess:
     Works piece by piece in buffers of the run's own pool, so a parameter larger than the budget passes through as well.
     """
 
-    def __init__(self, store: Store, blocks: list[Block], master: MasterFormat, pool: BufferPool) -> None:
+    def __init__(self, store: Store, blocks: list[Block], pool: BufferPool) -> None:
         self._store = store
-        self._master = master
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
         self.slices: dict[str, tuple[Block, ParamSlice]] = {
             part.name: (block, part) for block in blocks for part in block.slices
         }
 
-    @property
-    def working_dtype(self) -> torch.dtype:
-        return self._master.working_dtype
-
     def state_kinds(self, name: str) -> tuple[str, ...]:
         """Record kinds, beside `param`, that hold something of this parameter."""
-        _, part = self.slices[name]
-        return self._master.state_kinds if part.trainable else ()
+        block, part = self.slices[name]
+        return block.master.state_kinds if part.trainable else ()
 
-    def state_dtype(self, kind: str) -> torch.dtype:
-        return self._master.state_dtype(kind)
+    def state_dtype(self, name: str, kind: str) -> torch.dtype:
+        """Element type of one record kind of a parameter."""
+        block, _ = self.slices[name]
+        return block.master.state_dtype(kind)
 
     def elements(self, name: str, kind: str) -> tuple[int, int]:
         """Which elements [start, stop) of its block's record of a kind are a parameter's."""
-        _, part = self.slices[name]
-        return self._master.elements(kind, part.start, part.stop)
+        block, part = self.slices[name]
+        return block.master.elements(kind, part.start, part.stop)
 
     @torch.no_grad()
     def write_parameter(self, name: str, source: Tensor) -> None:
@@ -68,7 +65,7 @@ class ParameterAccess:
         if source.shape != part.shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(part.shape)}")
         flat = source.detach().reshape(-1)
-        with self._buffers(3 if self._master.has_residual else 2) as buffers:
+        with self._buffers(3 if block.master.has_residual else 2) as buffers:
             for start, stop in ranges(part.numel, self._piece_numel):
                 self._write_piece(block, part, start, flat[start:stop], buffers)
 
@@ -79,7 +76,7 @@ class ParameterAccess:
         bounce = buffers[0].bytes
         master = buffers[1].view(torch.float32, numel)
         master.copy_(piece)
-        if not self._master.has_residual:
+        if not block.master.has_residual:
             self._store.write_unaligned(block.name, "param", place, master, bounce)
             return
         working = buffers[2].view(torch.bfloat16, numel)
@@ -97,7 +94,7 @@ class ParameterAccess:
     def read_flat(self, name: str, kind: str) -> Tensor:
         """One record kind of a parameter, as it is stored, as a new flat host tensor."""
         first, last = self.elements(name, kind)
-        out = torch.empty(last - first, dtype=self.state_dtype(kind))
+        out = torch.empty(last - first, dtype=self.state_dtype(name, kind))
         for start, piece in self.read_pieces(name, kind):
             out[start : start + piece.numel()].copy_(piece)
         return out
@@ -108,18 +105,19 @@ class ParameterAccess:
         first, last = self.elements(name, kind)
         record = self._store.layout.record(block.name, kind)
         if first % record.granule_numel == 0:
-            yield from self._read_ahead(record, first, last)
+            yield from self._read_ahead(record, self.state_dtype(name, kind), first, last)
             return
         with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
             for start, stop in ranges(last - first, self._piece_numel):
-                piece = landing.view(self.state_dtype(kind), stop - start)
+                piece = landing.view(self.state_dtype(name, kind), stop - start)
                 self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
 
-    def _read_ahead(self, record: RecordSpec, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+    def _read_ahead(
+        self, record: RecordSpec, dtype: torch.dtype, first: int, last: int
+    ) -> Iterator[tuple[int, Tensor]]:
         """`read_pieces` of elements [first, last), from a granule's start on: one piece is read while the one before is
         in use."""
-        dtype = self.state_dtype(record.kind)
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
@@ -149,7 +147,7 @@ class ParameterAccess:
         """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter from a flat source."""
         block, _ = self.slices[name]
         first, last = self.elements(name, kind)
-        dtype = self.state_dtype(kind)
+        dtype = self.state_dtype(name, kind)
         with self._buffers(2) as (bounce, landing):
             for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(dtype, stop - start)

@@ -33,7 +33,6 @@ from hf_lohan.engine import (
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import check_one_dtype, discover_blocks
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
 from hf_lohan.planning.resolved_config import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
@@ -69,15 +68,13 @@ def offload_model(
 ) -> OffloadEngine:
     """Drain a model that stands in memory into the store and attach an engine to it.
 
-    `working_dtype` is what the model computes with from now on (default: its own dtype); float32 weights keep their
-    exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow it, before a
-    weight is touched.
+    `working_dtype` is what the model computes with from now on (default: each parameter has its own dtype); float32
+    weights keep their exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow
+    it, before a weight is touched.
     """
     device = open_device(config, torch_device)
     config = resolved_here(config, device, default_ssd_path)
-    check_one_dtype(discover_blocks(model).blocks)
     refuse_reentrant(model)
-    working_dtype = working_dtype or next(model.parameters()).dtype
     layout = lay_out(
         model,
         config,
@@ -87,7 +84,7 @@ def offload_model(
     )
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
         return attach(model, layout, tiers, config)
     except BaseException:
         tiers.close()

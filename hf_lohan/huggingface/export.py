@@ -72,8 +72,9 @@ def _export_store(store: Store, out: Path) -> None:
         )
     folder = Path(store.model_folder)
     model: Any = _build_described(folder)
-    working_dtype = getattr(torch, next(record.dtype for record in store.records if record.kind == "param"))
-    form = stored_form(model, working_dtype, _moment_dtype(store))
+    dtypes = {record.dtype for record in store.records if record.kind == "param"}
+    # Of several, each parameter has its own, as it was described.
+    form = stored_form(model, getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None, _moment_dtype(store))
     if form.identity.fingerprint != store.model.fingerprint:
         raise ValueError(
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "
@@ -83,9 +84,9 @@ def _export_store(store: Store, out: Path) -> None:
     if BUFFERS_NAME in store.committed.journal:  # as they were at that step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
-    access = ParameterAccess(store, form.model_blocks.blocks, form.master, pool)
+    access = ParameterAccess(store, form.model_blocks.blocks, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
-    base.config.dtype = working_dtype
+    base.config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access, _MAX_SHARD_BYTES)
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     tokenizer = _described_tokenizer(folder)
@@ -111,8 +112,11 @@ def _build_described(folder: Path) -> Any:
         for adapter in facts["adapters"]:
             model = _with_adapter(model, folder / adapter, adapter)
     trainable = set(facts["trainable"])
+    dtypes = facts.get("dtypes", {})
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in trainable)
+        if name in dtypes:
+            parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
     model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
     base = model.get_base_model() if facts["adapters"] else model
     if (folder / "generation_config.json").is_file():

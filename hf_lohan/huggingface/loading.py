@@ -86,7 +86,7 @@ def from_pretrained(
     layout = lay_out_for_this(skeleton)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        access = ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states)
+        access = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         with streamed_to(_writer(access, only_dtype=load_dtype)):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         _store_the_rest(model, access, working_dtype)
@@ -184,8 +184,8 @@ def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> S
     def write(name: str, tensor: Tensor) -> bool:
         if only_dtype is not None and tensor.dtype != only_dtype:
             raise ValueError(
-                f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a store has one dtype, so "
-                f"load it with dtype={tensor.dtype}"
+                f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a checkpoint streams in one "
+                f"dtype, so load it with dtype={tensor.dtype}, or in memory"
             )
         if name not in access.slices:
             return False  # an alias of a tied weight: stored under its first name

@@ -31,8 +31,7 @@ class StoredModel:
     @classmethod
     def of(cls, engine: OffloadEngine) -> StoredModel:
         """The model of an engine."""
-        itemsize = engine.layout.master.working_dtype.itemsize
-        largest_block_bytes = max(block.numel for block in engine.layout.blocks) * itemsize
+        largest_block_bytes = max(block.param_bytes for block in engine.layout.blocks)
         assert isinstance(engine.config.cpu_memory, int)
         # A shard stands in RAM beside the pools, which have taken their budget already.
         shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 8, _MAX_SHARD_BYTES))

@@ -100,7 +100,7 @@ class MicroBatchLeaves:
 
     def _hide(self, micro_batch: int, block: Block) -> None:
         for part in _recorded(block):
-            self._leaves[micro_batch, part].data = self._ring.absent(part)
+            self._leaves[micro_batch, part].data = self._ring.absent(block, part)
             self._put(part, part.parameter)
 
     def _put(self, part: ParamSlice, parameter: nn.Parameter) -> None:

@@ -6,7 +6,7 @@ a byte: blocks are named and measured, and everything above speaks of them.
 """
 
 from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
-from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, check_one_dtype, discover_blocks
+from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, discover_blocks
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
@@ -23,7 +23,6 @@ __all__ = [
     "StoredForm",
     "TracedModel",
     "anchor_name",
-    "check_one_dtype",
     "discover_blocks",
     "dtype_name",
     "lay_out_block",

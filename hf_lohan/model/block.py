@@ -9,6 +9,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from hf_lohan.optim import MasterFormat, master_format
 from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_units
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
@@ -21,6 +22,7 @@ ones start at a granule, so that a chunk can begin there, and smaller ones lie w
 
 MIN_GRANULES = 64
 _MAX_PADDING = 0.01
+_FLOAT32 = master_format(torch.float32)
 
 
 def round_up(value: int, multiple: int) -> int:
@@ -100,8 +102,8 @@ class Block:
     name: str
     size_class: SizeClass
     slices: list[ParamSlice]
-    align_numel: int = 1
-    """`state_numel` is a multiple of this."""
+    master: MasterFormat = _FLOAT32
+    """Of its weights: all have one dtype."""
     granule_numel: int = GRANULE_NUMEL
     """Elements in a granule of its records, or parameters that go with one."""
 
@@ -120,7 +122,7 @@ class Block:
         trained = max((part.stop for part in self.trainable_slices), default=0)
         # Frozen weights share no granule with trainable ones: no step writes them.
         whole = self.granule_numel if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
-        return round_up(trained, max(whole, self.align_numel))
+        return round_up(trained, max(whole, self.master.align_numel))
 
     @property
     def trainable_slices(self) -> list[ParamSlice]:
@@ -132,12 +134,17 @@ class Block:
         starts = [part.start for part in self.trainable_slices if part.start % self.granule_numel == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
-    def shape(self, param_itemsize: int) -> BlockShape:
+    @property
+    def param_bytes(self) -> int:
+        """Of its `param` record."""
+        return self.numel * self.master.working_dtype.itemsize
+
+    def shape(self) -> BlockShape:
         """The sizes that planning needs."""
         return BlockShape(
             name=self.name,
             size_class=self.size_class,
-            param_bytes=self.numel * param_itemsize,
+            param_bytes=self.param_bytes,
             unit_numels=self.unit_numels,
             num_trainable_params=len(self.trainable_slices),
         )
@@ -168,12 +175,11 @@ def lay_out_block(
     name: str,
     size_class: SizeClass,
     named_parameters: dict[str, nn.Parameter],
-    align_numel: int = 1,
+    master: MasterFormat = _FLOAT32,
     granule_numel: int = GRANULE_NUMEL,
 ) -> Block:
-    """Place parameters in a block. The order is stable for one model and one set of frozen weights. `align_numel` (see
-    `Block`) is 1 or the smallest granule."""
-    assert align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
+    """Place parameters in a block. The order is stable for one model and one set of frozen weights."""
+    assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
     order = sorted(
         named_parameters.items(),
         key=lambda item: (not item[1].requires_grad, item[1].dim() < 2),  # stable: keeps the model's order within
@@ -188,7 +194,7 @@ def lay_out_block(
         was_trainable = parameter.requires_grad
         slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
         start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
-    return Block(name, size_class, slices, align_numel, granule_numel)
+    return Block(name, size_class, slices, master, granule_numel)
 
 
 def with_good_granules(blocks: Sequence[Block]) -> list[Block]:
@@ -208,4 +214,4 @@ def with_good_granules(blocks: Sequence[Block]) -> list[Block]:
 
 def _with_granules(block: Block, granule_numel: int) -> Block:
     parameters = {part.name: part.parameter for part in block.slices}
-    return lay_out_block(block.name, block.size_class, parameters, block.align_numel, granule_numel)
+    return lay_out_block(block.name, block.size_class, parameters, block.master, granule_numel)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections import defaultdict
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
+from hf_lohan.optim import MomentDtype, master_format
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
 logger = logging.getLogger(__name__)
 
 _LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # by name: this room does not import transformers
+_ADAPTER_FRACTION = 1 / 16
+"""Trainable parameters that are a smaller part of the model than this are adapters."""
 _RESIDENT_FRACTION = 1 / 16
 """A module outside the layers this much smaller than a layer is not worth a slot of its own: it stays on the device."""
 
@@ -30,6 +35,11 @@ class ModelBlocks:
     blocks: list[Block]
     needs: dict[nn.Module, tuple[Block, ...]]
     layers: list[nn.Module]
+
+    @property
+    def shared(self) -> list[Block]:
+        """Blocks that several layers need."""
+        return _shared(self.needs, self.layers)
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -66,40 +76,81 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
-def discover_blocks(model: nn.Module, align_numel: int = 1) -> ModelBlocks:
+def discover_blocks(
+    model: nn.Module, working_dtype: torch.dtype | None = None, moment_dtype: MomentDtype = "float32"
+) -> ModelBlocks:
     """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them.
-    `align_numel`: see `Block`."""
+
+    `working_dtype` is that of all parameters; None: each has its own. Parameters of several dtypes are not mixed in a
+    block: the fewer have one of their own. Raises DiscoveryError, or ValueError for a dtype that cannot be trained.
+    """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    owned: dict[nn.Parameter, Block] = {}
+    adapters = _adapters(list(names), layers)
+    owned: set[nn.Parameter] = set(adapters)
     blocks: list[Block] = []
 
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
-        block = lay_out_block(name, size_class, {names[p]: p for p in parameters}, align_numel)
-        blocks.append(block)
-        owned.update({part.parameter: block for part in block.slices})
+        owned.update(parameters)
+        for block_name, dtype, alike in _by_dtype(name, parameters, working_dtype):
+            named = {names[p]: p for p in alike}
+            blocks.append(lay_out_block(block_name, size_class, named, master_format(dtype, moment_dtype)))
 
+    small: dict[nn.Parameter, None] = {}  # a set that keeps the order
+    odd: dict[str, list[nn.Parameter]] = {}
     for name, layer in layers.items():
         fresh = [p for p in layer.parameters() if p not in owned]
         if fresh:
-            add(name, SizeClass.LAYER, fresh)
+            (_, _, most), *others = _by_dtype(name, fresh, working_dtype)
+            add(name, SizeClass.LAYER, most)
+            odd.update({other_name: alike for other_name, _, alike in others})
     outer = _modules_outside(model, layers)
     # As it is without padding for states, whose form must not decide which blocks there are.
     largest_layer = max(round_up(max(part.stop for part in block.slices), RECORD_ALIGN_NUMEL) for block in blocks)
-    small: dict[nn.Parameter, None] = {}  # a set that keeps the order
+
+    def add_or_keep(name: str, parameters: list[nn.Parameter], *, is_kept: bool = False) -> None:
+        if is_kept or sum(p.numel() for p in parameters) <= largest_layer * _RESIDENT_FRACTION:
+            small.update(dict.fromkeys(parameters))
+        else:
+            add(name, SizeClass.OUTER, parameters)
+
+    for name, parameters in odd.items():
+        add_or_keep(name, parameters)
     for name, module in outer.items():
         fresh = [p for p in module.parameters(recurse=False) if p not in owned and p not in small]
         is_leaf = next(_nearest_with_forward(name, model).children(), None) is None
-        if sum(p.numel() for p in fresh) <= largest_layer * _RESIDENT_FRACTION or not is_leaf:
-            small.update(dict.fromkeys(fresh))
-        else:
-            add(name, SizeClass.OUTER, fresh)
+        add_or_keep(name, fresh, is_kept=not is_leaf)
     if small:
         add("resident", SizeClass.RESIDENT, list(small))
+    if adapters:
+        add("adapters", SizeClass.RESIDENT, adapters)
 
     blocks = with_good_granules(blocks)
-    owned = {part.parameter: block for block in blocks for part in block.slices}
-    return ModelBlocks(_in_forward_order(blocks, model), _needs(model, layers, outer, owned), list(layers.values()))
+    block_of = {part.parameter: block for block in blocks for part in block.slices}
+    return ModelBlocks(_in_forward_order(blocks, model), _needs(model, layers, outer, block_of), list(layers.values()))
+
+
+def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
+    """The trainable parameters, if there are few and their base is frozen: they stay on the device together, so that
+    no update of theirs makes the weights of a layer stale."""
+    trainable = [p for p in parameters if p.requires_grad]
+    is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
+    has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())
+    return trainable if is_few and has_base else []
+
+
+def _by_dtype(
+    name: str, parameters: list[nn.Parameter], working_dtype: torch.dtype | None
+) -> list[tuple[str, torch.dtype, list[nn.Parameter]]]:
+    """The parameters of a block by working dtype, with a name for the block of each; most elements first."""
+    alike: dict[torch.dtype, list[nn.Parameter]] = {}
+    for parameter in parameters:
+        alike.setdefault(working_dtype or parameter.dtype, []).append(parameter)
+    most_first = sorted(alike.items(), key=lambda item: -sum(p.numel() for p in item[1]))
+    return [
+        (name if index == 0 else f"{name}.{str(dtype).removeprefix('torch.')}", dtype, of_dtype)
+        for index, (dtype, of_dtype) in enumerate(most_first)
+    ]
 
 
 def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -117,14 +168,23 @@ def _needs(
 ) -> dict[nn.Module, tuple[Block, ...]]:
     needs: dict[nn.Module, tuple[Block, ...]] = {}
     for name, module in layers.items():
-        needs[module] = tuple(dict.fromkeys(owned[p] for p in module.parameters()))
+        needed = dict.fromkeys(owned[p] for p in module.parameters())
+        needs[module] = tuple(sorted(needed, key=lambda block: block.size_class is not SizeClass.LAYER))
         if sum(block.size_class is SizeClass.LAYER for block in needs[module]) > 1:
             raise DiscoveryError(f"{name} shares weights with another layer, which cannot be offloaded yet")
     for name, module in outer.items():
         user = _nearest_with_forward(name, model)
         fresh = tuple(owned[p] for p in module.parameters(recurse=False))
         needs[user] = tuple(dict.fromkeys((*needs.get(user, ()), *fresh)))
+    # It is shown once a pass, not once a layer.
+    if shared := _shared(needs, layers.values()):
+        needs[model] = tuple(dict.fromkeys((*needs.get(model, ()), *shared)))
     return needs
+
+
+def _shared(needs: dict[nn.Module, tuple[Block, ...]], layers: Iterable[nn.Module]) -> list[Block]:
+    num_users = Counter(block for layer in layers for block in needs[layer])
+    return [block for block, number in num_users.items() if number > 1 and block.size_class is SizeClass.RESIDENT]
 
 
 def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
@@ -140,18 +200,3 @@ def _in_forward_order(blocks: list[Block], model: nn.Module) -> list[Block]:
     """Modules are declared in the order of use almost everywhere; where not, the recorded order corrects prefetch."""
     position = {parameter: index for index, parameter in enumerate(model.parameters())}
     return sorted(blocks, key=lambda block: min(position[part.parameter] for part in block.slices))
-
-
-def check_one_dtype(blocks: list[Block]) -> None:
-    """Raises ValueError where parameters have several dtypes: a block's record is flat, of one element type."""
-    by_dtype: dict[str, str] = {}
-    counts: dict[str, int] = defaultdict(int)
-    for block in blocks:
-        for part in block.slices:
-            dtype = str(part.parameter.dtype)
-            by_dtype.setdefault(dtype, part.name)
-            counts[dtype] += 1
-    if len(by_dtype) > 1:
-        found = ", ".join(f"{counts[dtype]} of {dtype} (such as {name})" for dtype, name in by_dtype.items())
-        raise ValueError(f"the model's parameters have several dtypes: {found}; load it with one dtype=... "
-            "(PEFT adapters: autocast_adapter_dtype=False)")

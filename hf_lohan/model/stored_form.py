@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block
 from hf_lohan.model.discovery import ModelBlocks, discover_blocks
-from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype, master_format
+from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
@@ -22,20 +23,31 @@ class StoredForm:
 
     model_blocks: ModelBlocks
     master: MasterFormat
+    """Of most weights; each block has its own."""
     records: tuple[RecordSpec, ...]
     identity: ModelIdentity
 
+    @property
+    def other_dtypes(self) -> dict[str, str]:
+        """By name the dtypes of those parameters whose working dtype is not that of most."""
+        others = [block for block in self.model_blocks.blocks if block.master != self.master]
+        return {part.name: dtype_name(block.master.working_dtype) for block in others for part in block.slices}
 
-def stored_form(model: nn.Module, working_dtype: torch.dtype, moment_dtype: MomentDtype) -> StoredForm:
-    """The records of `model` (real or on meta), its moments stored as `moment_dtype`. Raises DiscoveryError, or
-    ValueError for a working dtype that cannot be trained."""
-    master = master_format(working_dtype, moment_dtype)
-    model_blocks = discover_blocks(model, master.align_numel)
-    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, master))
+
+def stored_form(model: nn.Module, working_dtype: torch.dtype | None, moment_dtype: MomentDtype) -> StoredForm:
+    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; `working_dtype`: see
+    `discover_blocks`. Raises DiscoveryError, or ValueError for a working dtype that cannot be trained."""
+    model_blocks = discover_blocks(model, working_dtype, moment_dtype)
+    numels: Counter[MasterFormat] = Counter()
+    for block in model_blocks.blocks:
+        numels[block.master] += sum(part.numel for part in block.slices)
+    master = numels.most_common(1)[0][0]
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block))
     return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
-def _records_of(block: Block, master: MasterFormat) -> list[RecordSpec]:
+def _records_of(block: Block) -> list[RecordSpec]:
+    master = block.master
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
     specs = [RecordSpec(block.name, "param", dtype, block.numel, block.state_numel, granule_numel)]
     if block.state_numel:

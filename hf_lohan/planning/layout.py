@@ -54,6 +54,7 @@ class OffloadLayout:
 
     @property
     def master(self) -> MasterFormat:
+        """Of most weights; each block has its own."""
         return self.form.master
 
     @property
@@ -116,27 +117,29 @@ def lay_out(
     model: nn.Module,
     config: OffloadConfig,
     *,
-    working_dtype: torch.dtype,
+    working_dtype: torch.dtype | None,
     hold_gradients: bool,
     memory_is_host: bool = False,
 ) -> OffloadLayout:
-    """Lay `model` (real or on meta) out for training. `config` must be resolved. `memory_is_host`: see `Device`.
+    """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`: see
+    `discover_blocks`; `memory_is_host`: see `Device`.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
     form = stored_form(model, working_dtype, config.optimizer_state_dtype)
-    master = form.master
+    blocks = form.model_blocks.blocks
+    trained = [block.master for block in blocks if block.state_numel] or [form.master]
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     request = PoolRequest(
-        blocks=[block.shape(working_dtype.itemsize) for block in form.model_blocks.blocks],
+        blocks=[block.shape() for block in blocks],
         gpu_memory_bytes=config.gpu_memory,
         cpu_memory_bytes=config.cpu_memory,
         prefetch_blocks=config.prefetch_blocks,
-        num_state_buffers_per_chunk=master.num_state_buffers_per_chunk,
+        num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
         hold_gradients=hold_gradients or config.schedule == "serial",
         stages_params=not memory_is_host,
-        min_chunk_numel=max(block.granule_numel for block in form.model_blocks.blocks),
+        min_chunk_numel=max(block.granule_numel for block in blocks),
     )
     activation_bytes = config.cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     try:
@@ -145,17 +148,26 @@ def lay_out(
         activation_bytes = 0
         pools = plan_pools(request)
     # Gradients came first: one that is held saves a write and a read. A copy of a record saves reads alone.
-    records = step_traffic(
-        request.blocks,
-        param_itemsize=working_dtype.itemsize,
-        state_itemsizes={kind: master.state_bytes(kind) for kind in master.state_kinds},
-        num_slots=pools.num_slots,
-    )
     return OffloadLayout(
         form,
         pools,
         request.hold_gradients,
-        tuple(records) if config.resident_records == "auto" else (),
+        _step_traffic(blocks, pools) if config.resident_records == "auto" else (),
         config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes,
     )
+
+
+def _step_traffic(blocks: list[Block], pools: PoolPlan) -> tuple[RecordTraffic, ...]:
+    """What a step reads of each record, blocks in forward order."""
+    shapes = [block.shape() for block in blocks]
+    by_master = {
+        master: step_traffic(
+            shapes,
+            param_itemsize=master.working_dtype.itemsize,
+            state_itemsizes={kind: master.state_bytes(kind) for kind in master.state_kinds},
+            num_slots=pools.num_slots,
+        )
+        for master in {block.master for block in blocks}
+    }
+    return tuple(record for block in blocks for record in by_master[block.master] if record.block == block.name)

@@ -113,7 +113,7 @@ def plan_step(
             smaller = lay_out(
                 model,
                 fewer_slots,
-                working_dtype=layout.master.working_dtype,
+                working_dtype=None if layout.form.other_dtypes else layout.master.working_dtype,
                 hold_gradients=layout.holds_gradients,
                 memory_is_host=hardware.device.shares_cpu,
             )
@@ -138,9 +138,11 @@ def training_setup(
 ) -> TrainingSetup:
     """What the planner needs to know of a run beside its model and hardware."""
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
-    pools, master = layout.plan, layout.master
+    pools = layout.plan
     layers = [block for block in layout.blocks if block.size_class is SizeClass.LAYER]
-    num_slots, itemsize = pools.num_slots[SizeClass.LAYER], master.working_dtype.itemsize
+    num_slots = pools.num_slots[SizeClass.LAYER]
+    state_bytes = sum(block.state_numel * block.master.state_bytes_per_param for block in layout.blocks)
+    state_numel = sum(block.state_numel for block in layout.blocks)
     in_slots = layers[max(0, len(layers) - num_slots) :]
     lends = num_slots >= MIN_SLOTS_TO_LEND
     capacities = [ssd.capacity for ssd in config.ssd] if config.ssd != "auto" else ["auto"]
@@ -156,13 +158,13 @@ def training_setup(
         records=layout.records_of_a_step,
         record_cpu_bytes=layout.record_bytes,
         activations=config.activations,
-        lent_bytes=sum(block.state_numel for block in layers) * itemsize if lends else 0,
+        lent_bytes=sum(block.state_numel * block.master.working_dtype.itemsize for block in layers) if lends else 0,
         hands_over=config.schedule == "optimized",
-        state_bytes_per_param=master.state_bytes_per_param,
+        state_bytes_per_param=state_bytes / state_numel if state_numel else 0.0,
         clip=config.clip if layout.holds_gradients else "none",
         num_micro_batches=shape.num_micro_batches,
         num_together=shape.num_together,
         durability=durability,
         spilled_gradient_numel=sum(block.state_numel for block in layout.blocks if block.name in pools.spilled_blocks),
-        turnaround_bytes=sum(block.numel for block in in_slots) * itemsize,
+        turnaround_bytes=sum(block.param_bytes for block in in_slots),
     )

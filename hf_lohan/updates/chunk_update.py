@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import ranges, round_up
+from hf_lohan.model import Chunk, ranges, round_up
 from hf_lohan.optim import MasterFormat, Segment, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads
@@ -52,7 +52,6 @@ class ChunkUpdater:
     def __init__(self, setup: UpdateSetup, handover: Handover, failed: Callable[[BaseException], None]) -> None:
         """``failed`` is told on I/O threads what went wrong with a write."""
         self._store = setup.store
-        self._master = setup.master
         self._step_counts = setup.step_counts
         self._states = setup.states
         self._gradients, self._num_arrival_buffers = setup.gradients, setup.num_arrival_buffers
@@ -61,13 +60,14 @@ class ChunkUpdater:
         self._failed = failed
         self._threads = KernelThreads(torch.get_num_threads())
 
-    def free_buffers(self) -> list[Buffer] | None:
-        """The buffers that an update takes, if they are free now."""
-        return self._states.try_acquire(self._master.num_state_buffers_per_chunk)
+    def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
+        """The buffers that its update takes, if they are free now."""
+        return self._states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
-    def borrowed_buffers(self) -> list[Buffer] | None:
+    def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
         """As many of those in which gradients arrive, if they are free now."""
-        return self._gradients.try_acquire(self._master.num_state_buffers_per_chunk, leave=self._num_arrival_buffers)
+        num_buffers = chunk.block.master.num_state_buffers_per_chunk
+        return self._gradients.try_acquire(num_buffers, leave=self._num_arrival_buffers)
 
     def begin(
         self,
@@ -81,23 +81,24 @@ class ChunkUpdater:
         """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
         come from the device. Without `buffers`, wait for some."""
         chunk = gradient.chunk
+        master = chunk.block.master
         if buffers is None:
             with self._timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
-                buffers = [self._states.acquire() for _ in range(self._master.num_state_buffers_per_chunk)]
-        num_written = len(self._master.buffer_kinds)
+                buffers = [self._states.acquire() for _ in range(master.num_state_buffers_per_chunk)]
+        num_written = len(master.buffer_kinds)
         update = ChunkUpdate(gradient, {}, {}, buffers[num_written:], reads, is_guess)
-        for buffer, kinds in zip(buffers, self._master.buffer_kinds, strict=False):
+        for buffer, kinds in zip(buffers, master.buffer_kinds, strict=False):
             start_byte = 0
             for kind in kinds:
-                numel = self._master.numel(kind, chunk.numel)
-                view = buffer.view(self._master.state_dtype(kind), numel, start_byte=start_byte)
+                numel = master.numel(kind, chunk.numel)
+                view = buffer.view(master.state_dtype(kind), numel, start_byte=start_byte)
                 start_byte += view.nbytes
                 update.records[kind], update.buffer_of[kind] = view, buffer
         for kind, view in update.records.items():
             if kind == "param" and loan is not None:
                 reads.append(loan.read(chunk.start, view))
             else:
-                start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+                start, _ = master.elements(kind, chunk.start, chunk.stop)
                 reads.append(self._store.read(chunk.block.name, kind, start, view))
         return update
 
@@ -112,7 +113,7 @@ class ChunkUpdater:
         with self._timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
             checksums = update_in_parts(
                 self._threads,
-                self._master,
+                gradient.chunk.block.master,
                 update.records,
                 gradient.values,
                 update.reads,
@@ -134,7 +135,7 @@ class ChunkUpdater:
         if not update.is_guess:
             new, copied = self._handover.hand_over(chunk, update.records["param"], update.buffer_of["param"])
         for kind, view in update.records.items():
-            start, _ = self._master.elements(kind, chunk.start, chunk.stop)
+            start, _ = chunk.block.master.elements(kind, chunk.start, chunk.stop)
             buffer = update.buffer_of[kind]
             buffer.retain()
             request = self._store.write(chunk.block.name, kind, start, view, checksums=checksums[kind])

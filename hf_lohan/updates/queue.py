@@ -76,11 +76,12 @@ class UpdateQueue:
         ones, or the first of them is finished."""
         while len(self._pending) > 1:
             can_begin = may_borrow and self._held.can_bring_back(gradient)
-            buffers = self._updater.borrowed_buffers() if can_begin else None
+            buffers = self._updater.borrowed_buffers(gradient.chunk) if can_begin else None
             if buffers is not None:
                 return buffers
             self._finish_first()
-        return self._updater.free_buffers() or (self._updater.borrowed_buffers() if may_borrow else None)
+        chunk = gradient.chunk
+        return self._updater.free_buffers(chunk) or (self._updater.borrowed_buffers(chunk) if may_borrow else None)
 
     def finish_pending(self) -> bool:
         """Finish the updates that wait for the next one's reads to be issued. Says whether there were any."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.optim import AdamWGroup, MasterFormat
+from hf_lohan.optim import AdamWGroup
 from hf_lohan.store import RecordFiles, Store
 
 GroupOf = Callable[[ParamSlice], AdamWGroup]
@@ -25,7 +25,6 @@ class UpdateSetup:
     """In forward order."""
     slices: Sequence[ParamSlice]
     """In the model's order, in which torch adds norms up."""
-    master: MasterFormat
     group_of: GroupOf
     """Gives the present hyperparameters."""
     step_counts: StepCounts

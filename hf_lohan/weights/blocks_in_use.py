@@ -26,8 +26,10 @@ class BlocksInUse:
     def enter(self, block: Block) -> None:
         """A module that needs the block is about to run."""
         self._prefetcher.acquire(block)
-        self._ring.show(block)
-        self._blocks[block.size_class].append(block)
+        in_use = self._blocks[block.size_class]
+        if block not in in_use:  # else an outer module uses it, too
+            self._ring.show(block)
+        in_use.append(block)
 
     def leave(self, block: Block) -> None:
         """That module has run."""
@@ -55,7 +57,8 @@ class BlocksInUse:
         """Bring the block here for its backward."""
         in_use = self._blocks[block.size_class]
         if block not in in_use:
-            for other in list(in_use):
+            # Those that have slots of their own make room for nobody.
+            for other in list(in_use) if block.size_class is not SizeClass.RESIDENT else ():
                 self._done_in_backward(other)
                 self.leave(other)
             self.enter(block)

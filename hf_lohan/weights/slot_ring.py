@@ -18,7 +18,7 @@ from hf_lohan.weights.absent_parameter import AbsentParameter, GradientsAway
 
 @dataclass(eq=False)
 class Slot:
-    """A fixed device buffer. `weights` is its flat view [numel] in the working dtype."""
+    """A fixed device buffer. `weights` is its flat view [numel] in the dtype of its block."""
 
     weights: Tensor
     size_class: SizeClass
@@ -50,20 +50,20 @@ class SlotRing:
     `changed` tells them of each other.
     """
 
-    def __init__(self, device: Device, plan: PoolPlan, dtype: torch.dtype) -> None:
+    def __init__(self, device: Device, plan: PoolPlan) -> None:
         self.device = device
         # Entered itself, not through the condition: see `IoEngine`.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
         self.slots: dict[SizeClass, list[Slot]] = {
             size_class: [
-                Slot(device.empty(plan.slot_bytes[size_class]).view(dtype), size_class)
+                Slot(device.empty(plan.slot_bytes[size_class]), size_class)
                 for _ in range(plan.num_slots[size_class])
             ]
             for size_class in SizeClass
         }
         self.gradients_away = GradientsAway()
-        self._placeholder = torch.full((1,), float("nan"), dtype=dtype, device=device.torch_device)
+        self._placeholders: dict[torch.dtype, Tensor] = {}
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
         self._high_water_bytes = 0
@@ -112,11 +112,14 @@ class SlotRing:
     def hide(self, block: Block) -> None:
         """Make the parameters placeholders."""
         for part in block.slices:
-            AbsentParameter.hide(part.parameter, self.absent(part), self.gradients_away)
+            AbsentParameter.hide(part.parameter, self.absent(block, part), self.gradients_away)
 
-    def absent(self, part: ParamSlice) -> Tensor:
-        """A placeholder for the parameter."""
-        return self._placeholder.expand(part.shape)
+    def absent(self, block: Block, part: ParamSlice) -> Tensor:
+        """A placeholder for a parameter of the block."""
+        dtype = block.master.working_dtype
+        if dtype not in self._placeholders:
+            self._placeholders[dtype] = torch.full((1,), float("nan"), dtype=dtype, device=self.device.torch_device)
+        return self._placeholders[dtype].expand(part.shape)
 
     def unpin(self, block: Block) -> None:
         """The compute enqueued so far was the last for now to read the block."""
@@ -165,6 +168,7 @@ class SlotRing:
         """Take `slot` for `block`, whose load comes next."""
         self._empty(slot)
         slot.block, slot.is_loading = block, True
+        slot.weights = slot.weights.view(torch.uint8).view(block.master.working_dtype)
         self._holder[block] = slot
         held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
         self._high_water_bytes = max(self._high_water_bytes, held)

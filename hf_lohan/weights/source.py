@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
@@ -50,16 +49,13 @@ class LocalWeights:
         device: Device,
         store: RecordReader,
         staging: BufferPool,
-        dtype: torch.dtype,
         deliver: Callable[[Block, Tensor], Delivery],
     ) -> None:
         """``deliver`` says what comes from updates, and sees that it does."""
         self._device = device
         self._store = store
         self._staging = staging
-        self._dtype = dtype
         self._deliver = deliver
-        self._chunk_numel = staging.buffer_bytes // dtype.itemsize
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def load(self, block: Block, slot: Slot) -> Arrival:
@@ -69,7 +65,7 @@ class LocalWeights:
         timeline = self._device.timeline
         with timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             delivery = self._deliver(block, slot.weights[: block.numel])
-        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(*whole)]
+        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
         try:
             with timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
                 if self._device.memory_is_host:
@@ -82,8 +78,9 @@ class LocalWeights:
             raise
         return delivery
 
-    def _cut(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
-        for first, last in ranges(stop - start, self._chunk_numel):
+    def _cut(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        chunk_numel = self._staging.buffer_bytes // block.master.working_dtype.itemsize
+        for first, last in ranges(stop - start, chunk_numel):
             yield start + first, start + last
 
     def _read_into(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
@@ -102,12 +99,13 @@ class LocalWeights:
 
     def _read_and_copy(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
         reading: deque[tuple[RecordRead, Buffer, int, int]] = deque()
+        dtype = block.master.working_dtype
 
         def copy_one() -> None:
             read, buffer, start, stop = reading[0]
             read.wait()
             reading.popleft()
-            self._device.copy(Lane.H2D, slot.weights[start:stop], buffer.view(self._dtype, stop - start))
+            self._device.copy(Lane.H2D, slot.weights[start:stop], buffer.view(dtype, stop - start))
             self._copying.append((self._device.record(Lane.H2D), buffer))
 
         try:
@@ -119,7 +117,7 @@ class LocalWeights:
                     event.synchronize()
                     buffer.release()
                 buffer = self._staging.acquire()
-                view = buffer.view(self._dtype, stop - start)
+                view = buffer.view(dtype, stop - start)
                 read = self._store.read(block.name, "param", start, view, is_urgent=True)
                 reading.append((read, buffer, start, stop))
             while reading:

@@ -46,7 +46,7 @@ def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str
     for block in engine.layout.blocks:
         for kind in engine.layout.master.state_kinds:
             numel = engine.layout.master.numel(kind, block.state_numel)
-            record = torch.zeros(numel, dtype=engine.parameters.state_dtype(kind))
+            record = torch.zeros(numel, dtype=block.master.state_dtype(kind))
             for part in block.trainable_slices:
                 start, stop = engine.parameters.elements(part.name, kind)
                 record[start:stop] = engine.parameters.read_flat(part.name, kind)

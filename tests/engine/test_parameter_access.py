@@ -82,7 +82,7 @@ def test_a_source_need_not_be_contiguous(open_access: Callable[..., Any]) -> Non
 def test_states_start_at_zero_and_keep_what_is_written(dtype: torch.dtype, open_access: Callable[..., Any]) -> None:
     access, weights = open_access(dtype)
     for kind in ("exp_avg", "exp_avg_sq"):
-        assert access.state_dtype(kind) == torch.float32
+        assert access.state_dtype(LARGE, kind) == torch.float32
         for name in (LARGE, SMALL):
             assert not access.read_flat(name, kind).any()
             state = torch.randn(weights[name].numel())

@@ -60,7 +60,7 @@ def state_of(twins: Any) -> dict[str, Any]:
 def assert_holds(store: Store, twins: Any, state: dict[str, Any]) -> None:
     layout = twins.engine.layout
     pool = BufferPool(CpuDevice(), name="reopened", num_buffers=2, buffer_bytes=1 << 18)
-    access = ParameterAccess(store, layout.blocks, layout.master, pool)
+    access = ParameterAccess(store, layout.blocks, pool)
     assert store.committed is not None
     for name, kinds in state.items():
         assert store.committed.facts["num_updates"][name] == kinds["step"], name

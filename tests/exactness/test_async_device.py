@@ -105,7 +105,7 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
     ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))
     layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=settings["max_norm"] > 0)
     tiers = open_tiers(layout, config, device)
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
     engine = OffloadEngine(model, layout, tiers, config)
     if mode == "swap":
         enable_recompute(model, engine)

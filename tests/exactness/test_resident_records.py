@@ -189,7 +189,7 @@ def test_a_step_reads_what_the_planner_says(
     steps(engine, optimizer, 3, num_backwards=num_backwards)
     layout = engine.layout
     expected = step_traffic(
-        [block.shape(4) for block in layout.blocks],
+        [block.shape() for block in layout.blocks],
         param_itemsize=4,
         state_itemsizes={"exp_avg": 4, "exp_avg_sq": 4},
         num_slots=layout.plan.num_slots,

@@ -95,7 +95,7 @@ def train(
     tiers = open_tiers(layout, config, CpuDevice())
     engine = None
     try:
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
         engine = OffloadEngine(model, layout, tiers, config)
         optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
         for step in range(num_steps):

@@ -51,7 +51,7 @@ def offloaded(model: Any, folder: Path, *, hold: bool, cpu: str = "4MiB", gpu: s
     )
     layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold)
     tiers = open_tiers(layout, config, device_for("cuda"))
-    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
     engine = OffloadEngine(model, layout, tiers, config)
     return engine, OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
 

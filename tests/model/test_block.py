@@ -125,8 +125,8 @@ def test_a_parameter_that_fits_a_chunk_lies_in_one(block: Block, chunk_numel: in
 @often
 @given(blocks())
 def test_planning_sees_the_same_sizes(block: Block) -> None:
-    shape = block.shape(param_itemsize=2)
-    assert shape.param_bytes == 2 * block.numel
+    shape = block.shape()
+    assert shape.param_bytes == 4 * block.numel
     assert shape.num_trainable_params == len(block.trainable_slices)
     chunk_numel = 2 * GRANULE_NUMEL
     assert shape.num_chunks(chunk_numel) == len(block.cut(chunk_numel))

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES, NUM_LAYERS, model_of
 from torch import nn
 
-from hf_lohan.model import DiscoveryError, check_one_dtype, discover_blocks
+from hf_lohan.model import DiscoveryError, discover_blocks
 from hf_lohan.model.discovery import find_layers
 from hf_lohan.planner import SizeClass
 
@@ -121,7 +121,10 @@ def test_layers_that_no_split_does_not_name_are_told(caplog: pytest.LogCaptureFi
     assert "LlamaDecoderLayer" in caplog.text and "Elsewhere" in caplog.text
 
 
-def test_several_dtypes_are_refused_with_examples() -> None:
-    check_one_dtype(discover_blocks(Whole(["Part"])).blocks)
-    with pytest.raises(ValueError, match=r"4 of torch\.float32 \(such as .*4 of torch\.bfloat16 \(such as parts"):
-        check_one_dtype(discover_blocks(Whole(["Part"], torch.bfloat16)).blocks)
+def test_a_block_has_one_dtype() -> None:
+    model = Whole(["Part"], torch.bfloat16)
+    blocks = discover_blocks(model).blocks
+    for block in blocks:
+        assert {part.parameter.dtype for part in block.slices} == {block.master.working_dtype}
+    assert len({block.master.working_dtype for block in blocks}) == 2
+    assert {block.master.working_dtype for block in discover_blocks(model, torch.bfloat16).blocks} == {torch.bfloat16}

@@ -72,7 +72,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
             memory_is_host=device.memory_is_host,
         )
         tiers = open_tiers(layout, config, device)
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, layout.master, tiers.states))
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
         engines.append(OffloadEngine(model, layout, tiers, config, events))
         return engines[-1]
 

@@ -14,7 +14,7 @@ from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.optim import AdamWGroup, master_format
+from hf_lohan.optim import AdamWGroup
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
@@ -149,7 +149,6 @@ class Bench:
                 device=CpuDevice(),
                 blocks=[self.block],
                 slices=self.block.slices,
-                master=master_format(torch.float32),
                 group_of=lambda part: self.groups[-1],
                 step_counts=self.step_counts,
                 schedule=schedule,

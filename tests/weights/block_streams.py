@@ -14,7 +14,6 @@ from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.model import Block, lay_out_block
-from hf_lohan.optim import master_format
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.updates import Delivery
@@ -94,7 +93,7 @@ class Stream:
 
 def write(store: Store, block: Block, weight: Tensor) -> None:
     bounce = BufferPool(CpuDevice(), name="bounce", num_buffers=2, buffer_bytes=4 * CHUNK_NUMEL)
-    ParameterAccess(store, [block], master_format(torch.float32), bounce).write_parameter(block.slices[0].name, weight)
+    ParameterAccess(store, [block], bounce).write_parameter(block.slices[0].name, weight)
 
 
 StreamFactory = Callable[..., Stream]
@@ -129,14 +128,14 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
         filling.close()
         engines.append(IoEngine(2, 16384, 1 << 20, backend))
         plan = slots_only(num_slots, 4 * BLOCK_NUMEL, chunk_numel=CHUNK_NUMEL)
-        ring = SlotRing(device, plan, torch.float32)
+        ring = SlotRing(device, plan)
         reader = NotingReader(Store.open([folder], model=identity, engine=engines[-1]))
 
         def deliver(block: Block, weights: Tensor) -> Delivery:
             current(block.name)
             return delivers(block, weights)
 
-        loader = LocalWeights(device, reader, staging, torch.float32, deliver)
+        loader = LocalWeights(device, reader, staging, deliver)
         streams.append(Stream(blocks, ring, Prefetcher(ring, loader, blocks), reader, staging))
         return streams[-1]
 

@@ -30,7 +30,7 @@ def layer(name: str, *shapes: tuple[int, ...]) -> Block:
 def ring() -> SlotRing:
     """Two slots for layers."""
     plan = slots_only(2, SLOT_BYTES, chunk_numel=RECORD_ALIGN_NUMEL)
-    return SlotRing(DEVICE, plan, torch.float32)
+    return SlotRing(DEVICE, plan)
 
 
 def load(ring: SlotRing, block: Block, value: float) -> None:
