@@ -32,6 +32,8 @@ LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, U
 MAX_TASKS = 400_000
 """A trace keeps the first so many: some hundred steps of a large model."""
 _PID = 1
+_STEPS_ROW = 1_000_000
+"""The thread number of the row with the steps; those of the lanes count from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,15 +151,21 @@ class Timeline:
             logger.warning("the trace is full with %d tasks; later ones are counted only", MAX_TASKS)
 
 
-def trace_events(tasks: Iterable[Task], *, began_s: float) -> Iterator[dict[str, Any]]:
+def trace_events(
+    tasks: Iterable[Task], *, began_s: float, steps: Iterable[tuple[int, float, float]] = ()
+) -> Iterator[dict[str, Any]]:
     """The `traceEvents` of a trace, one at a time, for there may be millions. Their clock starts at ``began_s`` and
-    counts microseconds.
+    counts microseconds. ``steps`` (number, begin and end) are in a row of their own, on top.
 
     Tasks of a lane that overlap without one holding the other are drawn in rows of their own, for the format allows
     only nested ones in a row.
     """
     rows: dict[tuple[str, int], int] = {}
     yield _metadata("process_name", 0, {"name": "hf_lohan"})
+    yield _metadata("thread_name", _STEPS_ROW, {"name": "steps"})
+    yield _metadata("thread_sort_index", _STEPS_ROW, {"sort_index": -1})
+    for step, begin_s, end_s in steps:
+        yield _event(_STEPS_ROW, f"step {step}", "step", begin_s - began_s, end_s - began_s, {"step": step})
     by_lane: dict[str, list[Task]] = {lane: [] for lane in LANES}
     for task in tasks:
         by_lane[task.lane].append(task)
@@ -166,19 +174,18 @@ def trace_events(tasks: Iterable[Task], *, began_s: float) -> Iterator[dict[str,
         for task in sorted(of_lane, key=lambda task: (task.began_s, -task.ended_s)):
             row = next((row for row, end_s in enumerate(ends_s) if end_s <= task.began_s), len(ends_s))
             ends_s[row : row + 1] = [task.ended_s]
-            yield {
-                "ph": "X",
-                "pid": _PID,
-                "tid": rows.setdefault((lane, row), len(rows) + 1),
-                "name": f"{task.name} {task.block}".rstrip(),
-                "cat": task.lane,
-                "ts": (task.began_s - began_s) * 1e6,
-                "dur": (task.ended_s - task.began_s) * 1e6,
-                "args": {"block": task.block, "bytes": task.num_bytes, "thread": task.thread},
-            }
+            args = {"block": task.block, "bytes": task.num_bytes, "thread": task.thread}
+            thread = rows.setdefault((lane, row), len(rows) + 1)
+            name = f"{task.name} {task.block}".rstrip()
+            yield _event(thread, name, lane, task.began_s - began_s, task.ended_s - began_s, args)
     for (lane, row), thread in rows.items():
         yield _metadata("thread_name", thread, {"name": lane if row == 0 else f"{lane} ({row + 1})"})
         yield _metadata("thread_sort_index", thread, {"sort_index": LANES.index(lane) * 100 + row})
+
+
+def _event(thread: int, name: str, kind: str, begin_s: float, end_s: float, args: dict[str, Any]) -> dict[str, Any]:
+    times = {"ts": begin_s * 1e6, "dur": (end_s - begin_s) * 1e6}
+    return {"ph": "X", "pid": _PID, "tid": thread, "name": name, "cat": kind, **times, "args": args}
 
 
 def _metadata(name: str, thread: int, args: dict[str, Any]) -> dict[str, Any]:

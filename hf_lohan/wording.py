@@ -5,6 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 BINARY_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+UNIT_BYTES = {
+    "": 1,
+    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY_UNITS)},
+    **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
+}
+"""By a unit in small letters; "": bytes."""
 _BOTTLENECKS = {
     "compute": "computing",
     "h2d": "the link to the device",

@@ -8,8 +8,6 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-import yaml
-
 from hf_lohan.config.values import (
     AUTO,
     ConfigError,
@@ -20,6 +18,7 @@ from hf_lohan.config.values import (
     check_number,
     check_piece_size,
     check_size,
+    read_yaml,
     refuse_unknown_keys,
     ssd_paths,
 )
@@ -129,7 +128,8 @@ class OffloadConfig:
                 return cls._from_settings(_unnest(value))
             case str() | os.PathLike():
                 path = _file_named(value)
-                settings = _read_file(path)
+                content = read_yaml(path, "offload config")
+                settings = _unnest({} if content is None else content, where=f"{path}: ")
                 try:
                     return cls._from_settings(settings)
                 except ConfigError as error:
@@ -216,21 +216,6 @@ def _texts(name: str, value: Any) -> list[str]:
 
 def _capacity(capacity: int | str) -> str:
     return f"at most {format_bytes(capacity)}" if isinstance(capacity, int) else "free space"
-
-
-def _read_file(path: str) -> Mapping[object, object]:
-    """The settings in a YAML file. Raises ConfigError where there is no such file or no settings in it."""
-    try:
-        with open(path, encoding="utf-8") as file:
-            content = yaml.safe_load(file)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot read the offload config {path!r}: {error.strerror}; give the path of a YAML file"
-        ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"the offload config {path!r} is not YAML: {problem}") from None
-    return _unnest({} if content is None else content, where=f"{path}: ")
 
 
 def _unnest(content: object, *, where: str = "") -> Mapping[object, object]:

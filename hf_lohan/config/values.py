@@ -8,19 +8,15 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Literal
+from typing import Any, Literal
 
-from hf_lohan.wording import BINARY_UNITS
+import yaml
+
+from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
 SECTOR_BYTES = 4096
 """O_DIRECT moves whole sectors, so no budget or piece can be smaller than one."""
-_DECIMAL_UNITS = ("KB", "MB", "GB", "TB", "PB")
-_UNIT_BYTES = {
-    "": 1,
-    **{unit.lower(): 1024**power for power, unit in enumerate(BINARY_UNITS)},
-    **{unit.lower(): 1000**power for power, unit in enumerate(_DECIMAL_UNITS, start=1)},
-}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
 _UNSET_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
@@ -29,6 +25,18 @@ _EXPECTED_PATHS = "give a directory, a list of directories, a list of {path, cap
 
 class ConfigError(ValueError):
     """A setting is misspelt or its value is not allowed; one line: what was wrong, the value, what to do."""
+
+
+def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) -> Any:
+    """The content of a YAML file. Raises an error of this type where there is none; ``what`` the file is, it names."""
+    try:
+        with open(file, encoding="utf-8") as stream:
+            return yaml.safe_load(stream)
+    except OSError as error:
+        raise error_type(f"cannot read the {what} {file!r}: {error.strerror}; give the path of a YAML file") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        problem = " ".join(str(error).split())
+        raise error_type(f"the {what} {file!r} is not YAML: {problem}") from None
 
 
 def refuse_unknown_keys(keys: Iterable[object], known: Iterable[str], *, what: str) -> None:
@@ -57,7 +65,7 @@ def parse_bytes(value: object) -> int:
     if match is None:
         raise ConfigError(f"{value!r} is not a size; {_EXPECTED_SIZE}")
     number, unit = match.groups()
-    unit_bytes = _UNIT_BYTES.get(unit.lower())
+    unit_bytes = UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
         raise ConfigError(f"{value!r} has the unknown unit {unit!r}; {_EXPECTED_SIZE}")
     return int(Decimal(number) * unit_bytes)

@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.config.values import read_yaml
 from hf_lohan.device import Device
 from hf_lohan.files import CapacityError, replace_durably
 from hf_lohan.files.directories import make_directory
@@ -37,15 +38,7 @@ _FORMAT = 1
 def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
     """The profile in a YAML (or JSON) file. Raises ProfileError, naming the file, the key and the value."""
     file = os.path.expanduser(os.fspath(path))
-    try:
-        with open(file, encoding="utf-8") as stream:
-            content = yaml.safe_load(stream)
-    except OSError as error:
-        advice = "give the path of a YAML file"
-        raise ProfileError(f"cannot read the hardware profile {file!r}: {error.strerror}; {advice}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        problem = " ".join(str(error).split())
-        raise ProfileError(f"the hardware profile {file!r} is not YAML: {problem}") from None
+    content = read_yaml(file, "hardware profile", ProfileError)
     if not isinstance(content, dict):
         advice = "write the keys device, h2d_bytes_per_s, d2h_bytes_per_s, ssd and cpu"
         raise ProfileError(f"the hardware profile {file!r} holds {content!r}, no table; {advice}")

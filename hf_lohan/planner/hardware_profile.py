@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import MISSING, Field, dataclass, fields, replace
 from typing import Any, TypeVar
 
+from hf_lohan.wording import UNIT_BYTES
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceProfile:
@@ -153,10 +155,6 @@ class ProfileError(ValueError):
 
 
 _NUMBER = re.compile(r"([+-]?(?:\d[\d_]*(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d+)?)\s*([a-zA-Z]*)(/s)?", re.ASCII)
-_SCALES = {"": 1, "b": 1}
-for _power, _letter in enumerate("kmgtp", start=1):
-    _SCALES[f"{_letter}b"] = 1000**_power
-    _SCALES[f"{_letter}ib"] = 1024**_power
 _NUMBERS = "a number above 0 such as 160e12"
 _SIZES = 'a number of bytes above 0, such as 24000000000, "24GB" or "24GiB"'
 _RATES = 'a number of bytes per second above 0, such as 20e9 or "20GB/s"'
@@ -228,7 +226,7 @@ class Section:
             number = float(value)
         elif isinstance(value, str) and (match := _NUMBER.fullmatch(value.strip())):
             digits, unit, per_second = match.groups()
-            scale = _SCALES.get(unit.lower())
+            scale = UNIT_BYTES.get(unit.lower())
             if scale is not None and (has_unit or not (unit or per_second)):
                 number = float(digits.replace("_", "")) * scale
         if number is None or not math.isfinite(number) or number <= 0:

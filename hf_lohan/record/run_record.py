@@ -55,6 +55,10 @@ class RunRecord:
         self._written_plan: OffloadPlan | None = None
         self._is_announced = False
 
+    @property
+    def _now(self) -> OffloadPlan | None:
+        return self._plan.plan if self._plan is not None else None
+
     # As the run goes on.
 
     def begin(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
@@ -82,7 +86,7 @@ class RunRecord:
 
     def announce(self) -> None:
         """A micro-batch was run: say once what this run does, as soon as there is a plan, or there will be none."""
-        planned = self._plan.plan.prediction if self._plan is not None and self._plan.plan is not None else None
+        planned = self._now.prediction if self._now is not None else None
         if self._is_announced or (planned is None and len(self._step_s) < _NUM_STEPS_TO_PLAN):
             return
         self._is_announced = True
@@ -100,7 +104,7 @@ class RunRecord:
         self._step_s.append(time.perf_counter() - self._began_s)
         self._step_tokens.append(self._num_tokens)
         self.announce()
-        if self._plan is not None and self._plan.plan is not self._written_plan:
+        if self._now is not self._written_plan:
             try:
                 self._write_summary(is_finished=False)
             except (CapacityError, StorageError) as error:  # it is written again, when training ends
@@ -165,7 +169,7 @@ class RunRecord:
 
     def _write_summary(self, *, is_finished: bool) -> None:
         engine = self.engine
-        self._written_plan = self._plan.plan if self._plan is not None else None
+        self._written_plan = self._now
         facts = {
             "config": engine.config.to_dict(),
             "durability": engine.tiers.store.durability,
@@ -176,13 +180,10 @@ class RunRecord:
             "model_class": engine.layout.identity.model_class,
             "dtype": str(engine.layout.master.working_dtype).removeprefix("torch."),
             "versions": {
-                "hf_lohan": __version__,
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
+                "hf_lohan": __version__, "torch": torch.__version__, "transformers": version("transformers")
             },
-            **self._prediction(),
         }
-        self._write(SUMMARY_NAME, {**self.figures(), **facts})
+        self._write(SUMMARY_NAME, {**self.figures(), **facts, **self._prediction()})
         if self._plan is not None and self._plan.first is not None and self._plan.now is not None:
             self._write(PLAN_NAME, self._plan.first.plan.to_mapping())
             if self._plan.now is not self._plan.first:
@@ -190,16 +191,15 @@ class RunRecord:
 
     def _prediction(self) -> dict[str, Any]:
         """What the planner said beside what was measured; None where nothing was planned."""
-        plan = self._plan
-        first = plan.first.plan.prediction if plan is not None and plan.first is not None else None
-        hardware = plan.first.hardware if plan is not None and plan.first is not None else None
-        last = plan.plan.prediction if plan is not None and plan.plan is not None else None
+        planned = self._plan.first if self._plan is not None else None
+        first = planned.plan.prediction if planned is not None else None
+        last = self._now.prediction if self._now is not None else None
         return {
             "predicted_step_s": first.step_s if first else None,
             "corrected_step_s": last.step_s if last else None,
             "bottleneck": last.bottleneck if last else None,
             "floor_by_resource_s": first.floor_by_resource_s if first else {},
-            "measured_hardware": hardware.to_mapping() if hardware is not None else None,
+            "measured_hardware": planned.hardware.to_mapping() if planned is not None else None,
             "prediction": first.to_mapping() if first else None,
         }
 

@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +23,6 @@ logger = logging.getLogger(__name__)
 _WAITS = (COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 _LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 """What Trainer logs about a step, once the step is over."""
-
-
-_STEPS_ROW = 1_000_000
-"""The thread number of the row with the steps; those of the lanes count from 1."""
-_PID = 1
-
-
-@dataclass(frozen=True, slots=True)
-class _StepMark:
-    """One step, between the ends of two. Times are `time.perf_counter`'s."""
-
-    step: int
-    began_s: float
-    ended_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +50,8 @@ class StepLines:
         self._before: dict[str, Any] | None = None
         self._counts = self._count()
         self._ended_s = self._began_s = 0.0
-        self._marks: list[_StepMark] = []
+        self._marks: list[tuple[int, float, float]] = []
+        """Of each step, its number, begin and end."""
         self._trace: Path | None = None
 
     def begin(self, folder: Path, step: int) -> None:
@@ -74,7 +60,7 @@ class StepLines:
         self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
         self._keep_lines_until(step)
         self._counts = self._count()
-        self._before = _moved(self._counts, None)
+        self._before = _moved(self._counts, _Counts({}, 0, 0))
         self._ended_s = time.perf_counter()
 
     def begin_step(self) -> None:
@@ -86,7 +72,7 @@ class StepLines:
         self._engine.device.note_reached()
         self._counts, self._ended_s = self._count(), time.perf_counter()
         if self._engine.timeline.is_tracing:
-            self._marks.append(_StepMark(step, began_s, self._ended_s))
+            self._marks.append((step, began_s, self._ended_s))
         self._line = {
             "step": step,
             "ended_unix_s": round(time.time(), 3),
@@ -138,8 +124,7 @@ class StepLines:
         return _Counts(self._engine.timeline.totals(), io.read_bytes, io.write_bytes)
 
     def _outcome(self) -> dict[str, Any]:
-        engine, plan = self._engine, self._plan
-        step = engine.last_step
+        engine, plan, step = self._engine, self._plan, self._engine.last_step
         return {
             "forward_s": _rounded(engine.last_forward_s),
             "backward_s": _rounded(engine.last_backward_s),
@@ -154,10 +139,7 @@ class StepLines:
         pools = {pool.name: pool.high_water_bytes for pool in engine.tiers.pools}
         pools["activations"] = engine.activations.swapper.high_water_bytes
         pools["copies of records"] = engine.layout.resident_bytes
-        return {
-            "device_slots_bytes": engine.peak_gpu_pool_bytes,
-            "cpu_pool_bytes": pools,
-        }
+        return {"device_slots_bytes": engine.peak_gpu_pool_bytes, "cpu_pool_bytes": pools}
 
     def _append(self) -> None:
         self._is_written = True
@@ -194,12 +176,8 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-def _moved(now: _Counts, before: _Counts | None) -> dict[str, Any]:
-    read_bytes, write_bytes = (before.ssd_read_bytes, before.ssd_write_bytes) if before is not None else (0, 0)
-    return {
-        "ssd_read_bytes": now.ssd_read_bytes - read_bytes,
-        "ssd_write_bytes": now.ssd_write_bytes - write_bytes,
-    }
+def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
+    return {name: getattr(now, name) - getattr(before, name) for name in ("ssd_read_bytes", "ssd_write_bytes")}
 
 
 def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:
@@ -232,11 +210,10 @@ def _number(value: Any) -> float | None:
 # The trace.
 
 
-def _write_trace(path: Path, timeline: Timeline, steps: Iterable[_StepMark]) -> None:
+def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, float, float]]) -> None:
     """Write all tasks so far, an event a line, with the steps in a row of their own on top. The file is there when it
     is whole; where that cannot be, a warning says so: the training itself is fine."""
-    marks = (_event(mark, timeline.began_s) for mark in steps)
-    events = chain(_row_of_steps(), marks, trace_events(timeline.tasks, began_s=timeline.began_s))
+    events = trace_events(timeline.tasks, began_s=timeline.began_s, steps=steps)
     fresh = path.with_name(f"{path.name}.new")
     try:
         make_folder(path.parent)
@@ -252,24 +229,3 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[_StepMark]) -> 
         logger.warning("the trace is not written to %s: %s", path, error)
         return
     logger.info("wrote %d tasks to %s; open it in https://ui.perfetto.dev", len(timeline.tasks), path)
-
-
-def _row_of_steps() -> list[dict[str, Any]]:
-    row = {"ph": "M", "pid": _PID, "tid": _STEPS_ROW}
-    return [
-        {**row, "name": "thread_name", "args": {"name": "steps"}},
-        {**row, "name": "thread_sort_index", "args": {"sort_index": -1}},
-    ]
-
-
-def _event(mark: _StepMark, began_s: float) -> dict[str, Any]:
-    return {
-        "ph": "X",
-        "pid": _PID,
-        "tid": _STEPS_ROW,
-        "name": f"step {mark.step}",
-        "cat": "step",
-        "ts": (mark.began_s - began_s) * 1e6,
-        "dur": (mark.ended_s - mark.began_s) * 1e6,
-        "args": {"step": mark.step},
-    }
