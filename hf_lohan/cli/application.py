@@ -78,7 +78,7 @@ def config(
         import yaml  # after the quick checks
 
         from hf_lohan.device import default_torch_device, device_for
-        from hf_lohan.planning.resolved_config import resolved_here
+        from hf_lohan.planning.layout import resolved_here
 
         resolved = resolved_here(asked, device_for(default_torch_device()), "auto")
         # Its folder belongs to a run's output directory, which is not known here.
@@ -125,8 +125,8 @@ def plan(
 ) -> None:
     """Say without loading weights what a training step takes on a machine, why, and what would make it faster."""
     with one_line_errors():
+        from hf_lohan.cli.plan_report import run_plan
         from hf_lohan.cli.plan_request import PlanRequest
-        from hf_lohan.cli.planning import run_plan
 
         request = PlanRequest(
             model=model,
@@ -154,8 +154,8 @@ def estimate(
 ) -> None:
     """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
     with one_line_errors():
+        from hf_lohan.cli.plan_report import run_estimate
         from hf_lohan.cli.plan_request import PlanRequest
-        from hf_lohan.cli.planning import run_estimate
 
         request = PlanRequest(
             model=model, batch_size=batch_size, sequence_length=seq_len, offload=offload, hardware=hardware

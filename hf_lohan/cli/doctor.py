@@ -28,7 +28,7 @@ from hf_lohan.hardware import (
 )
 from hf_lohan.optim import master_format
 from hf_lohan.planner import HardwareProfile
-from hf_lohan.planning.resolved_config import resolved_here
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.report.run_data import STORE_FOLDER
 
 SHAPES = (

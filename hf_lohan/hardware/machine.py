@@ -50,13 +50,14 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
         paths |= dict.fromkeys(controllers.split(","), path)
-    unified = paths[""]
-    limits = [_bytes(folder, "memory.max") for folder in _upwards(root, unified)]
-    limits += [
-        _bytes(folder, "memory.limit_in_bytes") for folder in _upwards(f"{root}/memory", paths.get("memory", "/"))
+    of_memory, of_cpu = f"{root}/memory", f"{root}/cpu"
+    limits = [_bytes(folder, "memory.max") for folder in _upwards(root, paths[""])]
+    limits += [_bytes(folder, "memory.limit_in_bytes") for folder in _upwards(of_memory, paths.get("memory", "/"))]
+    quotas = [_quota(_words(folder, "cpu.max")) for folder in _upwards(root, paths[""])]
+    quotas += [
+        _quota(_words(folder, "cpu.cfs_quota_us") + _words(folder, "cpu.cfs_period_us"))
+        for folder in _upwards(of_cpu, paths.get("cpu", "/"))
     ]
-    quotas = [_quota(folder) for folder in _upwards(root, unified)]
-    quotas += [_quota_v1(folder) for folder in _upwards(f"{root}/cpu", paths.get("cpu", "/"))]
     return ContainerLimits(
         min((limit for limit in limits if limit is not None), default=None),
         min((quota for quota in quotas if quota is not None), default=None),
@@ -85,14 +86,10 @@ def _bytes(folder: str, name: str) -> int | None:
     return limit if limit < _NO_LIMIT_BYTES else None
 
 
-def _quota(folder: str) -> float | None:
-    words = _words(folder, "cpu.max")
-    return int(words[0]) / int(words[1]) if len(words) == 2 and words[0].isdigit() else None
-
-
-def _quota_v1(folder: str) -> float | None:
-    quota, period = _words(folder, "cpu.cfs_quota_us"), _words(folder, "cpu.cfs_period_us")
-    return int(quota[0]) / int(period[0]) if quota and period and int(quota[0]) > 0 else None
+def _quota(words: list[str]) -> float | None:
+    """Of the CPU time in a period, and the period."""
+    is_limit = len(words) == 2 and words[0].isdigit() and int(words[0]) > 0
+    return int(words[0]) / int(words[1]) if is_limit else None
 
 
 def cpu_name() -> str:
@@ -134,7 +131,6 @@ class MachineFacts:
     """Host memory for copies can be pinned; False on a CPU, which needs none."""
     gpudirect_problem: str
     """Why drives cannot reach the device's memory on their own; "" if they can."""
-    cpu_name: str
     bf16_units: tuple[str, ...]
     usable_cpus: int
     cpu_quota: float | None
@@ -159,7 +155,6 @@ def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
         device_memory_bytes=device.total_memory_bytes(),
         is_pinned=_is_pinned(device),
         gpudirect_problem=gpudirect_problem(device),
-        cpu_name=cpu_name(),
         bf16_units=bf16_units(),
         usable_cpus=usable_cpus(),
         cpu_quota=limits.num_cpus,

@@ -34,7 +34,7 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
-from hf_lohan.planning.resolved_config import resolved_here
+from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
 

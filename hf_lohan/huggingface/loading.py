@@ -24,7 +24,7 @@ from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
 from hf_lohan.planning import OffloadLayout, lay_out
-from hf_lohan.planning.resolved_config import resolved_here
+from hf_lohan.planning.layout import resolved_here
 
 logger = logging.getLogger(__name__)
 

@@ -110,11 +110,6 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
     return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
 
 
-def storage_key(tensor: Tensor) -> int:
-    """Equal for tensors that share memory, as long as one of them lives."""
-    return storage_id(tensor)
-
-
 def _held_bytes(tensor: Tensor) -> int:
     """An expanded tensor holds less than its shape says."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
@@ -124,9 +119,9 @@ def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
     """Bytes that a call reads and writes in the device's memory; 0 for views."""
     read = list(tensors_in((args, kwargs)))
     written = list(tensors_in(output))
-    known = {storage_key(tensor) for tensor in read}
+    known = {storage_id(tensor) for tensor in read}
     is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
-    if read and not is_mutable and all(storage_key(tensor) in known for tensor in written):
+    if read and not is_mutable and all(storage_id(tensor) in known for tensor in written):
         return 0
     return sum(_held_bytes(tensor) for tensor in (*read, *written))
 
@@ -140,9 +135,9 @@ class LiveBytes:
 
     def note(self, args: Any, output: Any) -> None:
         """An operation made ``output`` of ``args``. Memory that came from elsewhere is not counted."""
-        given = {storage_key(tensor) for tensor in tensors_in(args)}
+        given = {storage_id(tensor) for tensor in tensors_in(args)}
         for tensor in tensors_in(output):
-            if (key := storage_key(tensor)) not in given:
+            if (key := storage_id(tensor)) not in given:
                 storage = tensor.untyped_storage()
                 self._alive[key] = StorageWeakRef(storage), storage.nbytes()
         for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:

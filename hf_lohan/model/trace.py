@@ -11,8 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_lohan.compat.torch_private import FakeTensor, FakeTensorMode, StorageWeakRef, tree_flatten, tree_map_only
-from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, storage_key, tensors_in
+from hf_lohan.compat.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    StorageWeakRef,
+    storage_id,
+    tree_flatten,
+    tree_map_only,
+)
+from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, tensors_in
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +140,7 @@ class ModelTrace:
 
     def _skip(self, tensors: Sequence[Tensor]) -> None:
         for tensor in tensors:
-            self._not_saved[storage_key(tensor)] = StorageWeakRef(tensor.untyped_storage())
+            self._not_saved[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage())
 
     def _to_fake(self, tensor: Tensor) -> Tensor:
         return tensor if isinstance(tensor, FakeTensor) else self._fake_mode.from_tensor(tensor)
@@ -161,7 +168,7 @@ class ModelTrace:
             yield
 
     def _save(self, tensor: Tensor) -> Tensor:
-        key, trace = storage_key(tensor), self._operations.target
+        key, trace = storage_id(tensor), self._operations.target
         trace.num_run_again = len(trace.operations)
         if key not in self._not_saved:
             self._skip([tensor])

@@ -1,14 +1,13 @@
 """The one plan of a training step, for the run that follows it and for the command line that prints it.
 
-`layout` says what is fixed before a batch is seen: blocks, records, pools, copies in RAM. `traced_blocks` follows a
-forward of the batch's shapes on fake tensors, `step_plan` puts both together with what the hardware can do, and
-`run_plan` does so at a run's first forward and once more when its first steps were timed.
+`layout` says what is fixed before a batch is seen: blocks, records, pools, copies in RAM. `step_plan` follows a forward
+of the batch's shapes on fake tensors and puts both together with what the hardware can do, and `run_plan` does so at a
+run's first forward and once more when its first steps were timed.
 """
 
 from hf_lohan.planning.layout import OffloadLayout, lay_out
 from hf_lohan.planning.run_plan import RunPlan
-from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
-from hf_lohan.planning.traced_blocks import trace_blocks
+from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step, trace_blocks
 
 __all__ = [
     "OffloadLayout",

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.model import Block, Chunk, ModelBlocks, StoredForm, dtype_name, stored_form
-from hf_lohan.optim import MasterFormat
+from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.model import Block, Chunk, StoredForm, stored_form
 from hf_lohan.planner import (
     BudgetError,
     PoolPlan,
@@ -21,7 +22,8 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
+from hf_lohan.store import GRANULE_NUMEL, RecordSpec
+from hf_lohan.threads import usable_cpus
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
@@ -31,10 +33,9 @@ _ACTIVATION_SHARE = 4
 
 
 @dataclass(frozen=True)
-class OffloadLayout:
+class OffloadLayout(StoredForm):
     """Everything that follows from model, working dtype and budgets."""
 
-    form: StoredForm
     plan: PoolPlan
     holds_gradients: bool
     """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
@@ -45,25 +46,8 @@ class OffloadLayout:
     activation_bytes: int = 0
 
     @property
-    def model_blocks(self) -> ModelBlocks:
-        return self.form.model_blocks
-
-    @property
     def blocks(self) -> list[Block]:
-        return self.form.model_blocks.blocks
-
-    @property
-    def master(self) -> MasterFormat:
-        """Of most weights; each block has its own."""
-        return self.form.master
-
-    @property
-    def records(self) -> tuple[RecordSpec, ...]:
-        return self.form.records
-
-    @property
-    def identity(self) -> ModelIdentity:
-        return self.form.identity
+        return self.model_blocks.blocks
 
     @property
     def num_parameters(self) -> int:
@@ -101,16 +85,20 @@ class OffloadLayout:
         """Scratch records for the gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(
-            RecordSpec(
-                block.name,
-                "gradient",
-                dtype_name(torch.float32),
-                block.state_numel,
-                granule_numel=block.granule_numel,
-            )
+            RecordSpec(block.name, "gradient", "float32", block.state_numel, granule_numel=block.granule_numel)
             for block in self.blocks
             if block.name in spilled
         )
+
+
+def resolved_here(config: OffloadConfig, device: Device, default_ssd_path: str | Path) -> OffloadConfig:
+    """Every `auto` filled in for this process and `device`. Raises ConfigError for budgets that cannot be."""
+    return config.resolve(
+        host_memory_bytes=available_host_memory_bytes(),
+        device_memory_bytes=device.total_memory_bytes(),
+        num_cpus=usable_cpus(),
+        default_ssd_path=str(default_ssd_path),
+    )
 
 
 def lay_out(
@@ -149,12 +137,12 @@ def lay_out(
         pools = plan_pools(request)
     # Gradients came first: one that is held saves a write and a read. A copy of a record saves reads alone.
     return OffloadLayout(
-        form,
-        pools,
-        request.hold_gradients,
-        _step_traffic(blocks, pools) if config.resident_records == "auto" else (),
-        config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
-        activation_bytes,
+        **vars(form),
+        plan=pools,
+        holds_gradients=request.hold_gradients,
+        records_of_a_step=_step_traffic(blocks, pools) if config.resident_records == "auto" else (),
+        record_bytes=config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
+        activation_bytes=activation_bytes,
     )
 
 

@@ -62,7 +62,6 @@ class LaneWork:
     lane: str
     busy_s: float
     share: float
-    num_bytes: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +128,7 @@ class Findings:
 
     @cached_property
     def lanes(self) -> list[LaneWork]:
-        works = [LaneWork(lane, *self._busy(lane), self._mean(_nested("bytes", lane))) for lane in WORK_LANES]
+        works = [LaneWork(lane, *self._busy(lane)) for lane in WORK_LANES]
         return [work for work in works if work.busy_s > 0]
 
     def _busy(self, lane: str) -> tuple[float, float]:
@@ -152,9 +151,6 @@ class Findings:
         waits = [Wait(lane, cause, self._mean(_nested("waits_s", lane, cause))) for lane, cause in causes]
         lengths = (wait for wait in waits if wait.seconds > 0)
         return sorted(lengths, key=lambda wait: (WAIT_LANES.index(wait.lane), -wait.seconds))
-
-    def waits_of(self, lane: str) -> list[Wait]:
-        return [wait for wait in self.waits if wait.lane == lane]
 
     @property
     def between_s(self) -> float:
@@ -181,9 +177,6 @@ class Findings:
         return written / self._mean(lambda step: step["step_s"]) * _DAY_S if written is not None else None
 
     # Outcomes.
-
-    def share_of(self, is_so: Callable[[Step], bool]) -> float:
-        return sum(map(is_so, self.steps)) / len(self.steps) if self.steps else 0.0
 
     def values(self, name: str) -> tuple[list[int], list[float]]:
         found = [step for step in self.steps if step.get(name) is not None]

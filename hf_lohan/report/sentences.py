@@ -63,7 +63,7 @@ def on_lanes(findings: Findings) -> str:
 def on_waits(findings: Findings) -> str:
     """What held up the computing thread, and what the threads that serve it waited for."""
     step_s = _mean_step_s(findings)
-    waits = findings.waits_of(COMPUTE_WAITS)
+    waits = [wait for wait in findings.waits if wait.lane == COMPUTE_WAITS]
     total_s = sum(wait.seconds for wait in waits)
     if not waits or total_s < _WAITS_THAT_MATTER * step_s:
         text = f"Compute hardly waited: {seconds(total_s)} a step ({percent(total_s / step_s)})."
@@ -128,7 +128,7 @@ def on_loss(findings: Findings) -> str:
         text = f"The loss went from {losses[0]:.3f} at step {steps[0]:,} to {losses[-1]:.3f} at step {steps[-1]:,}"
     _, norms = findings.values("grad_norm")
     if norms:
-        clipped = findings.share_of(lambda step: bool(step.get("is_clipped")))
+        clipped = statistics.fmean(bool(step.get("is_clipped")) for step in findings.steps)
         how_many = {0.0: "no step was", 1.0: "every step was"}.get(clipped, f"{percent(clipped)} of the steps were")
         text += f"; the gradient norm was {statistics.median(norms):.3g} in the median, and {how_many} clipped"
     return f"{text}."

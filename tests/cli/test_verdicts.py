@@ -20,7 +20,6 @@ MACHINE = MachineFacts(
     device_memory_bytes=24 * GIB,
     is_pinned=True,
     gpudirect_problem="",
-    cpu_name="some CPU",
     bf16_units=(),
     usable_cpus=16,
     cpu_quota=None,

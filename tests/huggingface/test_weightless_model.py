@@ -12,7 +12,7 @@ import transformers
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import discover_blocks
 from hf_lohan.planner import SizeClass
-from hf_lohan.planning.traced_blocks import trace_blocks
+from hf_lohan.planning import trace_blocks
 from hf_lohan.testing.models import FAMILIES, tiny_config
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 16
