@@ -132,9 +132,7 @@ class Timeline:
             ended_s = counter.end(name, began_s, num_bytes)
             self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
-    def add(
-        self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0
-    ) -> None:
+    def add(self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0) -> None:
         """Note a task that is over and overlapped no other one of its lane."""
         self._counters[lane].add(name, ended_s - began_s, num_bytes)
         self._keep(lane, name, block, began_s, ended_s, num_bytes)

@@ -40,12 +40,7 @@ SHAPES = (
 """Where no model says which: those of a layer of Llama 3 8B."""
 DTYPE = torch.bfloat16
 EFFORT = MeasuringEffort()
-_STYLES = {
-    Verdict.GOOD: "green",
-    Verdict.COULD_BE_BETTER: "yellow",
-    Verdict.BAD: "bold red",
-    Verdict.NOT_KNOWN: "dim",
-}
+_STYLES = {Verdict.GOOD: "green", Verdict.COULD_BE_BETTER: "yellow", Verdict.BAD: "bold red", Verdict.NOT_KNOWN: "dim"}
 
 
 @dataclass(frozen=True, slots=True)

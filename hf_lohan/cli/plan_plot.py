@@ -51,27 +51,24 @@ def _sweep(axes: Axes, planned: PlannedRun) -> None:
     steps = [plan.prediction for plan in plans]
     swapped = [step.swapped_bytes / _BYTES_PER_GB for step in steps]
     best = planned.plan.prediction
+    best_gb = best.swapped_bytes / _BYTES_PER_GB
     axes.set_title("What to swap, what to make again", loc="left", fontsize=11, color=_TEXT)
     if len(plans) == 1:
         axes.set_axis_off()
-        text = f"There is nothing to choose: {best.swapped_bytes / _BYTES_PER_GB:.3g} GB are swapped."
+        text = f"There is nothing to choose: {best_gb:.3g} GB are swapped."
         axes.text(0.5, 0.5, text, ha="center", color=_TEXT, transform=axes.transAxes)
         return
-    lines = (
-        ("step", [step.step_s for step in steps], _TEXT, 2.2),
-        ("backward", [step.backward_s for step in steps], _BACKWARD, 1.8),
-        ("forward", [step.forward_s for step in steps], _FORWARD, 1.8),
-    )
-    for label, values, color, width in lines:
+    for label, color, width in (("step", _TEXT, 2.2), ("backward", _BACKWARD, 1.8), ("forward", _FORWARD, 1.8)):
+        values = [getattr(step, f"{label}_s") for step in steps]
         axes.plot(swapped, values, color=color, linewidth=width)
         axes.annotate(label, (swapped[0], values[0]), (0, 7), textcoords="offset points", color=color, weight="bold")
-    axes.plot([best.swapped_bytes / _BYTES_PER_GB], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3)
+    axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3)
     axes.annotate(
         f"the plan: {seconds(best.step_s)}",
-        (best.swapped_bytes / _BYTES_PER_GB, best.step_s),
+        (best_gb, best.step_s),
         xytext=(0, -20),
         textcoords="offset points",
-        ha=_side(best.swapped_bytes / _BYTES_PER_GB, swapped),
+        ha=_side(best_gb, swapped),
         color=_BOUND,
         weight="bold",
     )

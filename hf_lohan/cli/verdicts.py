@@ -227,9 +227,7 @@ def _compute(profile: HardwareProfile, dtype: str) -> Check:
     on_cpu = "use a GPU: a CPU's step is bound by its products"
     throttled = "see that nothing else uses the GPU and that it is not throttled"
     is_slow = device.flops_per_s < _FAST_GPU_FLOPS_PER_S
-    return _check(
-        "compute", value, (device.shares_cpu, COULD_BE_BETTER, on_cpu), (is_slow, COULD_BE_BETTER, throttled)
-    )
+    return _check("compute", value, (device.shares_cpu, COULD_BE_BETTER, on_cpu), (is_slow, COULD_BE_BETTER, throttled))
 
 
 def _links(profile: HardwareProfile) -> list[Check]:

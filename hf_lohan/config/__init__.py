@@ -8,12 +8,4 @@ number once the machine is known. The room itself knows neither torch nor the ma
 from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
 from hf_lohan.config.values import ConfigError, SsdPath, parse_bytes
 
-__all__ = [
-    "Activations",
-    "ConfigError",
-    "OffloadConfig",
-    "Schedule",
-    "SsdPath",
-    "parse_bytes",
-    "setting_rows",
-]
+__all__ = ["Activations", "ConfigError", "OffloadConfig", "Schedule", "SsdPath", "parse_bytes", "setting_rows"]

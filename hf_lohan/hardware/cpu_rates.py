@@ -29,12 +29,7 @@ _NUM_ROUNDS = 8
 
 
 def optimizer_params_per_s(
-    device: Device,
-    working_dtype: torch.dtype,
-    *,
-    numel: int,
-    budget_s: float,
-    moment_dtype: MomentDtype = "float32",
+    device: Device, working_dtype: torch.dtype, *, numel: int, budget_s: float, moment_dtype: MomentDtype = "float32"
 ) -> float:
     """Parameters a second, over chunks of about `numel` that are in RAM, with float32 or bfloat16 working weights and
     moments that are stored as `moment_dtype`.

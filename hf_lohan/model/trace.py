@@ -196,29 +196,25 @@ def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterato
 
 def signature_of(layer: nn.Module) -> tuple[Any, ...]:
     """Equal for layers that do the same to the same inputs."""
-    modules = tuple(
-        (name, type(module).__qualname__, tuple(sorted(_scalars_of(module)))) for name, module in layer.named_modules()
-    )
+    modules = []
+    for name, module in layer.named_modules():
+        settings = {key: value for key, value in vars(module).items() if key not in _PLACE_IN_MODEL}
+        scalars = sorted((key, repr(value)) for key, value in settings.items() if isinstance(value, _SCALARS))
+        modules.append((name, type(module).__qualname__, tuple(scalars)))
     parameters = tuple((name, *_form(parameter)) for name, parameter in layer.named_parameters())
     buffers = tuple((name, *_form(buffer)) for name, buffer in layer.named_buffers())
-    return modules, parameters, buffers
-
-
-def _scalars_of(module: nn.Module) -> Iterator[tuple[str, str]]:
-    for name, value in vars(module).items():
-        if isinstance(value, _SCALARS) and name not in _PLACE_IN_MODEL:
-            yield name, repr(value)
+    return tuple(modules), parameters, buffers
 
 
 def _signature_of_inputs(args: Any, kwargs: Any) -> tuple[Any, ...]:
     leaves, structure = tree_flatten((args, kwargs))
-    return (str(structure), *(_form_of_input(leaf) for leaf in leaves))
-
-
-def _form_of_input(value: Any) -> tuple[Any, ...]:
-    if isinstance(value, Tensor):
-        return (*_form(value), value.stride())
-    return (repr(value),) if isinstance(value, _SCALARS) else (type(value).__qualname__,)
+    forms: list[Any] = [str(structure)]
+    for leaf in leaves:
+        if isinstance(leaf, Tensor):
+            forms.append((_form(leaf), leaf.stride()))
+        else:
+            forms.append(repr(leaf) if isinstance(leaf, _SCALARS) else type(leaf).__qualname__)
+    return tuple(forms)
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:

@@ -14,13 +14,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.fitting import (
-    explain_refusal,
-    fits_without_offloading,
-    measure_room,
-    record_bytes,
-    working_bytes,
-)
+from hf_lohan.planner.fitting import explain_refusal, fits_without_offloading, measure_room, record_bytes, working_bytes
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
@@ -184,11 +178,11 @@ class _Search:
         model, setup = self._model, self._setup
         return {
             "gpu": {"slots": setup.gpu_fixed_bytes, "activations": kept.num_bytes, "working_set": working_bytes(model)},
-            "cpu": {
-                "buffers": setup.cpu_fixed_bytes, "records": self._resident_bytes, "activations": swapped_to_cpu
-            },
+            "cpu": {"buffers": setup.cpu_fixed_bytes, "records": self._resident_bytes, "activations": swapped_to_cpu},
             "ssd": {
-                "records": record_bytes(model, setup), "gradients": gradient_spill_bytes(setup), "activations": spilled
+                "records": record_bytes(model, setup),
+                "gradients": gradient_spill_bytes(setup),
+                "activations": spilled,
             },
         }
 

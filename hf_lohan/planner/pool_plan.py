@@ -207,12 +207,11 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
 def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
     buffers_bytes = _minimum_bytes(request, request.min_chunk_numel)
     needed = max(two_blocks_bytes, buffers_bytes)
+    if request.cpu_memory_bytes >= needed:
+        return
+    why = "is too small for the staging, optimizer and gradient buffers"
     if request.cpu_memory_bytes < two_blocks_bytes:
         why = f"is smaller than two blocks of this model ({two_blocks_bytes} bytes)"
-    elif request.cpu_memory_bytes < buffers_bytes:
-        why = "is too small for the staging, optimizer and gradient buffers"
-    else:
-        return
     raise BudgetError(f"cpu_memory of {request.cpu_memory_bytes} bytes {why}; set cpu_memory to at least {needed}")
 
 

@@ -168,11 +168,7 @@ class StepCosts:
         handed_over = max(0, self._gradient_bytes - self._resident_param_bytes)
         # Copied they are in any case: here by the update, else by the forward, which counts it already.
         copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
-        return replace(
-            load,
-            ssd_read_bytes=load.ssd_read_bytes - handed_over,
-            h2d_bytes=load.h2d_bytes + copied_bytes,
-        )
+        return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
 
     def _lent(self) -> Load:
         """What an update in backward gets from the slots instead of the SSDs."""

@@ -179,9 +179,7 @@ class RunRecord:
             "num_planned_steps": self._num_planned_steps,
             "model_class": engine.layout.identity.model_class,
             "dtype": str(engine.layout.master.working_dtype).removeprefix("torch."),
-            "versions": {
-                "hf_lohan": __version__, "torch": torch.__version__, "transformers": version("transformers")
-            },
+            "versions": {"hf_lohan": __version__, "torch": torch.__version__, "transformers": version("transformers")},
         }
         self._write(SUMMARY_NAME, {**self.figures(), **facts, **self._prediction()})
         if self._plan is not None and self._plan.first is not None and self._plan.now is not None:

@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
+from hf_lohan.report.findings import LANES, Findings, StepPicture
 from hf_lohan.report.svg import FULL_WIDTH, HALF_WIDTH, Panel, svg
 from hf_lohan.wording import BINARY_UNITS, format_bytes, percent, seconds
 
@@ -64,13 +64,12 @@ def waits_chart(findings: Findings) -> str:
     longest = sorted(findings.waits, key=lambda wait: -wait.seconds)[:_MAX_BARS]
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
-    bars = [(_wait_label(wait), wait.seconds / unit_s, seconds(wait.seconds), LANES[wait.lane].color) for wait in waits]
+    bars: list[Bar] = []
+    for wait in waits:
+        lane = LANES[wait.lane]
+        label = f"{lane.label.split()[0]}: {wait.cause}"  # "computing: weights"
+        bars.append((label, wait.seconds / unit_s, seconds(wait.seconds), lane.color))
     return _bars(bars, "time waited in a step, by cause", axis_label=f"{unit} a step")
-
-
-def _wait_label(wait: Wait) -> str:
-    """ "computing: weights"."""
-    return f"{LANES[wait.lane].label.split()[0]}: {wait.cause}"
 
 
 Series: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
@@ -171,9 +170,7 @@ Bar = tuple[str, float, str, str]
 """Label, value, the value in words, color."""
 
 
-def _bars(
-    bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequence[tuple[float, str]] = ()
-) -> str:
+def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
     row_height = 27.0
     longest = max(*(value for _, value, _, _ in bars), *(mark for mark, _ in marks), bars[0][1])
     bottom = 10 + row_height * _MAX_BARS
