@@ -15,6 +15,7 @@ import psutil
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.hardware.paths import text_of
 from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"
@@ -42,10 +43,7 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
     `root` is where they are mounted and `membership` the text of /proc/self/cgroup.
     """
     if membership is None:
-        try:
-            membership = Path("/proc/self/cgroup").read_text()
-        except OSError:
-            membership = ""
+        membership = text_of("/proc/self/cgroup")
     paths = {"": "/"}
     for line in membership.splitlines():
         _, controllers, path = line.split(":", 2)
@@ -53,11 +51,9 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
     of_memory, of_cpu = f"{root}/memory", f"{root}/cpu"
     limits = [_bytes(folder, "memory.max") for folder in _upwards(root, paths[""])]
     limits += [_bytes(folder, "memory.limit_in_bytes") for folder in _upwards(of_memory, paths.get("memory", "/"))]
-    quotas = [_quota(_words(folder, "cpu.max")) for folder in _upwards(root, paths[""])]
-    quotas += [
-        _quota(_words(folder, "cpu.cfs_quota_us") + _words(folder, "cpu.cfs_period_us"))
-        for folder in _upwards(of_cpu, paths.get("cpu", "/"))
-    ]
+    quotas = [_quota(folder, "cpu.max") for folder in _upwards(root, paths[""])]
+    in_two_files = "cpu.cfs_quota_us", "cpu.cfs_period_us"
+    quotas += [_quota(folder, *in_two_files) for folder in _upwards(of_cpu, paths.get("cpu", "/"))]
     return ContainerLimits(
         min((limit for limit in limits if limit is not None), default=None),
         min((quota for quota in quotas if quota is not None), default=None),
@@ -73,21 +69,15 @@ def _upwards(root: str, path: str) -> Iterator[str]:
         path = os.path.dirname(path)
 
 
-def _words(folder: str, name: str) -> list[str]:
-    try:
-        return Path(folder, name).read_text().split()
-    except OSError:
-        return []
-
-
 def _bytes(folder: str, name: str) -> int | None:
-    words = _words(folder, name)
+    words = text_of(Path(folder, name)).split()
     limit = int(words[0]) if words and words[0].isdigit() else _NO_LIMIT_BYTES
     return limit if limit < _NO_LIMIT_BYTES else None
 
 
-def _quota(words: list[str]) -> float | None:
-    """Of the CPU time in a period, and the period."""
+def _quota(folder: str, *names: str) -> float | None:
+    """Of the CPU time in a period, and the period: the words in the files of these names."""
+    words = [word for name in names for word in text_of(Path(folder, name)).split()]
     is_limit = len(words) == 2 and words[0].isdigit() and int(words[0]) > 0
     return int(words[0]) / int(words[1]) if is_limit else None
 
@@ -110,10 +100,7 @@ def device_name(device: Device) -> str:
 
 @cache
 def _cpu_info() -> dict[str, str]:
-    try:
-        first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
-    except OSError:
-        return {}
+    first = text_of("/proc/cpuinfo").split("\n\n")[0]
     pairs = (line.partition(":") for line in first.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
 
@@ -188,12 +175,9 @@ def _is_pinned(device: Device) -> bool:
 def anonymous_memory_bytes() -> int:
     """RssAnon of this process, which budgets are about (RSS also counts page cache, which costs nothing); where the
     kernel does not tell, its resident set less shared pages."""
-    try:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
+    for line in text_of("/proc/self/status").splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
     info = psutil.Process().memory_info()
     return int(info.rss - getattr(info, "shared", 0))
 

@@ -25,6 +25,14 @@ _TIMEOUT_S = 5.0
 _TRIAL_BYTES = 4 * SECTOR_BYTES
 
 
+def text_of(file: str | Path) -> str:
+    """What the kernel tells there; "" where it does not."""
+    try:
+        return Path(file).read_text()
+    except OSError:
+        return ""
+
+
 def existing_directory(path: str) -> str:
     """The path itself or its nearest parent that is a directory: on the same file system, unless a mount follows."""
     path = os.path.abspath(path)
@@ -44,10 +52,7 @@ class Mount:
 
 def mount_of(directory: str, mount_info: str | None = None) -> Mount:
     """The mount that a directory lies in: of those above it the nearest, and of two in one place the later one."""
-    try:
-        text = Path(_MOUNT_INFO).read_text() if mount_info is None else mount_info
-    except OSError:
-        return Mount("/", "", "")
+    text = text_of(_MOUNT_INFO) if mount_info is None else mount_info
     real = os.path.realpath(directory)
     found = Mount("/", "", "")
     for line in text.splitlines():
@@ -95,7 +100,7 @@ def drive_wear_percent(drive: str | None) -> int:
     """
     if drive is None:
         raise WearUnknownError("it is not on a single drive")
-    life_time = _read(f"/sys/block/{drive}/device/life_time")  # eMMC: tenths of its life, for two kinds of cells
+    life_time = text_of(f"/sys/block/{drive}/device/life_time")  # eMMC: tenths of its life, for two kinds of cells
     if life_time:
         return 10 * max(int(word, 16) for word in life_time.split())
     device = f"/dev/{drive}"
@@ -136,13 +141,6 @@ def _json_of(command: list[str]) -> Mapping[str, Any]:
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return {}
     return report if isinstance(report, Mapping) else {}
-
-
-def _read(file: str) -> str:
-    try:
-        return Path(file).read_text()
-    except OSError:
-        return ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -68,5 +68,5 @@ def test_a_program_that_hangs_is_ended(programs: Path, monkeypatch: pytest.Monke
 
 
 def test_embedded_drives_tell_in_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(paths, "_read", lambda file: "0x02 0x0B\n")
+    monkeypatch.setattr(paths, "text_of", lambda file: "0x02 0x0B\n")
     assert drive_wear_percent("mmcblk0") == 110
