@@ -80,10 +80,10 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
         "adapters": adapters,
         "trainable": [part.name for part in engine.parameter_slices if part.trainable],
     }
-    form = engine.layout.form
-    if form.other_dtypes:
-        most = dtype_name(form.master.working_dtype)
-        facts["dtypes"] = {part.name: most for part in engine.parameter_slices} | form.other_dtypes
+    layout = engine.layout
+    if layout.other_dtypes:
+        most = dtype_name(layout.master.working_dtype)
+        facts["dtypes"] = {part.name: most for part in engine.parameter_slices} | layout.other_dtypes
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))
 
 

@@ -98,7 +98,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
         "parameters": {name: asdict(place) for name, place in parameters.items()},
     }
-    if others := engine.layout.form.other_dtypes:
+    if others := engine.layout.other_dtypes:
         index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 

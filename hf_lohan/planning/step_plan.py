@@ -119,7 +119,7 @@ def plan_step(
             smaller = lay_out(
                 model,
                 fewer_slots,
-                working_dtype=None if layout.form.other_dtypes else layout.master.working_dtype,
+                working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
                 hold_gradients=layout.holds_gradients,
                 memory_is_host=hardware.device.shares_cpu,
             )
