@@ -7,16 +7,20 @@ import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainingArguments
 
+from hf_lohan import Accelerator, LohanPlugin, Trainer
 from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -53,11 +57,62 @@ def test_engines_that_nobody_closed_go_with_their_models(tmp_path: Path) -> None
     collect()
     before, num_threads = held(), threading.active_count()
     for number in range(20):
-        train_one(tmp_path / str(number), activations=("recompute", "swap")[number % 2])
+        train_one(tmp_path / str(number), activations=("recompute", "swap", "auto")[number % 3])
     collect()
     assert held()[0] <= before[0]
     assert held()[1] <= before[1]
     assert threading.active_count() <= num_threads
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
+def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
+    """What is traced for a plan stays for the next model that is alike; graphs of it must not keep this one."""
+    model = tiny_model(family).train()
+    config = OffloadConfig.load({"cpu_memory": "64MiB", "gpu_memory": "16MiB", "ssd": str(tmp_path)})
+    engine = offload_model(model, config, torch_device="cpu", default_ssd_path=tmp_path)
+    optimizer = OffloadAdamW(model.parameters(), engine=engine)
+    for step in range(5):  # by then it was planned anew, by what steps took
+        model(**tiny_batch(seed=step)).loss.backward()
+        optimizer.step()
+    plan = run_plan_of(engine)
+    assert plan is not None and plan.first is not None, "it was not planned"
+    engine.settle()
+    dropped = weakref.ref(engine)
+    del model, engine, optimizer, plan
+    collect()
+    assert dropped() is None
+
+
+def with_trainer(folder: Path) -> OffloadEngine | None:
+    arguments = TrainingArguments(
+        output_dir=str(folder), max_steps=2, per_device_train_batch_size=2, report_to=[], use_cpu=True
+    )
+    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
+    trainer = Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, offload=settings_in(folder))
+    trainer.train()
+    return engine_of(trainer.model)
+
+
+def with_accelerator(folder: Path) -> OffloadEngine | None:
+    accelerator = Accelerator(cpu=True, lohan_plugin=LohanPlugin(offload=settings_in(folder)))
+    model = tiny_model("llama")
+    model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    for step in range(2):
+        accelerator.backward(model(**tiny_batch(seed=step)).loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return engine_of(accelerator.unwrap_model(model))
+
+
+def settings_in(folder: Path) -> dict[str, Any]:
+    return {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "ssd": str(folder / "store")}
+
+
+@pytest.mark.parametrize("run", [with_trainer, with_accelerator])
+def test_an_engine_goes_with_the_trainer_or_accelerator(run: Callable[[Path], Any], tmp_path: Path) -> None:
+    engine = weakref.ref(run(tmp_path))
+    collect()
+    assert engine() is None
 
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
