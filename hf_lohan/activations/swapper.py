@@ -129,8 +129,12 @@ class ActivationSwapper:
         if self._is_closed:
             raise RuntimeError("the engine is closed, and its swapped activations are gone; load the model again")
         if not swapped.is_expected:
+            landing = swapped.form.empty()
+            # Its memory may be what compute that is still under way has only just given back. Only this thread knows
+            # which stream that is on, and what was enqueued on it before the memory was taken.
+            vacated = self._device.record(Lane.COMPUTE, landing)
             swapped.is_expected = True
-            self._thread.put(partial(self._fetch, swapped))
+            self._thread.put(partial(self._fetch, swapped, landing, vacated))
 
     def bring_back(self, swapped: SwappedTensor) -> Tensor:
         """An equal tensor, for compute enqueued from now on. Raises what storing or fetching it raised."""
@@ -207,22 +211,20 @@ class ActivationSwapper:
             request.add_done_callback(partial(_release, buffer))
             swapped.writes.append(request)
 
-    def _fetch(self, swapped: SwappedTensor) -> None:
+    def _fetch(self, swapped: SwappedTensor, landing: Tensor, vacated: Event) -> None:
         if swapped.error is not None:
             swapped.is_fetched.set()
             return
         try:
-            landed = swapped.form.empty()
-            # Its memory may be what compute that is still under way has only just given back.
-            self._device.wait(Lane.H2D, self._device.record(Lane.COMPUTE, landed))
-            flat = as_bytes(landed)
+            self._device.wait(Lane.H2D, vacated)
+            flat = as_bytes(landing)
             if swapped.region is not None:
                 assert swapped.stored is not None
                 self._device.wait(Lane.H2D, swapped.stored)
                 self._device.copy(Lane.H2D, flat, swapped.region)
             else:
                 self._read_back(swapped, flat)
-            swapped.landed, swapped.ready = landed, self._device.record(Lane.H2D)
+            swapped.landed, swapped.ready = landing, self._device.record(Lane.H2D)
         except BaseException as error:
             swapped.error = error
         finally:

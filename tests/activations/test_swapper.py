@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import gc
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from swapper_bench import GRANULE_BYTES, SwapperBench
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import is_swappable
+from hf_lohan.device import Event, Lane
 from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.planner import Placement
 from hf_lohan.testing.async_device import AsyncDevice
@@ -244,3 +246,22 @@ def test_asked_for_after_the_end(place: Placement, make_bench: BenchFactory) -> 
     bench.swapper.close()
     with pytest.raises(RuntimeError, match="closed"):
         bench.swapper.bring_back(swapped)
+
+
+@SWAPPED
+def test_compute_is_marked_on_the_thread_that_computes(place: Placement, make_bench: BenchFactory) -> None:
+    """It may compute on another stream than the default one, which is a thread's own."""
+    threads = set()
+
+    class NotingDevice(AsyncDevice):
+        def record(self, lane: Lane, *tensors: Tensor, **options: Any) -> Event:
+            if lane is Lane.COMPUTE:
+                threads.add(threading.current_thread())
+            return super().record(lane, *tensors, **options)
+
+    bench = make_bench(ram_bytes=1 << 16, ssd_granules=4, device=NotingDevice())
+    tensor = noise(1000)
+    swapped = bench.swapper.swap_out(tensor, place)
+    assert swapped is not None
+    assert same(bench.swapper.bring_back(swapped), tensor)
+    assert threads == {threading.current_thread()}
