@@ -1,13 +1,11 @@
-"""Wires the runtime to a model's hooks: the one object that `integrations/` talks to."""
+"""Wires all that trains a model to its hooks: the one object that `huggingface/` talks to."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
@@ -15,16 +13,17 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.engine.activation_memory import ActivationMemory
 from hf_lohan.engine.commits import StepCommits
-from hf_lohan.engine.events import EngineEvents, StepsSoFar
+from hf_lohan.engine.events import EngineEvents
+from hf_lohan.engine.followed_plan import FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.model_hooks import ModelHooks
+from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.pass_times import StepClock
 from hf_lohan.engine.tiers import Tiers
-from hf_lohan.micro_batches import MicroBatchRun
+from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
+from hf_lohan.planning import OffloadLayout
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
@@ -62,7 +61,7 @@ class OffloadEngine:
         self.config = config
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
-        self._events = events = events or EngineEvents()
+        events = events or EngineEvents()
         self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
@@ -108,59 +107,36 @@ class OffloadEngine:
         self._step = StepTransaction(
             self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget
         )
-        self._clock = StepClock()
         names = {module: name for name, module in model.named_modules()}
         self.activations = ActivationTiers(
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
         )
         self.activation_memory = ActivationMemory(self.activations, config.activations, tiers, layout)
-        self._needs_plan = True
-        """Whether the next training forward is to be planned for."""
-        self._has_new_step = False
-        self._hooks = ModelHooks(
-            model,
-            layout.model_blocks,
-            self.device,
-            self._ring,
-            self._prefetcher,
-            self._arrivals,
-            self._clock,
-            self.activations,
-            before_forward=self._before_forward,
-            see_batch=self._plan_for,
-            before_backward=self._step.undo_guesses,
-            backward_broke=self._step.abandon_broken,
+        self._plan = FollowedPlan(events, self.activation_memory, self._pipeline, self._step, self.clip_history)
+        self._lifetime = Lifetime()
+        parts = PassParts(
+            device=self.device,
+            ring=self._ring,
+            prefetcher=self._prefetcher,
+            arrivals=self._arrivals,
+            activations=self.activations,
+            step=self._step,
+            plan=self._plan,
+            lifetime=self._lifetime,
         )
-        self._micro_batches = MicroBatchRun(self._hooks.joint_forward, self.device)
-        self._lifetime = Lifetime(self)
-
-    def _before_forward(self) -> None:
-        self._lifetime.check()
-        self._recover()
-        self.device.note_reached()
-        if self._pipeline.has_begun_updates:
-            raise RuntimeError(
-                "the model was called between backward and step() of a step whose updates run in backward, so its "
-                "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+        self._pass = ModelPass(parts)
+        self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
+        self._micro_batches = MicroBatchRun(
+            JointParts(
+                model=model,
+                num_layers=len(layout.model_blocks.layers),
+                device=self.device,
+                ring=self._ring,
+                model_pass=self._pass,
+                going_by=self._hooks.going_by,
             )
-        self._step.undo_guesses()
-        if self._has_new_step and torch.is_grad_enabled():
-            self._has_new_step = False
-            self.activation_memory.begin_step()
-            self._follow(self._events.step_began(StepsSoFar(clip_rate=self.clip_history.clip_rate)))
-
-    def _plan_for(self, shape: StepShape | None) -> None:
-        """A training forward begins, if its shape is known (a batch has token ids)."""
-        if self._needs_plan and shape is not None:
-            self._needs_plan = False
-            self.settle()  # what still runs would make the hardware look slow
-            self._follow(self._events.plan(replace(shape, num_together=self.activation_memory.num_together)))
-
-    def _follow(self, planned: PlannedStep | None) -> None:
-        if planned is not None:
-            self.activation_memory.follow(planned)
-            if planned.plan.clip != "none":
-                self.clip_by(planned.plan.clip)
+        )
+        self._lifetime.close_at_exit(self)
 
     # Several micro-batches at once.
 
@@ -173,7 +149,7 @@ class OffloadEngine:
         RuntimeError if none gave a loss.
         """
         self._lifetime.check()
-        self._needs_plan |= self.activation_memory.run_together(len(micro_batches))
+        self._plan.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 
     def defer_backward(self, loss: Tensor) -> bool:
@@ -212,15 +188,15 @@ class OffloadEngine:
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
         self._micro_batches.refuse_within("step()")
-        self._recover()
+        self._pass.recover()
         group_of = self._groups.as_they_are_now()
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self._step.finish(group_of)
         self._prefetcher.foresee(is_training=True)
-        self._clock.end_step()
+        self._pass.clock.end_step()
         self.commits.end_step()
-        self._has_new_step = True
+        self._plan.end_step()
         self.skipped_steps.note(result)
 
     @property
@@ -236,12 +212,6 @@ class OffloadEngine:
     def clip_by(self, way: ClipWay) -> None:
         """How steps clip from the next one on, or from this one, if it has had no backward."""
         self._step.clip_by(way)
-
-    def _recover(self) -> None:
-        """If an exception ended the last forward, backward or step, start clean."""
-        self._lifetime.check()
-        self._hooks.recover_if_broken()
-        self._step.recover()
 
     def go_back_to_commit(self) -> Commit:
         """Forget what is not committed, a load too; returns the last commit. Raises ValueError if there is none."""
@@ -270,26 +240,26 @@ class OffloadEngine:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
         self._micro_batches.refuse_within("clip_grad_norm")
-        self._recover()
+        self._pass.recover()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             return self._step.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
-        self._recover()
+        self._pass.recover()
         self._step.abandon()
         self._ring.gradients_away.clear()
 
     @property
     def last_forward_s(self) -> float:
         """How long the forwards of the last step took, as the computing thread saw it."""
-        return self._clock.last_forward_s
+        return self._pass.clock.last_forward_s
 
     @property
     def last_backward_s(self) -> float:
         """How long the backwards of the last step took, as the computing thread saw it."""
-        return self._clock.last_backward_s
+        return self._pass.clock.last_backward_s
 
     @property
     def parameter_slices(self) -> list[ParamSlice]:
@@ -338,7 +308,7 @@ class OffloadEngine:
             not self.commits.are_kept
             and self.commits.each_step
             and self._pipeline.failure is None
-            and self._hooks.is_idle
+            and self._pass.phase is Phase.IDLE
             and not self._step.is_half_applied
         )
 

@@ -25,11 +25,15 @@ class Lifetime:
     """One engine's. A forked child has a copy of the engine, but none of its threads, and shares its files: it leaves
     all as it is."""
 
-    def __init__(self, engine: Closable) -> None:
-        """It is closed at the interpreter's end at the latest: a thread that is inside torch when the interpreter goes
-        away takes the process down with an abort."""
+    def __init__(self) -> None:
         self._owner = Owner()
+        self._has_begun = False
         self._is_over = False
+
+    def close_at_exit(self, engine: Closable) -> None:
+        """The engine is whole. It is closed at the interpreter's end at the latest: a thread that is inside torch when
+        the interpreter goes away takes the process down with an abort."""
+        self._has_begun = True
         _open_engines.add(engine)
 
     @property
@@ -58,7 +62,7 @@ class Lifetime:
     def end_unowned(self, engine: Closable) -> None:
         """Nobody has the engine or its model any more. Call it from `__del__`, which may run on any thread, with any
         lock held: the engine is closed on a thread of its own."""
-        if self._is_over or self.is_elsewhere or sys.is_finalizing():
+        if not self._has_begun or self._is_over or self.is_elsewhere or sys.is_finalizing():
             return
         with contextlib.suppress(RuntimeError):  # the interpreter is about to end, and closes what is open
             threading.Thread(target=_close, args=(engine,), name=_CLOSING).start()

@@ -1,22 +1,15 @@
 """A step's micro-batches together: all of them through a block before the next one, then one backward.
 
 Follow one micro-batch: `run` gives it a thread with its caller's settings (`torch_threads`); `lockstep` says when it is
-its turn, which `joint_forward` ends behind each layer; its parameters are `leaves` of its own, so that its gradients
-arrive by themselves; and `heads` takes its loss back to the last layer's output at once. Knows streaming, and the
-model's hooks only as somebody who begins a joint forward.
+its turn, which `joint_forward` ends behind each layer, told by the model's hooks; its parameters are `leaves` of its
+own, so that its gradients arrive by themselves; and `heads` takes its loss back to the last layer's output at once.
 """
 
-from hf_lohan.micro_batches.heads import MicroBatchHeads
-from hf_lohan.micro_batches.joint_forward import JointForward
-from hf_lohan.micro_batches.leaves import GradientSums, MicroBatchLeaves
-from hf_lohan.micro_batches.lockstep import Lockstep
+from hf_lohan.micro_batches.joint_forward import JointForward, JointParts
 from hf_lohan.micro_batches.run import MicroBatchRun
 
 __all__ = [
-    "GradientSums",
     "JointForward",
-    "Lockstep",
-    "MicroBatchHeads",
-    "MicroBatchLeaves",
+    "JointParts",
     "MicroBatchRun",
 ]

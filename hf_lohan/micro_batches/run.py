@@ -3,31 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
-from hf_lohan.device import Device
-from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.micro_batches.joint_forward import JointForward, JointParts
 from hf_lohan.micro_batches.lockstep import Lockstep
 from hf_lohan.micro_batches.torch_threads import ThreadSettings
-
-
-class BeginJointForward(Protocol):
-    """A context within which ``lockstep`` runs the forwards of micro-batches that have one backward; gives their heads.
-    ``heads_apart``: whether to try and take those back one by one."""
-
-    def __call__(self, lockstep: Lockstep, *, heads_apart: bool) -> AbstractContextManager[MicroBatchHeads]: ...
 
 
 class MicroBatchRun:
     """Runs micro-batches together, as often as asked."""
 
-    def __init__(self, joint_forward: BeginJointForward, device: Device) -> None:
-        self._joint_forward = joint_forward
-        self._device = device
+    def __init__(self, parts: JointParts) -> None:
+        self._parts = parts
         self._losses: dict[int, list[Tensor]] = {}
         self._lockstep: Lockstep | None = None
         """While micro-batches run."""
@@ -37,25 +27,30 @@ class MicroBatchRun:
         """See `OffloadEngine.run_micro_batches`."""
         if self._lockstep is not None:
             raise RuntimeError("run_micro_batches was called within a micro-batch; run them all in one call")
-        settings = ThreadSettings(self._device.torch_device.type)
-        contexts = [settings.applied(self._device.in_this_lane()) for _ in micro_batches]
-        heads: MicroBatchHeads
+        parts = self._parts
+        settings = ThreadSettings(parts.device.torch_device.type)
+        contexts = [settings.applied(parts.device.in_this_lane()) for _ in micro_batches]
+        joint: JointForward
 
         def run(number: int) -> Any:
             self._losses[number] = []
             result = micro_batches[number]()
-            heads.take_back(number, self._losses.pop(number))
+            joint.heads.take_back(number, self._losses.pop(number))
             return result
 
-        self._lockstep = Lockstep([partial(run, number) for number in range(len(micro_batches))], contexts)
+        self._lockstep = lockstep = Lockstep([partial(run, n) for n in range(len(micro_batches))], contexts)
+        joint = JointForward(parts, lockstep, heads_apart=self._heads_apart)
         try:
-            with self._joint_forward(self._lockstep, heads_apart=self._heads_apart) as heads:
-                results = self._lockstep.run()
+            parts.model_pass.begin_forward(is_training=True)
+            with parts.going_by(joint):
+                with joint.forwards():
+                    results = lockstep.run()
+                self._lockstep = None
+                self._heads_apart = joint.heads.are_apart
+                joint.backward()
         finally:
             self._lockstep = None
             self._losses.clear()
-        self._heads_apart = heads.are_apart
-        heads.backward()
         return results
 
     def refuse_within(self, call: str) -> None:

@@ -74,6 +74,14 @@ class StepTransaction:
         if not self._pipeline.has_gradients:
             self._pipeline.speculate(self._clip_history.speculates)
 
+    def refuse_between_updates(self) -> None:
+        """Raises RuntimeError if a part of the step's updates has run, so that no forward can follow."""
+        if self._pipeline.has_begun_updates:
+            raise RuntimeError(
+                "the model was called between backward and step() of a step whose updates run in backward, so its "
+                "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+            )
+
     def undo_guesses(self) -> None:
         """The step needs its weights once more, as they were. As the next one will: none guesses any more."""
         if undone := self._pipeline.undo_guesses():

@@ -14,13 +14,9 @@ class BlocksInUse:
     """Forward says when it is done with a block. Backward does not: there a block is done with when the next one of
     its size class is asked for, since autograd runs one node after another."""
 
-    def __init__(
-        self, ring: SlotRing, prefetcher: Prefetcher, done_in_backward: Callable[[Block], None] = lambda _block: None
-    ) -> None:
-        """``done_in_backward`` is told of each block that makes room for another one in backward."""
+    def __init__(self, ring: SlotRing, prefetcher: Prefetcher) -> None:
         self._ring = ring
         self._prefetcher = prefetcher
-        self._done_in_backward = done_in_backward
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
 
     def enter(self, block: Block) -> None:
@@ -53,13 +49,13 @@ class BlocksInUse:
             if is_idle(block):
                 self.leave(block)
 
-    def fetch_in_backward(self, block: Block) -> Slot:
-        """Bring the block here for its backward."""
+    def fetch_in_backward(self, block: Block, done_with: Callable[[Block], None] = lambda _block: None) -> Slot:
+        """Bring the block here for its backward. ``done_with`` is told of each block that makes room for it."""
         in_use = self._blocks[block.size_class]
         if block not in in_use:
             # Those that have slots of their own make room for nobody.
             for other in list(in_use) if block.size_class is not SizeClass.RESIDENT else ():
-                self._done_in_backward(other)
+                done_with(other)
                 self.leave(other)
             self.enter(block)
         return self._ring.slot_of(block)

@@ -57,7 +57,7 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     twins = make_twins("opt", recompute=True)
     train(twins, 0)
     sent: list[str] = []
-    arrivals = twins.engine._hooks._arrivals
+    arrivals = twins.engine._arrivals
     send = arrivals.send
     monkeypatch.setattr(arrivals, "send", lambda part, gradient: (sent.append(part.name), send(part, gradient)))
     train(twins, 1)

@@ -1,0 +1,76 @@
+"""How forwards go through a model's blocks, and their backward back: one at a time here, several in `micro_batches`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+
+from hf_lohan.engine.model_pass import ModelPass
+from hf_lohan.model import Block
+from hf_lohan.weights import Slot
+
+
+class ForwardPass(Protocol):
+    """Is told by a model's hooks where the model is."""
+
+    def begin_model(self) -> None:
+        """A forward of the whole model begins."""
+
+    def save_by(self, saving: AbstractContextManager[Any]) -> None:
+        """It will have a backward; ``saving``: hooks for what it saves."""
+
+    def end_model(self, *, is_whole: bool) -> None:
+        """It has ended, or broken off."""
+
+    def enter(self, blocks: Sequence[Block]) -> None:
+        """A module that needs the blocks is about to run."""
+
+    def leave(self, blocks: Sequence[Block]) -> None:
+        """That module has run."""
+
+    def behind_layer(self, index: int, output: Any) -> Any:
+        """So has a layer. Returns what to give to the next one."""
+
+    def enter_backward(self) -> None:
+        """A backward begins, or goes on."""
+
+    def fetch_in_backward(self, block: Block) -> Slot:
+        """Bring the block here for the backward."""
+
+
+class OneForward:
+    """A forward has the model for itself."""
+
+    def __init__(self, model_pass: ModelPass) -> None:
+        self._pass = model_pass
+
+    def begin_model(self) -> None:
+        self._pass.begin_forward(is_training=torch.is_grad_enabled())
+
+    def save_by(self, saving: AbstractContextManager[Any]) -> None:
+        self._pass.save_by(saving)
+
+    def end_model(self, *, is_whole: bool) -> None:
+        was_training = self._pass.end_saving()
+        if is_whole:
+            self._pass.end_forward(is_training=was_training)
+
+    def enter(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._pass.in_use.enter(block)
+
+    def leave(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._pass.in_use.leave(block)
+
+    def behind_layer(self, index: int, output: Any) -> Any:
+        return output
+
+    def enter_backward(self) -> None:
+        self._pass.begin_backward()
+
+    def fetch_in_backward(self, block: Block) -> Slot:
+        return self._pass.in_use.fetch_in_backward(block)

@@ -1,0 +1,173 @@
+"""A pass through a model: whether a forward or a backward is under way, and what begins and ends with it."""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_lohan.activations import ActivationTiers
+from hf_lohan.compat.torch_private import call_behind_backward
+from hf_lohan.device import Device, PoolAborted
+from hf_lohan.engine.followed_plan import FollowedPlan
+from hf_lohan.engine.lifetime import Lifetime
+from hf_lohan.engine.pass_times import ComputeSpans, StepClock
+from hf_lohan.model import ParamSlice
+from hf_lohan.threads import raised_anew
+from hf_lohan.updates import GradientArrivals, StepTransaction
+from hf_lohan.weights import BlocksInUse, Prefetcher, SlotRing
+
+
+class Phase(enum.Enum):
+    """Where a model's pass is. A joint one has backwards of its heads while its forwards still go on."""
+
+    IDLE = enum.auto()
+    FORWARD = enum.auto()
+    FORWARD_WITH_HEADS = enum.auto()
+    """Forwards go on, and the first heads have had their backward."""
+    BETWEEN = enum.auto()
+    """Forwards are over, heads have had their backward, and that of the layers is to come."""
+    BACKWARD = enum.auto()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PassParts:
+    """What takes part in a pass."""
+
+    device: Device
+    ring: SlotRing
+    prefetcher: Prefetcher
+    arrivals: GradientArrivals
+    activations: ActivationTiers
+    step: StepTransaction
+    plan: FollowedPlan
+    lifetime: Lifetime
+
+
+class ModelPass:
+    """Each training forward is followed by a backward, or by nothing; an exception may end either."""
+
+    def __init__(self, parts: PassParts) -> None:
+        self._parts = parts
+        self.clock = StepClock()
+        self.in_use = BlocksInUse(parts.ring, parts.prefetcher)
+        self.spans = ComputeSpans(parts.device)
+        self._saving: contextlib.AbstractContextManager[Any] | None = None
+        self._phase = Phase.IDLE
+
+    @property
+    def phase(self) -> Phase:
+        return self._phase
+
+    def recover(self) -> None:
+        """If an exception ended the last forward, backward or step, start clean."""
+        self._parts.lifetime.check()
+        self._recover_if_broken()
+        self._parts.step.recover()
+
+    def _recover_if_broken(self) -> None:
+        """After a backward, the step's gradients are gone: half of a sum would be a wrong number."""
+        if self._phase is Phase.IDLE:
+            return
+        self.end_saving()  # an interrupt does not even run hooks that are always called
+        self.spans.end()
+        self.in_use.release_all()
+        self._parts.arrivals.abandon()
+        self._parts.prefetcher.cancel_pass()
+        if self._phase is not Phase.FORWARD:
+            self._parts.step.abandon_broken()
+        # Only now: an interrupt may end this, and then it is done again.
+        self._phase = Phase.IDLE
+
+    # Forward.
+
+    def begin_forward(self, *, is_training: bool) -> None:
+        """A forward of the whole model begins, or several that are to have one backward."""
+        self.recover()
+        self._parts.device.note_reached()
+        self._parts.step.refuse_between_updates()
+        self._parts.step.undo_guesses()
+        if is_training:
+            self._parts.plan.begin_step()
+        self._phase = Phase.FORWARD
+        self.clock.begin()
+        self._parts.prefetcher.begin_pass(is_training=is_training)
+        if is_training:
+            self._parts.activations.begin_forward()
+
+    def save_by(self, saving: contextlib.AbstractContextManager[Any]) -> None:
+        """``saving``: hooks for what the forward saves."""
+        saving.__enter__()
+        self._saving = saving
+
+    def end_saving(self) -> bool:
+        """The forward has ended, or broken off. Returns whether something was saved."""
+        if self._saving is None:
+            return False
+        self._saving.__exit__(None, None, None)
+        self._saving = None
+        return True
+
+    def end_forward(self, *, is_training: bool) -> None:
+        """It has ended."""
+        self.spans.end()
+        self._phase = Phase.BETWEEN if self._phase is Phase.FORWARD_WITH_HEADS else Phase.IDLE
+        if is_training:
+            self._parts.activations.expect_backward()
+            self.clock.end_forward()
+        else:
+            self._parts.prefetcher.end_pass()
+
+    # Backward.
+
+    def begin_head(self) -> None:
+        """While other forwards go on, the backward of a head begins, or goes on."""
+        self._phase = Phase.FORWARD_WITH_HEADS
+
+    def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
+        """A backward begins, or goes on. ``before_end`` sends the last gradients."""
+        if self._phase is Phase.BACKWARD:
+            return
+        had_heads = self._phase is Phase.BETWEEN
+        self._phase = Phase.BACKWARD
+        if not had_heads:
+            self._parts.step.undo_guesses()
+        self.clock.begin()
+        call_behind_backward(lambda: self._end_backward(before_end))
+
+    def note_gradient(self) -> None:
+        """A gradient is there, in memory that autograd has taken for it."""
+        self._parts.ring.gradients_away.note()
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        """A parameter's gradient of this backward is complete."""
+        self.note_gradient()
+        with _cause_of_abort():
+            self._parts.arrivals.take(part, parameter)
+
+    def send_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
+        """A parameter's gradient of the step is complete."""
+        with _cause_of_abort():
+            self._parts.arrivals.send(part, gradient)
+
+    def _end_backward(self, before_end: Callable[[], None]) -> None:
+        self.spans.end()
+        before_end()
+        self._parts.arrivals.flush()
+        self.in_use.release_all()
+        self._phase = Phase.IDLE
+        self.clock.end_backward()
+        self._parts.prefetcher.end_pass()
+
+
+@contextlib.contextmanager
+def _cause_of_abort() -> Iterator[None]:
+    """If the pipeline broke: say why, not how it was noticed."""
+    try:
+        yield
+    except PoolAborted as aborted:
+        raise raised_anew(aborted.__cause__ or aborted) from aborted.__cause__
