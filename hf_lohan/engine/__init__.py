@@ -1,17 +1,17 @@
 """Executes a plan: streams blocks through the device, gradients to the host, states through the optimizer.
 
-Follow one parameter, which has its place in a block (`blocks`): `drain_model` (or the streamed load) writes it to the
-store that `tiers` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming,
-have `weights` bring it, and give its gradient to `updates`, which turns that into its next version; `commits` makes
-that last. `engine` wires it all up.
+Follow one parameter, which has its place in a block (`model`): `drain_model` (or the streamed load) writes it to the
+store that `memory` opens, which may hold a copy in RAM (`resident_records`). The `model_hooks` see its block coming.
+The `forward_pass` has `weights` bring it; the `model_pass` gives its gradient to `updates`, which turns that into its
+next version; `commits` makes that last. `engine` wires it all up.
 """
 
 from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.engine import OffloadEngine
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.lifetime import wait_until_closed
+from hf_lohan.engine.memory import Tiers, open_tiers
 from hf_lohan.engine.parameter_access import ParameterAccess, drain_model
-from hf_lohan.engine.tiers import Tiers, open_tiers
 
 __all__ = [
     "EngineEvents",

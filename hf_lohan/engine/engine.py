@@ -11,15 +11,13 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
-from hf_lohan.engine.activation_memory import ActivationMemory
 from hf_lohan.engine.commits import StepCommits
-from hf_lohan.engine.events import EngineEvents
-from hf_lohan.engine.followed_plan import FollowedPlan
+from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
+from hf_lohan.engine.memory import ActivationMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.tiers import Tiers
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadAdamW

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from hf_lohan.engine.memory import ActivationMemory
 from hf_lohan.planning import PlannedStep, StepShape
+from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,3 +30,53 @@ class EngineEvents:
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
     follow, or None if nothing changes."""
+
+
+class FollowedPlan:
+    """Asks whoever drives the steps for plans; has activations and clipping go by them."""
+
+    def __init__(
+        self,
+        events: EngineEvents,
+        activation_memory: ActivationMemory,
+        pipeline: GradientPipeline,
+        step: StepTransaction,
+        clip_history: ClipHistory,
+    ) -> None:
+        self._events = events
+        self._activation_memory = activation_memory
+        self._pipeline = pipeline
+        self._step = step
+        self._clip_history = clip_history
+        self._needs_plan = True
+        """Whether the next training forward is to be planned for."""
+        self._step_has_ended = False
+        """Since the last training forward."""
+
+    def end_step(self) -> None:
+        """A step is over."""
+        self._step_has_ended = True
+
+    def begin_step(self) -> None:
+        """A training forward begins, maybe a step's first."""
+        if self._step_has_ended:
+            self._step_has_ended = False
+            self._activation_memory.begin_step()
+            self._follow(self._events.step_began(StepsSoFar(clip_rate=self._clip_history.clip_rate)))
+
+    def run_together(self, num_micro_batches: int) -> None:
+        """So many micro-batches come, all forwards before the first backward."""
+        self._needs_plan |= self._activation_memory.run_together(num_micro_batches)
+
+    def see_batch(self, shape: StepShape | None) -> None:
+        """A training forward begins; its shape is known if its batch has token ids."""
+        if self._needs_plan and shape is not None:
+            self._needs_plan = False
+            self._pipeline.settle()  # what still runs would make the hardware look slow
+            self._follow(self._events.plan(replace(shape, num_together=self._activation_memory.num_together)))
+
+    def _follow(self, planned: PlannedStep | None) -> None:
+        if planned is not None:
+            self._activation_memory.follow(planned)
+            if planned.plan.clip != "none":
+                self._step.clip_by(planned.plan.clip)

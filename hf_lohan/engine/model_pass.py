@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,11 +13,10 @@ from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward
-from hf_lohan.device import Device, PoolAborted
-from hf_lohan.engine.followed_plan import FollowedPlan
+from hf_lohan.device import Device, Lane, PoolAborted, Stamp
+from hf_lohan.engine.events import FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
-from hf_lohan.engine.pass_times import ComputeSpans, StepClock
-from hf_lohan.model import ParamSlice
+from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
 from hf_lohan.updates import GradientArrivals, StepTransaction
 from hf_lohan.weights import BlocksInUse, Prefetcher, SlotRing
@@ -46,6 +46,57 @@ class PassParts:
     step: StepTransaction
     plan: FollowedPlan
     lifetime: Lifetime
+
+
+class StepClock:
+    """Adds up over the backwards of a step."""
+
+    def __init__(self) -> None:
+        self.forward_s = 0.0
+        self.backward_s = 0.0
+        self.last_forward_s = 0.0
+        """Of the step before."""
+        self.last_backward_s = 0.0
+        self._began_s = 0.0
+
+    def begin(self) -> None:
+        """A forward or a backward begins."""
+        self._began_s = time.perf_counter()
+
+    def end_forward(self) -> None:
+        self.forward_s += time.perf_counter() - self._began_s
+
+    def end_backward(self) -> None:
+        self.backward_s += time.perf_counter() - self._began_s
+
+    def end_step(self) -> None:
+        """Begin to count anew."""
+        self.last_forward_s, self.last_backward_s = self.forward_s, self.backward_s
+        self.forward_s = self.backward_s = 0.0
+
+
+class ComputeSpans:
+    """One task at a time: compute of one pass that needs one block, until the next one is asked for."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._open: tuple[str, Block, Stamp] | None = None
+
+    def is_open(self, name: str, block: Block) -> bool:
+        return self._open is not None and self._open[:2] == (name, block)
+
+    def begin(self, name: str, block: Block) -> None:
+        """What is enqueued from here on is of the pass ``name`` and for ``block``."""
+        self.end()
+        self._open = name, block, self._device.stamp(Lane.COMPUTE)
+
+    def end(self) -> None:
+        """The last compute of the task, if one is open, is enqueued."""
+        if self._open is not None:
+            (name, block, began), self._open = self._open, None
+            self._device.note_span(
+                Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name
+            )
 
 
 class ModelPass:

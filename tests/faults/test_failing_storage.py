@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_lohan.engine.tiers
+import hf_lohan.engine.memory
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
@@ -82,7 +82,7 @@ def train(
 ) -> None:
     """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
     monkeypatch.setattr(
-        hf_lohan.engine.tiers,
+        hf_lohan.engine.memory,
         "IoEngine",
         # One thread and whole requests, so that calls come in one order.
         lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),
