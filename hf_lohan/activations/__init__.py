@@ -1,8 +1,8 @@
 """What a layer's forward leaves for its backward: kept, made again, or moved to RAM and the SSD and back (LoHan, MEMO).
 
-Follow one tensor: `tiers` wraps each layer's run in a `layer_frame`, which sees every operation go by (`operations`
-says what it may do) and gives what is to be swapped to the `swapper`; meanwhile a `swapped_tensor` stands for it.
-What the layers did in the first step, `trace` keeps for the planner. Knows tensors; weights are `streaming`'s.
+Follow one tensor: `tiers` wraps each layer's run in a `layer_frame`, which sees every operation go by, and gives what
+is to be swapped to the `swapper`; meanwhile a `swapped_tensor` stands for it. What the layers did in the first step,
+`trace` keeps for the planner. Knows tensors; weights are another room's.
 """
 
 from hf_lohan.activations.swapper import ActivationSwapper

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from functools import cache
 from typing import Any, Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
-from hf_lohan.activations.operations import is_mutable, is_random, written_tensors
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
-from hf_lohan.compat.torch_private import StorageWeakRef, TorchDispatchMode, tree_map, version_of
+from hf_lohan.compat.torch_private import (
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    schema_of,
+    tree_leaves,
+    tree_map,
+    version_of,
+)
 from hf_lohan.device import Device
 from hf_lohan.model import anchor_name
 from hf_lohan.planner import INPUT, LayerPlacements, Placement
@@ -139,7 +148,7 @@ class LayerFrame:
             return  # no room for all of it: it is made again
         self.waiting += places
         self._outputs[name] = stored
-        if is_random(operation):
+        if _is_random(operation):
             self._rng_after[name] = self._device.rng_state()
 
     def _put(self, tensor: Tensor, placement: Placement) -> Waiting | None:
@@ -213,8 +222,8 @@ class _Putting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._frame.waiting and is_mutable(func):
-            self._frame.protect(written_tensors(func, args, kwargs))
+        if self._frame.waiting and _is_mutable(func):
+            self._frame.protect(_written_tensors(func, args, kwargs))
         output = func(*args, **kwargs)
         kind = anchor_name(func)
         if kind is not None:
@@ -241,8 +250,8 @@ class _Getting(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self._frame.waiting and is_mutable(func):  # for a second backward over the same graph
-            self._frame.protect(written_tensors(func, args, kwargs))
+        if self._frame.waiting and _is_mutable(func):  # for a second backward over the same graph
+            self._frame.protect(_written_tensors(func, args, kwargs))
         kind = anchor_name(func)
         if kind is not None:
             name = f"{kind}#{self._counts[kind]}"
@@ -257,3 +266,23 @@ def _leaves(stored: Any, output: Any) -> list[tuple[Any, Any]]:
     if isinstance(output, tuple | list):
         return [pair for a, b in zip(stored, output, strict=True) for pair in _leaves(a, b)]
     return [(stored, output)]
+
+
+@cache
+def _is_mutable(operation: Any) -> bool:
+    """Whether it writes to some of its arguments."""
+    return isinstance(operation, OpOverload) and bool(schema_of(operation).is_mutable)
+
+
+@cache
+def _is_random(operation: Any) -> bool:
+    """Whether it may draw from the generator."""
+    return torch.Tag.nondeterministic_seeded in getattr(operation, "tags", ())
+
+
+def _written_tensors(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The arguments that a mutable operation writes to."""
+    for position, argument in enumerate(schema_of(operation).arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = kwargs.get(argument.name, args[position] if position < len(args) else None)
+            yield from (leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

@@ -190,13 +190,9 @@ class ModelPass:
         self.clock.begin()
         call_behind_backward(lambda: self._end_backward(before_end))
 
-    def note_gradient(self) -> None:
-        """A gradient is there, in memory that autograd has taken for it."""
-        self._parts.ring.gradients_away.note()
-
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
-        self.note_gradient()
+        self._parts.ring.gradients_away.note()
         with _cause_of_abort():
             self._parts.arrivals.take(part, parameter)
 

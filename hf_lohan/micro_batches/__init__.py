@@ -5,11 +5,10 @@ its turn, which `joint_forward` ends behind each layer, told by the model's hook
 own, so that its gradients arrive by themselves; and `heads` takes its loss back to the last layer's output at once.
 """
 
-from hf_lohan.micro_batches.joint_forward import JointForward, JointParts
+from hf_lohan.micro_batches.joint_forward import JointParts
 from hf_lohan.micro_batches.run import MicroBatchRun
 
 __all__ = [
-    "JointForward",
     "JointParts",
     "MicroBatchRun",
 ]

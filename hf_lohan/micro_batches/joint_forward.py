@@ -48,8 +48,6 @@ class PassUnderWay(Protocol):
 
     def begin_backward(self, before_end: Callable[[], None]) -> None: ...
 
-    def note_gradient(self) -> None: ...
-
     def send_gradient(self, part: ParamSlice, gradient: Tensor) -> None: ...
 
 
@@ -76,6 +74,7 @@ class JointForward:
         """``heads_apart``: whether to try and take heads back one by one."""
         self._pass = parts.model_pass
         self._in_use = parts.model_pass.in_use
+        self._ring = parts.ring
         self._num_layers = parts.num_layers
         self._lockstep = lockstep
         self._heads_apart = heads_apart
@@ -186,7 +185,7 @@ class JointForward:
 
     def _take_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None:
         self.enter_backward()
-        self._pass.note_gradient()
+        self._ring.gradients_away.note()
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
     def _done_with(self, block: Block) -> None:
