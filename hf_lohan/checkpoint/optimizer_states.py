@@ -12,7 +12,7 @@ import math
 import shutil
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,17 +35,31 @@ _FORMAT_VERSION = 2
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Where a parameter's states are: elements [start, start + numel) of each tensor of `file`, or those that go with
-    these (`MasterFormat.elements`)."""
+    """Where the states of a parameter's elements [first, last) are: elements [start, stop) of each tensor of `file`, or
+    those that go with these (`MasterFormat.elements`)."""
 
     file: str
     start: int
     shape: tuple[int, ...]
     num_updates: int
+    first: int = 0
+    last: int | None = None
+    """None: to the parameter's end."""
+
+    @property
+    def numel(self) -> int:
+        return (math.prod(self.shape) if self.last is None else self.last) - self.first
 
     @property
     def stop(self) -> int:
-        return self.start + math.prod(self.shape)
+        return self.start + self.numel
+
+    def to_json(self) -> dict[str, Any]:
+        """A whole parameter's has no range."""
+        fields = asdict(self)
+        if self.last is None:
+            del fields["first"], fields["last"]
+        return fields
 
 
 class _Index(NamedTuple):
@@ -54,12 +68,14 @@ class _Index(NamedTuple):
     other_dtypes: dict[str, str]
     """By name, of parameters that have another one."""
     optimizer_state_dtype: str
-    parameters: dict[str, _Place]
+    parameters: dict[str, list[_Place]]
+    """Each one's parts, in order."""
 
-    def names_by_file(self) -> dict[str, list[str]]:
-        files: dict[str, list[str]] = {}
-        for name, place in self.parameters.items():
-            files.setdefault(place.file, []).append(name)
+    def by_file(self) -> dict[str, list[tuple[str, _Place]]]:
+        files: dict[str, list[tuple[str, _Place]]] = {}
+        for name, places in self.parameters.items():
+            for place in places:
+                files.setdefault(place.file, []).append((name, place))
         return files
 
 
@@ -77,7 +93,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
     access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
     _check_room(folder, blocks)
-    parameters: dict[str, _Place] = {}
+    parameters: dict[str, list[_Place]] = {}
     with closing(RecordCloner()) as cloner:
         for number, block in enumerate(blocks):
             file_name = f"optimizer-{number:05d}.safetensors"
@@ -91,12 +107,20 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
                     specs.append(TensorSpec(kind, block.master.state_dtype(kind), numel, pieces, clone))
                 write_safetensors(folder / file_name, specs)
             for part in block.trainable_slices:
-                parameters[part.name] = _Place(file_name, part.start, tuple(part.shape), engine.step_counts[part])
+                place = _Place(file_name, part.start, tuple(part.shape), engine.step_counts[part])
+                if not part.is_whole:
+                    place = replace(place, first=part.first, last=part.last)
+                parameters.setdefault(part.name, []).append(place)
+    for places in parameters.values():
+        places.sort(key=lambda place: place.first)
     index: dict[str, Any] = {
         "format_version": _FORMAT_VERSION,
         "working_dtype": dtype_name(engine.layout.master.working_dtype),
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
-        "parameters": {name: asdict(place) for name, place in parameters.items()},
+        "parameters": {
+            name: [place.to_json() for place in places] if len(places) > 1 else places[0].to_json()
+            for name, places in parameters.items()
+        },
     }
     if others := engine.layout.other_dtypes:
         index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
@@ -122,9 +146,9 @@ def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int)
     dtype = block.master.state_dtype(kind)
     end = 0
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
-        start, stop = access.elements(part.name, kind)
+        start, stop = block.master.elements(kind, part.start, part.stop)
         yield torch.zeros(start - end, dtype=dtype)
-        yield from (piece for _, piece in access.read_pieces(part.name, kind))
+        yield from (piece for _, piece in access.read_part(block, part, kind))
         end = stop
     yield torch.zeros(numel - end, dtype=dtype)
 
@@ -145,8 +169,9 @@ def load_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     index = _read_index(checkpoint)
     trainable = _check_fits(engine, index)
     _load_kinds(engine, index)
-    for name, place in index.parameters.items():
-        engine.step_counts[trainable[name]] = place.num_updates
+    for name, places in index.parameters.items():
+        for part in trainable[name]:
+            engine.step_counts[part] = places[0].num_updates
     engine.forget_weights()
 
 
@@ -175,7 +200,10 @@ def _read_index(checkpoint: str | Path) -> _Index:
         fields = json.loads(path.read_text())
         version = int(fields["format_version"])
         if version == _FORMAT_VERSION:
-            places = {name: _place_from(place) for name, place in fields["parameters"].items()}
+            places = {
+                name: [_place_from(place) for place in (found if isinstance(found, list) else [found])]
+                for name, found in fields["parameters"].items()
+            }
             state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
             other_dtypes = {str(name): str(dtype) for name, dtype in fields.get("other_dtypes", {}).items()}
             return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, places)
@@ -189,26 +217,37 @@ def _place_from(fields: dict[str, Any]) -> _Place:
     file, start, shape, num_updates = (fields[name] for name in ("file", "start", "shape", "num_updates"))
     if Path(file).name != file:
         raise ValueError(f"names a file outside its folder: {file!r}")
-    numbers = (start, num_updates, *shape)
+    first, last = fields.get("first", 0), fields.get("last")
+    numbers = (start, num_updates, first, 0 if last is None else last, *shape)
     if not all(isinstance(number, int) and number >= 0 for number in numbers):
         raise ValueError(f"start, num_updates and shape must be whole numbers, not {numbers}")
-    return _Place(file, start, tuple(shape), num_updates)
+    return _Place(file, start, tuple(shape), num_updates, first, last)
 
 
-def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
+def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSlice]]:
     """The trainable parameters by name, once it is certain that every state of theirs is there and fits."""
-    trainable = {part.name: part for part in engine.parameter_slices if part.trainable}
+    trainable: dict[str, list[ParamSlice]] = {}
+    for part in engine.parameter_slices:
+        if part.trainable:
+            trainable.setdefault(part.name, []).append(part)
     if trainable.keys() != index.parameters.keys():
         difference = sorted(trainable.keys() ^ index.parameters.keys())
         raise ValueError(
             f"the optimizer states in {str(index.folder)!r} are for other trainable parameters ({len(difference)} "
             f"differ, such as {difference[0]}); resume with the same model and the same frozen weights"
         )
-    for name, place in index.parameters.items():
-        if place.shape != tuple(trainable[name].shape):
+    for name, places in index.parameters.items():
+        place, shape = places[0], trainable[name][0].shape
+        ends = [0, *(end for each in places for end in (each.first, each.first + each.numel)), shape.numel()]
+        if {each.shape for each in places} == {tuple(shape)} and ends[::2] != ends[1::2]:
+            raise ValueError(
+                f"the optimizer states in {str(index.folder)!r} are not for all of {name}; resume from another "
+                "checkpoint"
+            )
+        if any(each.shape != tuple(shape) for each in places):
             raise ValueError(
                 f"the optimizer states in {str(index.folder)!r} are for {name} of shape {list(place.shape)}, this "
-                f"model's has {list(trainable[name].shape)}; resume with the same model"
+                f"model's has {list(shape)}; resume with the same model"
             )
     for name in trainable:
         saved = index.other_dtypes.get(name, index.working_dtype)
@@ -225,7 +264,11 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
             f"{index.optimizer_state_dtype}, this run has {moment_dtype}; set it to {index.optimizer_state_dtype}, or "
             "start anew from the checkpoint's weights"
         )
-    if moment_dtype != "float32" and any(place.start % SCALE_BLOCK_NUMEL for place in index.parameters.values()):
+    if moment_dtype != "float32" and any(
+        place.start % SCALE_BLOCK_NUMEL or place.first % SCALE_BLOCK_NUMEL
+        for places in index.parameters.values()
+        for place in places
+    ):
         raise ValueError(
             f"the optimizer states in {str(index.folder)!r} begin in the middle of a scale block, which none can; "
             "resume from another checkpoint"
@@ -235,9 +278,9 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, ParamSlice]:
 
 
 def _check_files(engine: OffloadEngine, index: _Index) -> None:
-    for file_name, names in index.names_by_file().items():
-        master = _master_of(engine, names[0])
-        last = max(index.parameters[name].stop for name in names)
+    for file_name, places in index.by_file().items():
+        master = _master_of(engine, places[0][0])
+        last = max(place.stop for _, place in places)
         with _open_states(index, file_name) as file:
             stored_kinds = set(file.keys())
             for kind in master.state_kinds:
@@ -254,15 +297,15 @@ def _check_files(engine: OffloadEngine, index: _Index) -> None:
 
 def _load_kinds(engine: OffloadEngine, index: _Index, only: tuple[str, ...] | None = None) -> None:
     access = engine.parameters
-    for file_name, names in index.names_by_file().items():
-        master = _master_of(engine, names[0])  # a file is of one block, and that of one dtype
+    for file_name, places in index.by_file().items():
+        master = _master_of(engine, places[0][0])  # a file is of one block, and that of one dtype
         with _open_states(index, file_name) as file:
             for kind in [kind for kind in master.state_kinds if only is None or kind in only]:
                 record = file.get_slice(kind)
-                for name in names:
-                    place = index.parameters[name]
+                for name, place in places:
                     start, _ = master.elements(kind, place.start, place.stop)
-                    access.write_state(name, kind, _From(record, start))
+                    source, last = _From(record, start), place.first + place.numel
+                    access.write_state(name, kind, source, first=place.first, last=last)
 
 
 class _From:
@@ -289,5 +332,5 @@ def _open_states(index: _Index, file_name: str) -> Iterator[Any]:
 
 
 def _master_of(engine: OffloadEngine, name: str) -> MasterFormat:
-    block, _ = engine.parameters.slices[name]
+    block, _ = engine.parameters.parts[name][0]
     return block.master

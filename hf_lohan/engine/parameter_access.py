@@ -39,35 +39,35 @@ class ParameterAccess:
         self._store = store
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
-        self.slices: dict[str, tuple[Block, ParamSlice]] = {
-            part.name: (block, part) for block in blocks for part in block.slices
-        }
+        self.parts: dict[str, list[tuple[Block, ParamSlice]]] = {}
+        """By name where a parameter lies: whole in one block, or in parts, in order."""
+        for block in blocks:
+            for part in block.slices:
+                self.parts.setdefault(part.name, []).append((block, part))
+        for parts in self.parts.values():
+            parts.sort(key=lambda place: place[1].first)
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
         """Record kinds, beside `param`, that hold something of this parameter."""
-        block, part = self.slices[name]
+        block, part = self.parts[name][0]
         return block.master.state_kinds if part.trainable else ()
 
     def state_dtype(self, name: str, kind: str) -> torch.dtype:
         """Element type of one record kind of a parameter."""
-        block, _ = self.slices[name]
+        block, _ = self.parts[name][0]
         return block.master.state_dtype(kind)
-
-    def elements(self, name: str, kind: str) -> tuple[int, int]:
-        """Which elements [start, stop) of its block's record of a kind are a parameter's."""
-        block, part = self.slices[name]
-        return block.master.elements(kind, part.start, part.stop)
 
     @torch.no_grad()
     def write_parameter(self, name: str, source: Tensor) -> None:
         """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
-        block, part = self.slices[name]
-        if source.shape != part.shape:
-            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(part.shape)}")
+        shape = self.parts[name][0][1].shape
+        if source.shape != shape:
+            raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
         flat = source.detach().reshape(-1)
-        with self._buffers(3 if block.master.has_residual else 2) as buffers:
-            for start, stop in ranges(part.numel, self._piece_numel):
-                self._write_piece(block, part, start, flat[start:stop], buffers)
+        for block, part in self.parts[name]:
+            with self._buffers(3 if block.master.has_residual else 2) as buffers:
+                for start, stop in ranges(part.numel, self._piece_numel):
+                    self._write_piece(block, part, start, flat[part.first + start : part.first + stop], buffers)
 
     def _write_piece(
         self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]
@@ -88,28 +88,33 @@ class ParameterAccess:
 
     def read_parameter(self, name: str) -> Tensor:
         """The working weight as a new tensor of the parameter's shape, on the host."""
-        _, part = self.slices[name]
-        return self.read_flat(name, "param").view(part.shape)
+        return self.read_flat(name, "param").view(self.parts[name][0][1].shape)
 
     def read_flat(self, name: str, kind: str) -> Tensor:
         """One record kind of a parameter, as it is stored, as a new flat host tensor."""
-        first, last = self.elements(name, kind)
-        out = torch.empty(last - first, dtype=self.state_dtype(name, kind))
+        block, last = self.parts[name][-1]
+        out = torch.empty(block.master.numel(kind, last.last), dtype=self.state_dtype(name, kind))
         for start, piece in self.read_pieces(name, kind):
             out[start : start + piece.numel()].copy_(piece)
         return out
 
     def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
-        block, _ = self.slices[name]
-        first, last = self.elements(name, kind)
-        record = self._store.layout.record(block.name, kind)
+        for block, part in self.parts[name]:
+            before, _ = block.master.elements(kind, part.first, part.last)
+            for start, piece in self.read_part(block, part, kind):
+                yield before + start, piece
+
+    def read_part(self, block: Block, part: ParamSlice, kind: str) -> Iterator[tuple[int, Tensor]]:
+        """`read_pieces` of what of a parameter is one block's."""
+        first, last = block.master.elements(kind, part.start, part.stop)
+        record, dtype = self._store.layout.record(block.name, kind), block.master.state_dtype(kind)
         if first % record.granule_numel == 0:
-            yield from self._read_ahead(record, self.state_dtype(name, kind), first, last)
+            yield from self._read_ahead(record, dtype, first, last)
             return
         with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
             for start, stop in ranges(last - first, self._piece_numel):
-                piece = landing.view(self.state_dtype(name, kind), stop - start)
+                piece = landing.view(dtype, stop - start)
                 self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
                 yield start, piece
 
@@ -143,15 +148,27 @@ class ParameterAccess:
         return start, landing[: stop - start]
 
     @torch.no_grad()
-    def write_state(self, name: str, kind: str, source: Sliceable) -> None:
-        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter from a flat source."""
-        block, _ = self.slices[name]
-        first, last = self.elements(name, kind)
-        dtype = self.state_dtype(name, kind)
+    def write_state(
+        self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None
+    ) -> None:
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last),
+        from a flat source that begins there."""
+        for block, part in self.parts[name]:
+            begin, end = max(first, part.first), part.last if last is None else min(last, part.last)
+            if begin < end:
+                before, _ = block.master.elements(kind, begin - first, end - first)
+                place = part.start + begin - part.first
+                elements = block.master.elements(kind, place, place + end - begin)
+                self._write_elements(block, kind, *elements, source, before)
+
+    def _write_elements(
+        self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int
+    ) -> None:
+        """Elements [first, last) of a record, from those of ``source`` that lie behind ``before`` others."""
         with self._buffers(2) as (bounce, landing):
             for start, stop in ranges(last - first, self._piece_numel):
-                piece = landing.view(dtype, stop - start)
-                piece.copy_(source[start:stop])
+                piece = landing.view(block.master.state_dtype(kind), stop - start)
+                piece.copy_(source[before + start : before + stop])
                 self._store.write_unaligned(block.name, kind, first + start, piece, bounce.bytes)
 
     @contextmanager
@@ -170,8 +187,10 @@ def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
 
     Afterwards the parameters hold empty tensors; the engine replaces them by placeholders.
     """
-    for block in blocks:
-        for part in block.slices:
+    drained: set[str] = set()
+    for part in (part for block in blocks for part in block.slices):
+        if part.name not in drained:
+            drained.add(part.name)
             parameters.write_parameter(part.name, part.parameter)
             _let_go(part.parameter)
 

@@ -120,7 +120,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
             if parameter.device.type != "meta":
                 sink(name, parameter)
         copy_buffers(model, loaded.state_dict())
-        expected = set(engine.parameters.slices)
+        expected = set(engine.parameters.parts)
     engine.forget_weights()
     missing = sorted(expected - written)
     if missing:
@@ -187,7 +187,7 @@ def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> S
                 f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a checkpoint streams in one "
                 f"dtype, so load it with dtype={tensor.dtype}, or in memory"
             )
-        if name not in access.slices:
+        if name not in access.parts:
             return False  # an alias of a tied weight: stored under its first name
         access.write_parameter(name, tensor)
         return True

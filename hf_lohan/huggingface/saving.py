@@ -45,7 +45,7 @@ class StoredWeights(Mapping[str, Tensor]):
         """`root`: whose names to use, if not the model's own."""
         self._access = stored_model.access
         root = root or stored_model.model
-        stored = {part.parameter: name for name, (_, part) in self._access().slices.items()}
+        stored = {parts[0][1].parameter: name for name, parts in self._access().parts.items()}
         self._stored_name: dict[str, str] = {
             name: stored[parameter]
             for name, parameter in root.named_parameters(remove_duplicate=False)

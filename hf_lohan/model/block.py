@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -31,17 +31,33 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class ParamSlice:
-    """One parameter's place in its block: elements [start, start + numel) of every record that has it."""
+    """A parameter's place in a block, or that of a part of it: elements [start, start + numel) of every record that
+    has it."""
 
     name: str
     parameter: nn.Parameter
     shape: torch.Size
     start: int
     trainable: bool
+    first: int = 0
+    """It is elements [first, last) of the flattened parameter."""
+    last: int = -1
+    """Default: to its end."""
+
+    def __post_init__(self) -> None:
+        if self.last < 0:
+            self.last = self.shape.numel()
+        assert 0 <= self.first < self.last <= self.shape.numel() or self.is_whole, f"{self.name} has no such part"
+        assert self.first % PARAM_ALIGN_NUMEL == 0, f"a part of {self.name} begins in the middle of a scale block"
 
     @property
     def numel(self) -> int:
-        return self.shape.numel()
+        return self.last - self.first
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether it is all of its parameter."""
+        return self.numel == self.shape.numel()
 
     @property
     def stop(self) -> int:
@@ -50,12 +66,12 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPiece:
-    """The part of a parameter that lies in one chunk: elements counted from the chunk's and the parameter's start."""
+    """What of a slice lies in one chunk: elements counted from the chunk's and the slice's start."""
 
     chunk: Chunk
     param_slice: ParamSlice
     start_in_chunk: int
-    start_in_param: int
+    start_in_slice: int
     numel: int
 
     @property
@@ -177,8 +193,10 @@ def lay_out_block(
     named_parameters: dict[str, nn.Parameter],
     master: MasterFormat = _FLOAT32,
     granule_numel: int = GRANULE_NUMEL,
+    parts: Mapping[str, tuple[int, int]] | None = None,
 ) -> Block:
-    """Place parameters in a block. The order is stable for one model and one set of frozen weights."""
+    """Place parameters in a block. The order is stable for one model and one set of frozen weights. ``parts``: of
+    which parameters only elements [first, last) are the block's."""
     assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
     order = sorted(
         named_parameters.items(),
@@ -189,11 +207,14 @@ def lay_out_block(
     was_trainable = True
     for param_name, parameter in order:
         room_numel = -start % granule_numel
-        if parameter.numel() > room_numel or (was_trainable and not parameter.requires_grad):
+        first, last = (parts or {}).get(param_name, (0, parameter.numel()))
+        if last - first > room_numel or (was_trainable and not parameter.requires_grad):
             start += room_numel
         was_trainable = parameter.requires_grad
-        slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad))
-        start = round_up(start + parameter.numel(), PARAM_ALIGN_NUMEL)
+        slices.append(
+            ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last)
+        )
+        start = round_up(start + last - first, PARAM_ALIGN_NUMEL)
     return Block(name, size_class, slices, master, granule_numel)
 
 
@@ -214,4 +235,5 @@ def with_good_granules(blocks: Sequence[Block]) -> list[Block]:
 
 def _with_granules(block: Block, granule_numel: int) -> Block:
     parameters = {part.name: part.parameter for part in block.slices}
-    return lay_out_block(block.name, block.size_class, parameters, block.master, granule_numel)
+    parts = {part.name: (part.first, part.last) for part in block.slices}
+    return lay_out_block(block.name, block.size_class, parameters, block.master, granule_numel, parts)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block
+from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
 from hf_lohan.model.discovery import ModelBlocks, discover_blocks
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
@@ -64,12 +64,17 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def _text_of(part: ParamSlice) -> str:
+    text = f"{part.name} {tuple(part.shape)} {part.start}"
+    return text if part.is_whole else f"{text} [{part.first}, {part.last})"
+
+
 def _identify(
     model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
 ) -> ModelIdentity:
     """Two models share a store only if every parameter has the same name, shape and place."""
     text = [type(model).__name__]
-    text += [f"{part.name} {tuple(part.shape)} {part.start}" for block in blocks for part in block.slices]
+    text += [_text_of(part) for block in blocks for part in block.slices]
     text += [str(spec) for spec in records]
     return ModelIdentity(
         model_class=type(model).__name__,

@@ -59,10 +59,10 @@ class GradientArrivals:
         self.send(param_slice, gradient)
 
     def send(self, param_slice: ParamSlice, gradient: Tensor) -> None:
-        """Move a parameter's whole gradient to the host."""
+        """Move to the host what a slice has of its parameter's gradient, which is given whole."""
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
-        flat = gradient.contiguous().view(-1)
+        flat = gradient.contiguous().view(-1)[param_slice.first : param_slice.last]
         self._pipeline.norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
@@ -77,7 +77,7 @@ class GradientArrivals:
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
                 buffer = self._pool.acquire()
             arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype)
-        source = flat[piece.start_in_param : piece.start_in_param + piece.numel]
+        source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
         self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
         arrived.events.append(self._device.record(Lane.D2H))
         arrived.pieces.append(piece)

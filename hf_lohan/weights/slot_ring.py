@@ -107,11 +107,13 @@ class SlotRing:
         """Make the parameters views into the pinned slot."""
         weights = self.slot_of(block).weights
         for part in block.slices:
+            assert part.is_whole, f"{part.name} is in several blocks, none of which can show it"
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
         """Make the parameters placeholders."""
         for part in block.slices:
+            assert part.is_whole, f"{part.name} is in several blocks, none of which can hide it"
             AbsentParameter.hide(part.parameter, self.absent(block, part), self.gradients_away)
 
     def absent(self, block: Block, part: ParamSlice) -> Tensor:

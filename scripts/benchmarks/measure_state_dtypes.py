@@ -71,7 +71,7 @@ def fine_tune(inputs: Path, folder: Path, settings: dict[str, Any], num_steps: i
     engine = trainer.offload_engine
     assert engine is not None
     access = engine.parameters
-    weights = {name: access.read_parameter(name).float() for name in access.slices}
+    weights = {name: access.read_parameter(name).float() for name in access.parts}
     lines = [json.loads(line) for line in (folder / "lohan" / "steps.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line.get("step", 0) > NUM_FIRST_STEPS]
     figures = {

@@ -19,6 +19,7 @@ from hf_lohan.checkpoint import optimizer_states
 from hf_lohan.checkpoint.optimizer_states import save_optimizer_states
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import Extent, StorageError
+from hf_lohan.model import Block, ParamSlice
 from hf_lohan.testing.models import tiny_model
 
 
@@ -48,7 +49,7 @@ def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str
             numel = engine.layout.master.numel(kind, block.state_numel)
             record = torch.zeros(numel, dtype=block.master.state_dtype(kind))
             for part in block.trainable_slices:
-                start, stop = engine.parameters.elements(part.name, kind)
+                start, stop = block.master.elements(kind, part.start, part.stop)
                 record[start:stop] = engine.parameters.read_flat(part.name, kind)
             data = record.view(torch.uint8).numpy().tobytes()
             cut = len(data) // 8192 * 4096
@@ -79,13 +80,13 @@ def test_cloned_records_are_the_copied_ones(
     monkeypatch.setattr(store, "extents", lambda block, kind: extents[block, kind])
     monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(num_allowed))
     copied: list[str] = []
-    read_pieces = ParameterAccess.read_pieces
+    read_part = ParameterAccess.read_part
 
-    def counted(access: ParameterAccess, name: str, kind: str) -> Any:
-        copied.append(f"{name}.{kind}")
-        return read_pieces(access, name, kind)
+    def counted(access: ParameterAccess, block: Block, part: ParamSlice, kind: str) -> Any:
+        copied.append(f"{part.name}.{kind}")
+        return read_part(access, block, part, kind)
 
-    monkeypatch.setattr(ParameterAccess, "read_pieces", counted)
+    monkeypatch.setattr(ParameterAccess, "read_part", counted)
     save_optimizer_states(engine, tmp_path / "cloned")
     num_states = sum(len(engine.parameters.state_kinds(part.name)) for part in engine.parameter_slices)
     assert len(copied) == (0 if num_allowed == 10_000 else num_states)

@@ -75,7 +75,7 @@ def close(trainer: Any) -> None:
 
 def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     access = trainer.offload_engine.parameters
-    return {name: access.read_parameter(name) for name in access.slices}
+    return {name: access.read_parameter(name) for name in access.parts}
 
 
 def checkpoints(folder: Path) -> list[str]:

@@ -89,7 +89,7 @@ def test_chunks_hold_every_trainable_element_once(block: Block, chunk_numel: int
             place = slice(chunk.start + piece.start_in_chunk, chunk.start + piece.stop_in_chunk)
             assert bool((owner[place] == -1).all())
             owner[place] = trainable.index(piece.param_slice)
-            assert piece.param_slice.start + piece.start_in_param == place.start
+            assert piece.param_slice.start + piece.start_in_slice == place.start
     for index, part in enumerate(trainable):
         assert bool((owner[part.start : part.stop] == index).all())
     assert int((owner >= 0).sum()) == sum(part.numel for part in trainable)
