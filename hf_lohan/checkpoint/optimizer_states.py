@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_lohan.checkpoint.safetensors_stream import DTYPE_NAMES, Clone, TensorSpec, write_safetensors
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import StorageError
+from hf_lohan.files.directories import make_folders
 from hf_lohan.files.reflink import RecordCloner
 from hf_lohan.model import Block, ParamSlice, dtype_name
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat
@@ -89,7 +90,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     Raises `StorageError` if the disk is too full, mostly before anything is written.
     """
     folder = Path(checkpoint) / FOLDER_NAME
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folders(folder)
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
     access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
     _check_room(folder, blocks)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_lohan.files import write_failure
+from hf_lohan.files.directories import make_folders
 from hf_lohan.report.run_data import (
     CONFIG_NAME,
     FOLDER,
@@ -109,9 +110,7 @@ def _resumable_commit(paths: Sequence[str], output_dir: str) -> Commit:
     return commit
 
 
-def _is_last_step_newest(
-    paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]
-) -> bool:
+def _is_last_step_newest(paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]) -> bool:
     """Whether the run in `output_dir` has committed a step after its last checkpoint, or that very one."""
     commit = last_commit(paths)
     if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
@@ -148,7 +147,7 @@ def _unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:
     try:
         if folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, mode=0o700)
+        make_folders(folder, mode=0o700)
         for name, content in files.items():
             if Path(name).name != name:
                 raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")

@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_lohan.files import CapacityError, StorageError
+from hf_lohan.files.directories import make_folders
 from hf_lohan.files.errors import NO_ROOM
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINI
     unfinished = Path(run_dir, unfinished_name)
     remove_unfinished(run_dir, unfinished_name)
     try:
-        unfinished.mkdir(parents=True)
+        make_folders(unfinished)
         yield unfinished
         if (unfinished / name).is_dir():
             _publish(unfinished / name, target)
@@ -83,7 +84,7 @@ def _publish(checkpoint: Path, target: Path) -> None:
         _sync(folder)
     if os.path.lexists(target):
         replaced = checkpoint.parent / _REPLACED_NAME
-        replaced.mkdir()
+        make_folders(replaced)
         target.rename(replaced / target.name)
     checkpoint.rename(target)
     _sync(target.parent)

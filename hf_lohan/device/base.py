@@ -89,9 +89,7 @@ class Device(ABC):
         while self._spans and self._spans[0].ended.is_reached():
             span = self._spans.popleft()
             began_s, ended_s = span.began.at_s(), span.ended.at_s()
-            self.timeline.add(
-                span.lane.value, span.name, began_s, ended_s, block=span.block, num_bytes=span.num_bytes
-            )
+            self.timeline.add(span.lane.value, span.name, began_s, ended_s, block=span.block, num_bytes=span.num_bytes)
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Stamp:

@@ -37,9 +37,7 @@ def sector_view(tensor: torch.Tensor) -> memoryview:
     """The memory of ``tensor`` as writable bytes, fit for O_DIRECT: aligned, and whole sectors of it."""
     flat = byte_tensor(tensor)
     assert flat.numel() % SECTOR_BYTES == 0, f"{flat.numel()} bytes are not whole {SECTOR_BYTES}-byte sectors"
-    assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), (
-        "the buffer's address is not sector-aligned"
-    )
+    assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), "the buffer's address is not sector-aligned"
     return flat.numpy().data
 
 
@@ -123,9 +121,7 @@ class DataFile:
         except OSError as error:
             if error.errno not in _NO_FALLOCATE:
                 raise self._failure("cannot reserve space for", error, needed_bytes=num_bytes) from error
-            logger.warning(
-                "writing %d zero bytes to %s: its file system cannot preallocate", num_bytes, self.path
-            )
+            logger.warning("writing %d zero bytes to %s: its file system cannot preallocate", num_bytes, self.path)
             self._write_zeros(num_bytes)
 
     def sync(self) -> None:
@@ -154,11 +150,7 @@ class DataFile:
         self._backend.close(self._fd)
 
     def _move(
-        self,
-        verb: str,
-        call: Callable[[int, int, Sequence[memoryview]], int],
-        offset: int,
-        views: Sequence[memoryview],
+        self, verb: str, call: Callable[[int, int, Sequence[memoryview]], int], offset: int, views: Sequence[memoryview]
     ) -> None:
         wanted_bytes = sum(view.nbytes for view in views)
         done_bytes = 0

@@ -7,6 +7,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, Shortfall, StorageError
 
@@ -34,9 +35,7 @@ def validate_directories(paths: Sequence[StorePath]) -> None:
     seen: set[str] = set()
     for path in paths:
         if path.capacity_bytes is not None and path.capacity_bytes < 0:
-            raise ValueError(
-                f"capacity of {path.path} is {path.capacity_bytes} bytes: give 0 or more, or None"
-            )
+            raise ValueError(f"capacity of {path.path} is {path.capacity_bytes} bytes: give 0 or more, or None")
         real = os.path.realpath(path.path)
         if real in seen:
             raise ValueError(f"ssd path {path.path} is given twice (it is {real}): give every directory once")
@@ -49,7 +48,7 @@ def make_directory(path: str) -> None:
     try:
         if not os.path.isdir(path):
             made, nearest = os.path.abspath(path), _nearest_existing(path)
-            os.makedirs(path, mode=0o700, exist_ok=True)  # another thread or process may be making it
+            make_folders(path, mode=0o700)
             while made != nearest:
                 made = os.path.dirname(made)
                 sync_directory(made)
@@ -57,9 +56,20 @@ def make_directory(path: str) -> None:
         raise _cannot_make(path, error) from error
 
 
+def make_folders(path: str | Path, mode: int = 0o755) -> None:
+    """`os.makedirs(exist_ok=True)`, but nobody else may write in a new folder above it either, whatever the umask."""
+    if not os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
+        make_folders(parent)
+    try:
+        os.mkdir(path, mode)
+    except FileExistsError:  # another thread or process may have made it
+        if not os.path.isdir(path):
+            raise
+
+
 def keep_from_others() -> None:
-    """From here on nobody else may write what this process makes: who can change a checkpoint
-    decides what the next run computes."""
+    """From here on nobody else may write what this process makes, other libraries' files included: who can change a
+    checkpoint decides what the next run computes."""
     os.umask(os.umask(0o022) | 0o022)
 
 
@@ -105,9 +115,7 @@ def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) ->
     return tuple(replace(path, capacity_bytes=capacity_bytes(path)) for path in paths)
 
 
-def check_free_space(
-    paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]
-) -> None:
+def check_free_space(paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]) -> None:
     """Raise `CapacityError` if a file system lacks room; paths that share one share its room.
 
     ``needed_bytes`` are per path and include the ``file_names`` that are already there.
@@ -149,7 +157,7 @@ def _try_to_make(path: str, nearest: str) -> None:
     """Make the missing directories and take them away again: permissions do not tell everything (/proc, /sys)."""
     made = os.path.abspath(path)
     try:
-        os.makedirs(made, mode=0o700)
+        make_folders(made, mode=0o700)
     except OSError as error:
         raise _cannot_make(path, error) from error
     while made != nearest:

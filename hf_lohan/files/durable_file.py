@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 
-from hf_lohan.files.directories import no_room, sync_directory
+from hf_lohan.files.directories import make_folders, no_room, sync_directory
 from hf_lohan.files.errors import NO_ROOM, CapacityError, StorageError
 
 _FOREIGN_ADVICE = "delete it, or choose another directory"
@@ -84,7 +84,7 @@ def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
             path = os.path.dirname(os.path.join(folder, name))
             folders += [path] if path not in folders else []
         for path in folders:
-            os.makedirs(path, mode=0o700, exist_ok=True)
+            make_folders(path, mode=0o700)
         for name, content in files.items():
             _write_new(os.path.join(folder, name), content)
         for path in reversed(folders):

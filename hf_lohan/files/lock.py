@@ -51,8 +51,7 @@ class DirectoryLock:
         except BlockingIOError:
             holder = os.pread(self._fd, 32, 0).decode(errors="replace").strip() or "unknown"
             raise StoreInUseError(
-                f"the store in {directory} is in use by process {holder}: "
-                f"end that run or choose another directory"
+                f"the store in {directory} is in use by process {holder}: end that run or choose another directory"
             ) from None
         except OSError as error:
             advice = "its file system cannot lock files, or `lock` in it is no file; choose a local one"

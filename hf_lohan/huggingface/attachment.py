@@ -76,11 +76,7 @@ def offload_model(
     config = resolved_here(config, device, default_ssd_path)
     refuse_reentrant(model)
     layout = lay_out(
-        model,
-        config,
-        working_dtype=working_dtype,
-        hold_gradients=hold_gradients,
-        memory_is_host=device.memory_is_host,
+        model, config, working_dtype=working_dtype, hold_gradients=hold_gradients, memory_is_host=device.memory_is_host
     )
     tiers = open_tiers_or_take_over(layout, config, device)
     try:

@@ -17,6 +17,7 @@ from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import stored_form
 from hf_lohan.optim import MomentDtype
@@ -39,6 +40,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
     """
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
+    keep_from_others()
     paths = store_paths_of(run)
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:

@@ -191,9 +191,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
     def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
         if self._journal is not None:
             self.remove_callback(self._journal)
-        engine.commits.describe_first(
-            functools.partial(describe_model, self.model, engine, self.processing_class)
-        )
+        engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)

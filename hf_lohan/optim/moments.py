@@ -179,11 +179,7 @@ def _blocks(values: Tensor) -> Tensor:
     return values.view(-1, SCALE_BLOCK_NUMEL)
 
 
-_CODECS: dict[MomentDtype, MomentCodec | None] = {
-    "float32": None,
-    "bfloat16": BFloat16Moments(),
-    "int8": Int8Moments(),
-}
+_CODECS: dict[MomentDtype, MomentCodec | None] = {"float32": None, "bfloat16": BFloat16Moments(), "int8": Int8Moments()}
 
 
 def moment_codec(dtype: MomentDtype) -> MomentCodec | None:

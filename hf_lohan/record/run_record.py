@@ -18,12 +18,13 @@ from torch import nn
 from hf_lohan import __version__
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CapacityError, StorageError, replace_durably, write_failure
+from hf_lohan.files.directories import make_folders
 from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.steps import StepLines
-from hf_lohan.report.run_data import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME, make_folder
+from hf_lohan.report.run_data import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -205,7 +206,7 @@ class RunRecord:
         folder = self._folder / FOLDER
         text = json.dumps(content, indent=2) + "\n"
         try:
-            make_folder(folder)
+            make_folders(folder)
         except OSError as error:
             raise write_failure(str(folder), len(text), error) from error
         # Whole or not at all: a run that is killed here is resumed by what is written here.

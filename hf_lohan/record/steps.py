@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.files.directories import make_folders
 from hf_lohan.planning.run_plan import RunPlan
-from hf_lohan.report.run_data import STEPS_NAME, TRACE_NAME, make_folder, open_text
+from hf_lohan.report.run_data import STEPS_NAME, TRACE_NAME
 from hf_lohan.timeline import COMPUTE_WAITS, LOADS_WAIT, UPDATES_WAIT, LaneTotals, Timeline, trace_events
 
 logger = logging.getLogger(__name__)
@@ -146,7 +147,7 @@ class StepLines:
         if self._file is None:
             return
         try:
-            with open_text(self._file, "a") as stream:
+            with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(json.dumps(self._line, allow_nan=False) + "\n")
         except OSError as error:
             logger.warning("steps are not recorded any more: %s", error)
@@ -159,8 +160,8 @@ class StepLines:
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
-            make_folder(self._file.parent)
-            with open_text(fresh, "w") as stream:
+            make_folders(self._file.parent)
+            with fresh.open("w", encoding="utf-8") as stream:
                 stream.writelines(f"{line}\n" for line in kept)
             os.replace(fresh, self._file)
         except OSError as error:
@@ -216,8 +217,8 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, floa
     events = trace_events(timeline.tasks, began_s=timeline.began_s, steps=steps)
     fresh = path.with_name(f"{path.name}.new")
     try:
-        make_folder(path.parent)
-        with open_text(fresh, "w") as stream:
+        make_folders(path.parent)
+        with fresh.open("w", encoding="utf-8") as stream:
             stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(events):
                 stream.write((",\n" if number else "") + json.dumps(event))

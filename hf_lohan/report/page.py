@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import partial
 from html import escape
 from importlib import resources
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 from hf_lohan.config import setting_rows
 from hf_lohan.report import charts, sentences
 from hf_lohan.report.findings import Findings, picture_of
-from hf_lohan.report.run_data import FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, open_text, read_run
+from hf_lohan.report.run_data import FOLDER, REPORT_NAME, STEPS_NAME, SUMMARY_NAME, read_run
 from hf_lohan.wording import bottleneck_label, count, duration, format_bytes, rate, seconds
 
 
@@ -29,7 +31,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
         raise ValueError(f"{files} is not as a run writes it ({type(error).__name__}: {error})") from error
-    with open_text(path, "w") as file:
+    with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o644)) as file:  # whatever the umask
         file.write(page)
     return path
 

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 FOLDER = Path("lohan")
 CONFIG_NAME = "config.json"
@@ -30,17 +30,6 @@ STORE_FOLDER = PRIVATE_FOLDER / "store"
 """Where a store is if the configuration names no path."""
 _MOST_FOLDERS = 1000
 """That are looked at for a run."""
-
-
-def make_folder(folder: str | Path) -> None:
-    """Make sure it exists; whatever the umask, nobody else may write in a new one."""
-    os.makedirs(folder, mode=0o755, exist_ok=True)
-
-
-def open_text(path: str | Path, mode: str) -> IO[str]:
-    """As `open`; whatever the umask, nobody else may write a new file."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | {"w": os.O_TRUNC, "a": os.O_APPEND}[mode], 0o644)
-    return os.fdopen(fd, mode, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

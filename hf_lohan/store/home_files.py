@@ -15,9 +15,7 @@ from hf_lohan.store.layout import StoreLayout
 class HomeFiles:
     """One preallocated file per path, and the records that lie across them."""
 
-    def __init__(
-        self, layout: StoreLayout, files: Sequence[DataFile], *, is_scratch: bool = False
-    ) -> None:
+    def __init__(self, layout: StoreLayout, files: Sequence[DataFile], *, is_scratch: bool = False) -> None:
         self.layout = layout
         self.closed = False
         self._is_scratch = is_scratch
@@ -25,13 +23,7 @@ class HomeFiles:
 
     @classmethod
     def create(
-        cls,
-        layout: StoreLayout,
-        directories: Sequence[str],
-        name: str,
-        engine: IoEngine,
-        *,
-        is_scratch: bool = False,
+        cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine, *, is_scratch: bool = False
     ) -> HomeFiles:
         """New files full of zeros in place of any old ones; ``is_scratch`` deletes them on `close`.
 
@@ -54,9 +46,7 @@ class HomeFiles:
         return cls(layout, files, is_scratch=is_scratch)
 
     @classmethod
-    def open(
-        cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine
-    ) -> HomeFiles:
+    def open(cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine) -> HomeFiles:
         """The files that are there; raises `StorageError` if one is missing or not of its exact size."""
         files: list[DataFile] = []
         try:

@@ -46,13 +46,9 @@ class RecordSpec:
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
-            raise ValueError(
-                f"record {self.block!r} has the kind {self.kind!r}: choose one of {', '.join(KINDS)}"
-            )
+            raise ValueError(f"record {self.block!r} has the kind {self.kind!r}: choose one of {', '.join(KINDS)}")
         if self.dtype not in DTYPE_BYTES:
-            raise ValueError(
-                f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}"
-            )
+            raise ValueError(f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}")
         if self.granule_numel < 1:
             object.__setattr__(self, "granule_numel", GRANULE_NUMEL // PARAMS_PER_ELEMENT.get(self.kind, 1))
         if self.granule_numel * self.itemsize % SECTOR_BYTES:
@@ -108,13 +104,9 @@ class StoreLayout:
 
     def __post_init__(self) -> None:
         if self.stripe_bytes < SECTOR_BYTES or self.stripe_bytes % SECTOR_BYTES:
-            raise ValueError(
-                f"stripe_bytes is {self.stripe_bytes}: choose a positive multiple of {SECTOR_BYTES}"
-            )
+            raise ValueError(f"stripe_bytes is {self.stripe_bytes}: choose a positive multiple of {SECTOR_BYTES}")
         if len(self._places) != len(self.records):
-            raise ValueError(
-                "two records of a store have the same block and kind: give every block its own name"
-            )
+            raise ValueError("two records of a store have the same block and kind: give every block its own name")
         assert all(path.capacity_bytes is not None for path in self.paths), "resolve capacities first"
 
     @cached_property
@@ -126,9 +118,7 @@ class StoreLayout:
     def file_bytes(self) -> tuple[int, ...]:
         """Exact size of the file on each path."""
         num_rows = self.total_bytes // self.stripe_bytes
-        return tuple(
-            num_rows * row + tail for row, tail in zip(self._row_shares, self._tail_shares, strict=True)
-        )
+        return tuple(num_rows * row + tail for row, tail in zip(self._row_shares, self._tail_shares, strict=True))
 
     def has(self, block: str, kind: str) -> bool:
         return (block, kind) in self._places
@@ -185,8 +175,7 @@ class StoreLayout:
     def _places(self) -> dict[tuple[str, str], tuple[RecordSpec, int]]:
         starts = accumulate((record.num_bytes for record in self.records), initial=0)
         return {
-            (record.block, record.kind): (record, start)
-            for record, start in zip(self.records, starts, strict=False)
+            (record.block, record.kind): (record, start) for record, start in zip(self.records, starts, strict=False)
         }
 
     def _place(self, block: str, kind: str) -> tuple[RecordSpec, int]:

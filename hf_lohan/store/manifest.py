@@ -118,8 +118,7 @@ def read_manifest(directory: str) -> Manifest | None:
         return None
     except (ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
         raise ForeignStoreError(
-            f"{file} is damaged or not a store's manifest ({error}): "
-            f"choose another directory or delete this one"
+            f"{file} is damaged or not a store's manifest ({error}): choose another directory or delete this one"
         ) from error
     advice = "upgrade hf_lohan" if version > FORMAT_VERSION else "delete the store (checkpoints still resume)"
     raise ForeignStoreError(

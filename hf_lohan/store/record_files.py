@@ -162,9 +162,7 @@ class RecordFiles:
         copy.follow(start_byte, content, request)
         return request
 
-    def _write(
-        self, block: str, kind: str, start_numel: int, source: Tensor, checksums: Checksums | None
-    ) -> IoRequest:
+    def _write(self, block: str, kind: str, start_numel: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
         span = self._span(block, kind, start_numel, source)
         assert checksums is None or len(checksums) == span.stop - span.first, "a checksum for each granule"
         view = sector_view(source)

@@ -129,12 +129,7 @@ class Store(RecordFiles):
 
     @classmethod
     def open(
-        cls,
-        paths: Sequence[StorePath],
-        *,
-        model: ModelIdentity | None,
-        engine: IoEngine,
-        allow_torn: bool = False,
+        cls, paths: Sequence[StorePath], *, model: ModelIdentity | None, engine: IoEngine, allow_torn: bool = False
     ) -> Store:
         """The store in ``paths``, given in any order; ``model=None`` takes any model's.
 

@@ -4,27 +4,53 @@ from __future__ import annotations
 
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import TrainingArguments
 
 from hf_lohan import Trainer
+from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.files.directories import make_directory
+from hf_lohan.huggingface.export import export
 from hf_lohan.testing.models import tiny_model
+
+
+@pytest.fixture(autouse=True)
+def no_umask() -> Iterator[None]:
+    before = os.umask(0)
+    yield
+    os.umask(before)
+
+
+def open_to_others(folder: Path) -> list[Path]:
+    made = [path for path in folder.rglob("*") if not path.is_symlink()]
+    return [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o022]
 
 
 def test_nobody_else_may_write_what_a_run_leaves(tmp_path: Path) -> None:
     rows = [{"input_ids": torch.arange(16), "labels": torch.arange(16)} for _ in range(4)]
-    old_mask = os.umask(0)
-    try:
-        arguments = TrainingArguments(
-            str(tmp_path / "deep" / "run"), max_steps=2, save_steps=2, report_to=[], use_cpu=True
-        )
-        offload = {"cpu_memory": "8MiB", "gpu_memory": "4MiB"}
-        Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, offload=offload).train()
-    finally:
-        os.umask(old_mask)
-    made = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
-    assert len(made) > 30
-    open_to_others = [path for path in made if stat.S_IMODE(path.stat().st_mode) & 0o022]
-    assert not open_to_others
+    run = tmp_path / "deep" / "run"
+    arguments = TrainingArguments(str(run), max_steps=2, save_steps=2, report_to=[], use_cpu=True)
+    offload = {"cpu_memory": "8MiB", "gpu_memory": "4MiB"}
+    trainer = Trainer(model=tiny_model("llama"), args=arguments, train_dataset=rows, offload=offload)
+    trainer.train()
+    trainer.train(resume_from_checkpoint="last_step")
+    assert len(list(tmp_path.rglob("*"))) > 30
+    assert not open_to_others(tmp_path)
+    assert trainer.offload_engine is not None
+    trainer.offload_engine.close()
+    os.umask(0)  # as in the process of somebody who exports
+    export(run, tmp_path / "out" / "model")
+    assert not open_to_others(tmp_path)
+
+
+def test_nor_the_folders_above(tmp_path: Path) -> None:
+    make_directory(str(tmp_path / "ssd" / "deep" / "store"))
+    with unfinished_checkpoint(str(tmp_path / "runs" / "deep"), "checkpoint-1") as unfinished:
+        (unfinished / "checkpoint-1").mkdir(mode=0o700)
+    assert not open_to_others(tmp_path)
+    assert stat.S_IMODE((tmp_path / "ssd" / "deep").stat().st_mode) == 0o755
+    assert stat.S_IMODE((tmp_path / "ssd" / "deep" / "store").stat().st_mode) == 0o700
