@@ -29,11 +29,18 @@ class Buffer:
 
     def retain(self) -> None:
         """It has one user more, who has to `release` it as well. To be called while there is one."""
-        self.pool._retain(self)
+        with self.pool._lock:
+            assert self._num_users > 0, "nobody has it"
+            self._num_users += 1
 
     def release(self) -> None:
         """A user is done. After the last one its contents belong to somebody else."""
-        self.pool._release(self)
+        with self.pool._lock:
+            assert self._num_users > 0, "it was given back already"
+            self._num_users -= 1
+            if self._num_users == 0:
+                self.pool._free.append(self)
+                self.pool._changed.notify()
 
 
 class BufferPool:
@@ -78,19 +85,6 @@ class BufferPool:
             if self._cause is None and len(self._free) < num_buffers + leave:
                 return None
             return [self.acquire() for _ in range(num_buffers)]
-
-    def _retain(self, buffer: Buffer) -> None:
-        with self._lock:
-            assert buffer._num_users > 0, "nobody has it"
-            buffer._num_users += 1
-
-    def _release(self, buffer: Buffer) -> None:
-        with self._lock:
-            assert buffer._num_users > 0, "it was given back already"
-            buffer._num_users -= 1
-            if buffer._num_users == 0:
-                self._free.append(buffer)
-                self._changed.notify()
 
     def abort(self, cause: BaseException) -> None:
         """Wake everybody who waits, with `cause`. Used when the thread that would free buffers has died."""

@@ -10,6 +10,7 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 
 import torch
 
@@ -78,7 +79,8 @@ class DataFile:
         self.is_direct = True
         self._backend = backend
         self._fallback_lock = threading.Lock()
-        self._unsynced_bytes = 0
+        self.unsynced_bytes = 0
+        """Written since the last `sync`."""
         self._unsynced_lock = threading.Lock()
         self._sync_failure: StorageError | None = None
         # A fresh file must be new (zeros, our mode), and no link may lead an old one elsewhere.
@@ -97,11 +99,6 @@ class DataFile:
         except OSError as error:
             raise self._failure("cannot open", error) from error
         close_in_children(self._fd)
-
-    @property
-    def unsynced_bytes(self) -> int:
-        """Bytes written since the last `sync`."""
-        return self._unsynced_bytes
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill ``views``, one after the other, with the bytes from ``offset`` on."""
@@ -132,7 +129,7 @@ class DataFile:
         """
         if self._sync_failure is not None:
             raise raised_anew(self._sync_failure)
-        covered_bytes = self._unsynced_bytes
+        covered_bytes = self.unsynced_bytes
         try:
             self._backend.sync(self._fd)
         except OSError as error:
@@ -165,9 +162,8 @@ class DataFile:
                 rest_bytes = wanted_bytes - done_bytes
                 raise self._failure(f"cannot {verb}", error, offset + done_bytes, needed_bytes=rest_bytes) from error
             if moved_bytes == 0:
-                counts = f"{wanted_bytes} bytes wanted, {done_bytes} {verb}"
                 raise StorageError(
-                    f"{verb} ended early ({counts}) in",
+                    f"{verb} ended early ({wanted_bytes} bytes wanted, {done_bytes} {verb}) in",
                     path=self.path,
                     offset=offset + done_bytes,
                     errno=errno.EIO,
@@ -203,7 +199,7 @@ class DataFile:
 
     def _count_unsynced(self, num_bytes: int) -> None:
         with self._unsynced_lock:
-            self._unsynced_bytes += num_bytes
+            self.unsynced_bytes += num_bytes
 
     def _failure(
         self, problem: str, error: OSError, offset: int | None = None, *, needed_bytes: int = 0
@@ -220,10 +216,6 @@ class DataFile:
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
     """What is left of ``views`` behind their first ``num_bytes``."""
-    rest = []
-    for view in views:
-        skipped_bytes = min(num_bytes, view.nbytes)
-        num_bytes -= skipped_bytes
-        if skipped_bytes < view.nbytes:
-            rest.append(view[skipped_bytes:])
-    return rest
+    starts = accumulate((view.nbytes for view in views), initial=0)
+    rest = [view[max(0, num_bytes - start) :] for view, start in zip(views, starts, strict=False)]
+    return [view for view in rest if view.nbytes]

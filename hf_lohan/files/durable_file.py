@@ -41,8 +41,7 @@ def remove_durably(file: str) -> None:
             os.unlink(file)
             sync_directory(os.path.dirname(file))
     except OSError as error:
-        advice = "check that its directory is writable, and the disk"
-        raise StorageError("cannot remove", path=file, errno=error.errno, advice=advice) from error
+        raise _removal_failure(file, error) from error
 
 
 def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
@@ -57,7 +56,10 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
             if status.st_size > max_bytes:
                 problem = f"{status.st_size} bytes are too many for"
                 raise StorageError(problem, path=file, advice=_FOREIGN_ADVICE)
-            return _read_to(fd, status.st_size)
+            parts: list[bytes] = []
+            while part := os.read(fd, status.st_size - sum(map(len, parts))):
+                parts.append(part)
+            return b"".join(parts)
         finally:
             os.close(fd)
     except (FileNotFoundError, StorageError):
@@ -65,13 +67,6 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
     except OSError as error:
         advice = "check its permissions and the disk"
         raise StorageError("cannot read", path=file, errno=error.errno, advice=advice) from error
-
-
-def _read_to(fd: int, num_bytes: int) -> bytes:
-    parts: list[bytes] = []
-    while part := os.read(fd, num_bytes - sum(map(len, parts))):
-        parts.append(part)
-    return b"".join(parts)
 
 
 def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
@@ -108,8 +103,7 @@ def remove_folder(folder: str) -> None:
                     os.unlink(path)
             os.rmdir(parent)
     except OSError as error:
-        advice = "check that its directory is writable, and the disk"
-        raise StorageError("cannot remove", path=folder, errno=error.errno, advice=advice) from error
+        raise _removal_failure(folder, error) from error
 
 
 def write_all(fd: int, content: bytes, offset: int = 0) -> None:
@@ -126,6 +120,11 @@ def write_failure(path: str, needed_bytes: int, error: OSError) -> CapacityError
         return CapacityError([no_room(path, needed_bytes)])
     advice = "check that the directory is there and writable, and the disk"
     return StorageError("cannot write", path=path, errno=error.errno, advice=advice)
+
+
+def _removal_failure(path: str, error: OSError) -> StorageError:
+    advice = "check that its directory is writable, and the disk"
+    return StorageError("cannot remove", path=path, errno=error.errno, advice=advice)
 
 
 def _write_new(file: str, content: bytes) -> None:
@@ -150,8 +149,19 @@ class AppendedLog:
         """
         if not lines:
             return committed_bytes
+        is_new = not os.path.lexists(self.path)
         try:
-            self._append(committed_bytes, lines)
+            fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            try:
+                if os.fstat(fd).st_size < committed_bytes:  # growing it would put zeros where lines were
+                    raise StorageError(f"{committed_bytes} bytes are not in", path=self.path, advice=_LOG_ADVICE)
+                os.ftruncate(fd, committed_bytes)
+                write_all(fd, lines, committed_bytes)
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            if is_new:
+                sync_directory(os.path.dirname(self.path))
         except StorageError:
             raise
         except OSError as error:
@@ -169,17 +179,3 @@ class AppendedLog:
         if len(content) < stop_byte:
             raise StorageError(f"{stop_byte} bytes are not in", path=self.path, advice=_LOG_ADVICE)
         return content[start_byte:stop_byte]
-
-    def _append(self, committed_bytes: int, lines: bytes) -> None:
-        is_new = not os.path.lexists(self.path)
-        fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-        try:
-            if os.fstat(fd).st_size < committed_bytes:  # growing it would put zeros where lines were
-                raise StorageError(f"{committed_bytes} bytes are not in", path=self.path, advice=_LOG_ADVICE)
-            os.ftruncate(fd, committed_bytes)
-            write_all(fd, lines, committed_bytes)
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-        if is_new:
-            sync_directory(os.path.dirname(self.path))

@@ -71,7 +71,8 @@ class IoRequest:
         self._release = release
         self._complete = complete
         self._broken = broken
-        self._error: BaseException | None = None
+        self.error: BaseException | None = None
+        """The first error of its pieces so far."""
         self._callbacks: list[Callable[[IoRequest], object]] = []
         self._lock = threading.Lock()
         self._finished = threading.Event()
@@ -83,16 +84,6 @@ class IoRequest:
         """One of nothing, which is done."""
         return cls(0, 0, lambda num_bytes: None)
 
-    @property
-    def failed(self) -> bool:
-        """Whether a piece of it has failed."""
-        return self._error is not None
-
-    @property
-    def error(self) -> BaseException | None:
-        """The first error of its pieces so far."""
-        return self._error
-
     def done(self) -> bool:
         """Whether no thread touches its memory any more, be it moved or failed."""
         return self._finished.is_set()
@@ -100,14 +91,15 @@ class IoRequest:
     def wait(self) -> None:
         """Return when done; raise the first `StorageError` of its pieces, again on every call."""
         self._finished.wait()
-        if self._error is not None:
-            raise raised_anew(self._error)
+        if self.error is not None:
+            raise raised_anew(self.error)
 
     def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
         """Call ``callback(request)`` once: from an I/O thread when done, or here and now if it is.
 
-        Keep it short; it must neither start requests nor wait for any. If it raises, somebody may wait for ever for
-        what it did not do: the engine starts no request any more, and says why.
+        Keep it short; it must neither start requests nor wait for any. What it raises is a bug of ours: the bytes have
+        moved, so the request has not failed. But somebody may wait for ever for what the callback did not do, so the
+        engine starts no request any more, and tells whoever asks for one why.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -118,20 +110,20 @@ class IoRequest:
     def fail(self, error: BaseException) -> None:
         """For the engine: what is left of it is not worth moving."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
 
     def finish_piece(self, error: BaseException | None) -> None:
         """For the engine: count one piece as over, with its error if it failed."""
         with self._lock:
-            self._error = self._error or error
+            self.error = self.error or error
             self._num_pending -= 1
             if self._num_pending:
                 return
-        if self._complete is not None and self._error is None:
+        if self._complete is not None and self.error is None:
             try:
                 self._complete()
             except BaseException as caught:  # it belongs to whoever waits
-                self._error = caught
+                self.error = caught
         # Room first: whoever wakes up from `wait` may want it.
         self._release(self.num_bytes)
         with self._lock:
@@ -202,20 +194,17 @@ class IoEngine:
     @property
     def read_bytes(self) -> int:
         """Bytes read so far."""
-        with self._lock:
-            return self._moved_bytes["read"]
+        return self._moved_bytes["read"]
 
     @property
     def write_bytes(self) -> int:
         """Bytes written so far."""
-        with self._lock:
-            return self._moved_bytes["write"]
+        return self._moved_bytes["write"]
 
     @property
     def inflight_bytes(self) -> int:
         """Cost of the requests that are not finished."""
-        with self._lock:
-            return self._inflight_bytes
+        return self._inflight_bytes
 
     def open_file(self, path: str, *, create: bool = False) -> DataFile:
         """Open a data file for this engine; ``create`` makes it and raises if it exists."""
@@ -293,7 +282,7 @@ class IoEngine:
             piece = queued.popleft()
         error: BaseException | None = None
         try:
-            if not piece.request.failed:  # else the rest of it is not worth the disk's time
+            if piece.request.error is None:  # else the rest of it is not worth the disk's time
                 self._move(piece)
         except BaseException as caught:  # whatever it is, it belongs to whoever waits
             error = caught

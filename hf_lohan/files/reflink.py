@@ -23,17 +23,11 @@ class Extent(NamedTuple):
 
 _FICLONERANGE = 0x4020940D  # _IOW(0x94, 13, struct file_clone_range), as on x86 and Arm
 _RANGE = struct.Struct("=qQQQ")  # source fd, source offset, bytes, target offset
-_NOT_HERE = frozenset(
-    {
-        errno.EOPNOTSUPP,
-        errno.ENOTTY,
-        errno.ENOSYS,
-        errno.EXDEV,  # two file systems
-        errno.EINVAL,  # no reflinks here, or blocks larger than our alignment
-        errno.EPERM,  # immutable or append-only files, sandboxes
-        errno.EACCES,
-        errno.ETXTBSY,
-    }
+_NOT_HERE = (
+    *(errno.EOPNOTSUPP, errno.ENOTTY, errno.ENOSYS, errno.EACCES, errno.ETXTBSY),
+    errno.EXDEV,  # two file systems
+    errno.EINVAL,  # no reflinks here, or blocks larger than our alignment
+    errno.EPERM,  # immutable or append-only files, sandboxes
 )
 """Reasons to copy instead; the same that `cp --reflink=auto` takes as such."""
 

@@ -147,18 +147,14 @@ class CommitSequence:
 
     def __init__(self, store_id: str, directory: str, last: Commit | None) -> None:
         self._directory = directory
-        self._last = last
+        self.last = last
+        """None before the first."""
         self._none = replace(_EMPTY, store_id=store_id)
         self._log = AppendedLog(os.path.join(directory, LOG_NAME))
         self._is_marked_torn = last is not None and last.is_torn
         self._is_settled = True
-        """Whether the commit file is certainly that of ``_last``, also after a power cut."""
+        """Whether the commit file is certainly that of ``last``, also after a power cut."""
         self._lock = Lock()
-
-    @property
-    def last(self) -> Commit | None:
-        """What the last commit wrote down; None before the first."""
-        return self._last
 
     def before_write(self, tears: bool) -> None:
         """Before records are written: what is on disk must not name bytes that go away, other than as torn.
@@ -173,10 +169,11 @@ class CommitSequence:
             if self._is_settled and marks_torn == self._is_marked_torn:
                 return
             self._is_settled = False
-            if self._last is None:
+            if self.last is None:
                 remove_durably(os.path.join(self._directory, COMMIT_NAME))
             else:
-                write_commit(_torn(self._last) if marks_torn else self._last, self._directory)
+                torn = replace(self.last, journal={}, log_start_byte=0, log_stop_byte=0, log_crc32=0, is_torn=True)
+                write_commit(torn if marks_torn else self.last, self._directory)
                 self._is_marked_torn = marks_torn
             self._is_settled = True
 
@@ -192,7 +189,7 @@ class CommitSequence:
         model_files: Mapping[str, bytes] | None,
     ) -> None:
         """Make these the last commit. Raises `CapacityError` or `StorageError`, and then the last one is as before."""
-        last = self._last or self._none
+        last = self.last or self._none
         log_start, crc32 = last.log_start_byte, last.log_crc32
         if not keep_log:  # behind the lines of the last commit, which count until this one does
             log_start, crc32 = last.log_stop_byte, 0
@@ -217,7 +214,7 @@ class CommitSequence:
             self._is_settled = False
             write_commit(commit, self._directory)
             self._is_settled, self._is_marked_torn = True, False
-            self._last = commit
+            self.last = commit
         if commit.model_folder != last.model_folder:
             with suppress(StorageError):  # the next ones replace what is left
                 remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
@@ -232,7 +229,3 @@ class CommitSequence:
         folder = MODEL_NAMES[commit.model_folder == MODEL_NAMES[0]]
         write_folder(os.path.join(self._directory, folder), files)
         return replace(commit, model_folder=folder, model_files=digests)
-
-
-def _torn(commit: Commit) -> Commit:
-    return replace(commit, journal={}, log_start_byte=0, log_stop_byte=0, log_crc32=0, is_torn=True)

@@ -71,15 +71,15 @@ class HomeFiles:
         # A range of a record is one run in each path's file, however many rows it spans.
         first_offset: dict[int, int] = {}
         views: dict[int, list[memoryview]] = {}
-        extents = self.layout.byte_extents(block, kind, start_byte, view.nbytes)
+        extents = self.layout.extents(block, kind, start_byte, view.nbytes)
         for path, file_offset, byte_offset, num_bytes in extents:
             first_offset.setdefault(path, file_offset)
             views.setdefault(path, []).append(view[byte_offset - start_byte : byte_offset - start_byte + num_bytes])
         return [Transfer(self._files[path], first_offset[path], tuple(views[path])) for path in views]
 
     def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[tuple[str, Extent]]:
-        """`StoreLayout.byte_extents` with the path of each one's file."""
-        extents = self.layout.byte_extents(block, kind, start_byte, num_bytes)
+        """`StoreLayout.extents` with the path of each one's file."""
+        extents = self.layout.extents(block, kind, start_byte, num_bytes)
         return [(self._files[extent.path_index].path, extent) for extent in extents]
 
     def sync(self) -> None:

@@ -51,7 +51,7 @@ class RecordSpec:
             raise ValueError(f"record {self.block!r} has dtype {self.dtype!r}: choose one of {', '.join(DTYPE_BYTES)}")
         if self.granule_numel < 1:
             object.__setattr__(self, "granule_numel", GRANULE_NUMEL // PARAMS_PER_ELEMENT.get(self.kind, 1))
-        if self.granule_numel * self.itemsize % SECTOR_BYTES:
+        if self.granule_bytes % SECTOR_BYTES:
             raise ValueError(
                 f"record {self.block!r} has granules of {self.granule_numel} elements: choose whole sectors of "
                 f"{SECTOR_BYTES} bytes"
@@ -74,6 +74,10 @@ class RecordSpec:
     @property
     def num_bytes(self) -> int:
         return self.numel * self.itemsize
+
+    @property
+    def granule_bytes(self) -> int:
+        return self.granule_numel * self.itemsize
 
     @property
     def num_granules(self) -> int:
@@ -127,13 +131,8 @@ class StoreLayout:
         """The record of that name; raises KeyError if there is none."""
         return self._place(block, kind)[0]
 
-    def extents(self, block: str, kind: str, start_numel: int, numel: int) -> list[Extent]:
-        """Where ``numel`` elements of a record from ``start_numel`` on lie, in the record's order."""
-        itemsize = self.record(block, kind).itemsize
-        return self.byte_extents(block, kind, start_numel * itemsize, numel * itemsize)
-
-    def byte_extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[Extent]:
-        """`extents` of ``num_bytes`` from a record's ``start_byte`` on."""
+    def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[Extent]:
+        """Where ``num_bytes`` of a record from ``start_byte`` on lie, in the record's order."""
         record, record_start = self._place(block, kind)
         assert 0 <= start_byte <= start_byte + num_bytes <= record.num_bytes, "the range leaves its record"
         start = record_start + start_byte
@@ -152,10 +151,6 @@ class StoreLayout:
         versioned = [record for record in self.records if record.versioned_numel]
         records = tuple(replace(record, numel=record.versioned_numel) for record in versioned)
         return StoreLayout(records, self.paths, self.stripe_bytes)
-
-    def check_capacity(self) -> None:
-        """Raise `CapacityError` with the numbers if a path's share exceeds its capacity."""
-        check_capacities(self.paths, self.file_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Itself in JSON's own types."""
@@ -195,7 +190,7 @@ class StoreLayout:
     def _shares(self, row_bytes: int) -> tuple[int, ...]:
         """``row_bytes`` cut into whole sectors per path; what is left over goes to the largest remainders."""
         capacities = [path.capacity_bytes or 0 for path in self.paths]
-        if not any(capacities):  # it will not fit, but `check_capacity` has to say so with numbers
+        if not any(capacities):  # it will not fit, but `check_capacities` has to say so with numbers
             capacities = [1] * len(capacities)
         num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
         shares = [num_sectors * capacity // total for capacity in capacities]

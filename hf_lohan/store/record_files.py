@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from types import TracebackType
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -16,7 +15,7 @@ from hf_lohan.files.io_engine import Content, RequestsUnderWay
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
 from hf_lohan.store.record_read import RecordRead
-from hf_lohan.store.resident_copies import ResidentCopies
+from hf_lohan.store.resident_copies import ResidentCopy
 from hf_lohan.store.versions import Checksums, Home, Homes, Versions
 from hf_lohan.threads import Owner
 
@@ -57,7 +56,7 @@ class RecordFiles:
         something else; ``hash_granules`` hashes memory granule by granule (benchmarks leave that out)."""
         self.versions = versions
         self.layout = homes[0].layout
-        self.copies = ResidentCopies()
+        self.copies: dict[tuple[str, str], ResidentCopy] = {}
         self._homes = tuple(homes)
         self._engine = engine
         self._before_write = before_write
@@ -110,7 +109,7 @@ class RecordFiles:
         """
         span = self._span(block, kind, start_numel, out)
         content = byte_tensor(out)
-        copy = self.copies.of(block, kind)
+        copy = self.copies.get((block, kind))
         fill: Callable[[int, int], None] | None = None
         if copy is not None:
             if copy.read(span.start_byte, content):
@@ -149,7 +148,7 @@ class RecordFiles:
         ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
         written again, or dropped, before a commit.
         """
-        copy = self.copies.of(block, kind)
+        copy = self.copies.get((block, kind))
         if copy is None:
             return self._write(block, kind, start_numel, source, checksums)
         start_byte, content = start_numel * source.element_size(), byte_tensor(source)
@@ -190,11 +189,11 @@ class RecordFiles:
         """Of each granule of ``source`` [numel], of that record. To be given to `write`, by who has it in his cache
         just now."""
         assert source.is_contiguous() and source.device.type == "cpu"
-        return self._hash_granules(source, self._granule_bytes(block, kind))
+        return self._hash_granules(source, self.layout.record(block, kind).granule_bytes)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done."""
-        copy = self.copies.of(block, kind)
+        copy = self.copies.get((block, kind))
         start_byte, content = start_numel * out.element_size(), byte_tensor(out)
         if copy is not None and copy.read(start_byte, content):
             return
@@ -208,7 +207,7 @@ class RecordFiles:
         Granules that are only partly covered are read, changed and written, so nothing else may write to them. It is
         for loading: a copy in RAM takes it over when it is read.
         """
-        granule_numel, copy = self.layout.record(block, kind).granule_numel, self.copies.of(block, kind)
+        granule_numel, copy = self.layout.record(block, kind).granule_numel, self.copies.get((block, kind))
         try:
             for low, high, first, staged in self._windows(block, kind, start_numel, source, bounce):
                 last = (staged.numel() - 1) // granule_numel * granule_numel
@@ -227,9 +226,8 @@ class RecordFiles:
         if not self.versions.is_written(block, kind, 0, record.num_granules):
             return None
         found: list[tuple[str, Extent]] = []
-        granule_bytes = self._granule_bytes(block, kind)
         for run in self.versions.live(block, kind, 0, record.num_granules)[0]:
-            start, stop = run.first * granule_bytes, min(run.stop * granule_bytes, record.num_bytes)
+            start, stop = run.first * record.granule_bytes, min(run.stop * record.granule_bytes, record.num_bytes)
             found += self._homes[run.home].extents(block, kind, start, stop - start)
         return found
 
@@ -241,9 +239,9 @@ class RecordFiles:
         self.sync()
         if found := self.versions.first_in_flux():
             block, kind, granule = found
-            path, offset = self._place(block, kind, Home.FIRST, granule)
+            path, offset, element = self._place(block, kind, Home.FIRST, granule)
             raise StorageError(
-                f"{kind} of {block} was not written whole, from element {self._element(block, kind, granule)} on, to",
+                f"{kind} of {block} was not written whole, from element {element} on, to",
                 path=path,
                 offset=offset,
                 advice="write it again before you commit, or resume from a checkpoint",
@@ -275,22 +273,19 @@ class RecordFiles:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _span(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> _Span:
         """The granules that the tensor's elements fill."""
         record = self._checked(block, kind, start_numel, tensor)
         granule_numel, stop_numel = record.granule_numel, start_numel + tensor.numel()
-        granule_bytes = granule_numel * record.itemsize
         if start_numel == stop_numel:
-            return _Span(0, 0, granule_bytes)
+            return _Span(0, 0, record.granule_bytes)
         assert start_numel % granule_numel == 0, f"element {start_numel} of {kind} of {block} begins no granule"
         is_whole = stop_numel == record.numel or stop_numel % granule_numel == 0
         assert is_whole, f"element {stop_numel} of {kind} of {block} ends no granule"
-        return _Span(start_numel // granule_numel, granules_of(stop_numel, granule_numel), granule_bytes)
+        return _Span(start_numel // granule_numel, granules_of(stop_numel, granule_numel), record.granule_bytes)
 
     def _checked(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> RecordSpec:
         assert not self.closed, "the files are closed"
@@ -317,24 +312,17 @@ class RecordFiles:
             last = min(first + granules_of(high - first, granule_numel) * granule_numel, record.numel)
             yield low, high, first, staging[: last - first]
 
-    def _granule_bytes(self, block: str, kind: str) -> int:
+    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int, int]:
+        """Path and offset of the first byte of a granule, and the number of its first element."""
         record = self.layout.record(block, kind)
-        return record.granule_numel * record.itemsize
-
-    def _element(self, block: str, kind: str, granule: int) -> int:
-        """The first one of a granule."""
-        return granule * self.layout.record(block, kind).granule_numel
-
-    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int]:
-        """Path and offset of the first byte of a granule."""
-        path, extent = self._homes[home].extents(block, kind, granule * self._granule_bytes(block, kind), 1)[0]
-        return path, extent.file_offset
+        path, extent = self._homes[home].extents(block, kind, granule * record.granule_bytes, 1)[0]
+        return path, extent.file_offset, granule * record.granule_numel
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
-        path, offset = self._place(block, kind, home, granule)
+        path, offset, element = self._place(block, kind, home, granule)
         return CorruptionError(
-            f"{kind} of {block} is damaged: the checksum of its elements from "
-            f"{self._element(block, kind, granule)} on is not that of what was written to",
+            f"{kind} of {block} is damaged: the checksum of its elements from {element} on is not that of what was "
+            "written to",
             path=path,
             offset=offset,
             advice="check the drive and the memory; resume from a checkpoint",

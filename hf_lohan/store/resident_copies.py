@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from threading import Lock
 
 import numpy as np
@@ -17,63 +16,29 @@ from hf_lohan.store.layout import RecordSpec
 NumChanges = npt.NDArray[np.uint32]
 
 
-class ResidentCopies:
-    """The copies that a store asks when it reads and tells when it writes.
-
-    The store stays the authority: it holds all that a commit must contain, and copies only hold what it holds. A drop
-    forgets what was written since the last commit; the next read brings it back, verified. (A version that is in RAM
-    only until a commit would be a granule that `put` marks as newer than the store, and that `Store.commit`
-    writes first.)
-    """
-
-    def __init__(self) -> None:
-        self._copies: dict[tuple[str, str], ResidentCopy] = {}
-
-    def take(self, records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]) -> None:
-        """Take memory for copies of these records, once, all that they will use. They hold nothing yet. `host_empty`
-        makes a page-aligned uint8 tensor [num_bytes]."""
-        assert not self._copies, "memory is taken once"
-        if not records:
-            return
-        memory = host_empty(sum(record.num_bytes for record in records))
-        stops = accumulate(record.num_bytes for record in records)
-        self._copies = {
-            (record.block, record.kind): ResidentCopy(
-                memory[stop - record.num_bytes : stop], record.granule_numel * record.itemsize
-            )
-            for record, stop in zip(records, stops, strict=True)
-        }
-
-    def of(self, block: str, kind: str) -> ResidentCopy | None:
-        return self._copies.get((block, kind))
-
-    @property
-    def num_bytes_read(self) -> int:
-        """Bytes that were read from copies so far, and not from the SSD."""
-        return sum(copy.num_bytes_read for copy in self._copies.values())
-
-    def commit(self) -> None:
-        """All that was written is committed."""
-        for copy in self._copies.values():
-            copy.commit()
-
-    def drop(self) -> None:
-        """The store has gone back to its last commit; no request is under way."""
-        for copy in self._copies.values():
-            copy.drop()
-
-    def begin_anew(self) -> None:
-        """The store's records are other ones from now on, and not committed."""
-        for copy in self._copies.values():
-            copy.begin_anew()
+def take_copies(
+    records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]
+) -> dict[tuple[str, str], ResidentCopy]:
+    """Copies of these records by block and kind, with all the memory that they will use. They hold nothing yet.
+    `host_empty` makes a page-aligned uint8 tensor [num_bytes]."""
+    if not records:
+        return {}
+    sizes = [record.num_bytes for record in records]
+    parts = host_empty(sum(sizes)).split(sizes)
+    return {
+        (record.block, record.kind): ResidentCopy(part, record.granule_bytes)
+        for record, part in zip(records, parts, strict=True)
+    }
 
 
 class ResidentCopy:
-    """Holds a granule if its bytes here are the newest: those that the store has, or has under way.
+    """What a store asks when it reads a record and tells when it writes it. Holds a granule if its bytes here are the
+    newest: those that the store has, or has under way.
 
-    The store stays the authority. Nothing here is ever written back, so to forget a granule is always right. Ranges
-    are bytes of the record; they begin at granules and end at them or with the record, where it is not said otherwise.
-    Used by several threads; no lock is held while anything else is waited for.
+    The store stays the authority. Nothing here is ever written back, so to forget a granule is always right: a drop
+    forgets what was written since the last commit, and the next read brings it back, verified. Ranges are bytes of the
+    record; they begin at granules and end at them or with the record, where it is not said otherwise. Used by several
+    threads; no lock is held while anything else is waited for.
     """
 
     def __init__(self, memory: Tensor, granule_bytes: int) -> None:
@@ -88,6 +53,7 @@ class ResidentCopy:
         self._writes: list[tuple[slice, IoRequest]] = []
         self._lock = Lock()
         self.num_bytes_read = 0
+        """Bytes that were read from here so far, and not from the SSD."""
 
     def read(self, start: int, out: Tensor) -> bool:
         """Fill `out` (uint8, any range) if all granules that it touches are held; else touch nothing and say so."""
@@ -178,7 +144,7 @@ class ResidentCopy:
         for part, request in self._writes:
             if not request.done():
                 under_way.append((part, request))
-            elif request.failed:
+            elif request.error is not None:
                 self._is_held[part] = False
         self._writes = under_way
 

@@ -8,7 +8,6 @@ import re
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from datetime import datetime, timezone
 from typing import Any, Literal
 
@@ -31,6 +30,7 @@ from hf_lohan.store.manifest import (
     write_manifests,
 )
 from hf_lohan.store.record_files import RecordFiles
+from hf_lohan.store.resident_copies import take_copies
 from hf_lohan.store.store_folders import (
     DATA_NAMES,
     HOME_NAMES,
@@ -53,20 +53,6 @@ logger = logging.getLogger(__name__)
 Durability = Literal["auto", "step", "checkpoint"]
 
 
-@dataclass(frozen=True)
-class OpenParts:
-    """What an open store is made of."""
-
-    manifest: Manifest
-    paths: tuple[StorePath, ...]
-    homes: Sequence[HomeFiles]
-    versions: Versions
-    engine: IoEngine
-    committed: Commit | None
-    held: ExitStack
-    """Closes the files, then the locks."""
-
-
 class Store(RecordFiles):
     """Preallocated records under a lock, until `close`; make one with `create`, `open` or `open_or_create`.
 
@@ -74,12 +60,22 @@ class Store(RecordFiles):
     home records are changed in place: once a committed one is, and until the next commit, the store is torn.
     """
 
-    def __init__(self, parts: OpenParts) -> None:
-        self._commits = CommitSequence(parts.manifest.store_id, parts.paths[0].path, parts.committed)
-        super().__init__(parts.homes, parts.versions, parts.engine, before_write=self._commits.before_write)
-        self._manifest = parts.manifest
-        self._paths = parts.paths
-        self._held = parts.held
+    def __init__(
+        self,
+        manifest: Manifest,
+        paths: tuple[StorePath, ...],
+        homes: Sequence[HomeFiles],
+        versions: Versions,
+        engine: IoEngine,
+        committed: Commit | None,
+        held: ExitStack,
+    ) -> None:
+        """``paths``, with capacities in bytes, are in their order in the store; ``held`` closes files, then locks."""
+        self._commits = CommitSequence(manifest.store_id, paths[0].path, committed)
+        super().__init__(homes, versions, engine, before_write=self._commits.before_write)
+        self.paths = paths
+        self._manifest = manifest
+        self._held = held
         self._scratches: dict[str, RecordFiles] = {}
 
     @classmethod
@@ -125,7 +121,7 @@ class Store(RecordFiles):
                     home.remove()
                 remove_manifests(directories)
                 raise
-            return cls(OpenParts(manifest, resolved, homes, versions, engine, None, held.pop_all()))
+            return cls(manifest, resolved, homes, versions, engine, None, held.pop_all())
 
     @classmethod
     def open(
@@ -160,7 +156,7 @@ class Store(RecordFiles):
                 held.callback(homes[-1].close)
             versions = versions_in(directories, manifest, committed)
             resolved = resolve_capacities(ordered, HOME_NAMES)
-            return cls(OpenParts(manifest, resolved, homes, versions, engine, committed, held.pop_all()))
+            return cls(manifest, resolved, homes, versions, engine, committed, held.pop_all())
 
     @classmethod
     def open_or_create(
@@ -203,11 +199,6 @@ class Store(RecordFiles):
         return self._manifest.model
 
     @property
-    def paths(self) -> tuple[StorePath, ...]:
-        """Its paths in their order in the store, with capacities in bytes."""
-        return self._paths
-
-    @property
     def scratch_bytes(self) -> int:
         """Exact size of its open scratch files."""
         return sum(files.size_bytes for files in self._open_scratches().values())
@@ -229,7 +220,7 @@ class Store(RecordFiles):
     @property
     def log(self) -> bytes:
         """The lines that were appended to the log up to the last commit. Raises `StorageError` if they are lost."""
-        return self.committed.read_log(self._paths[0].path) if self.committed is not None else b""
+        return self.committed.read_log(self.paths[0].path) if self.committed is not None else b""
 
     @property
     def model_folder(self) -> str | None:
@@ -237,7 +228,7 @@ class Store(RecordFiles):
         they were written."""
         if self.committed is None or not self.committed.model_folder:
             return None
-        return self.committed.check_model_files(self._paths[0].path)
+        return self.committed.check_model_files(self.paths[0].path)
 
     @property
     def has_drafts(self) -> bool:
@@ -245,16 +236,18 @@ class Store(RecordFiles):
         return self.versions.has_drafts
 
     def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Keep copies in RAM of the records with these (block, kind) ``names``. Raises as ``host_empty``: see
-        `ResidentCopies.take`."""
-        self.copies.take([self.layout.record(block, kind) for block, kind in names], host_empty)
+        """Keep copies in RAM of the records with these (block, kind) ``names``; once. Raises as ``host_empty``: see
+        `take_copies`."""
+        assert not self.copies, "memory is taken once"
+        self.copies = take_copies([self.layout.record(block, kind) for block, kind in names], host_empty)
 
     def begin_anew(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
         committed record that has one home is overwritten."""
         self.settle()
         self.versions.begin_anew()
-        self.copies.begin_anew()
+        for copy in self.copies.values():
+            copy.begin_anew()
 
     def commit(
         self,
@@ -278,7 +271,8 @@ class Store(RecordFiles):
             home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
         )
         self.versions.commit(home, checksum)
-        self.copies.commit()
+        for copy in self.copies.values():
+            copy.commit()
 
     def drop(self) -> None:
         """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
@@ -286,13 +280,14 @@ class Store(RecordFiles):
         self.settle()
         if self.versions.is_torn:
             raise TornStoreError(
-                f"the last commit of the store in {self._paths[0].path} is gone: records that are kept in one version "
+                f"the last commit of the store in {self.paths[0].path} is gone: records that are kept in one version "
                 "have been overwritten since; resume from a checkpoint, or use durability='step'"
             )
         for home in self._homes:
             home.forget_failures()
         self.versions.drop()
-        self.copies.drop()
+        for copy in self.copies.values():
+            copy.drop()
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
         """More preallocated records, in ``<name>.bin`` on the same paths, deleted when closed.
@@ -304,10 +299,10 @@ class Store(RecordFiles):
         if name in scratches or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
             raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word: choose another")
         file_name = scratch_file_name(name)
-        layout = StoreLayout(tuple(records), self._paths, self._manifest.layout.stripe_bytes)
+        layout = StoreLayout(tuple(records), self.paths, self._manifest.layout.stripe_bytes)
         parts = [*self.home_layouts, *(files.layout for files in scratches.values()), layout]
-        check_room(self._paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
-        directories = [path.path for path in self._paths]
+        check_room(self.paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
+        directories = [path.path for path in self.paths]
         files = RecordFiles.create_files(layout, directories, file_name, self._engine, is_scratch=True)
         self._scratches = scratches | {name: files}
         return files

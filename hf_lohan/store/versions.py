@@ -68,19 +68,11 @@ class Versions:
             trained = slice(start, start + in_granules(record))
             self._has_second[trained] = num_homes > 1
             self._is_frozen[trained] = False
-        self._has_drafts = False
-        self._is_torn = False
-        self._lock = Lock()
-
-    @property
-    def has_drafts(self) -> bool:
+        self.has_drafts = False
         """Whether anything was written since the last commit."""
-        return self._has_drafts
-
-    @property
-    def is_torn(self) -> bool:
+        self.is_torn = False
         """Whether something committed was overwritten with something else, so that one cannot go back."""
-        return self._is_torn
+        self._lock = Lock()
 
     def live(self, block: str, kind: str, first: int, stop: int) -> tuple[list[HomeRun], Checksums]:
         """Where granules [first, stop) of a record are to be read, and their checksums."""
@@ -100,7 +92,7 @@ class Versions:
             return False
         part = self._part(block, kind, first, stop)
         with self._lock:
-            return not self._is_torn and bool(self._is_in_place(part).any())
+            return not self.is_torn and bool(self._is_in_place(part).any())
 
     def tears(self, block: str, kind: str, first: int, checksums: Checksums) -> bool:
         """Whether writing granules of these ``checksums`` from ``first`` on would change committed bytes."""
@@ -110,14 +102,14 @@ class Versions:
 
     def mark_torn(self) -> None:
         """Committed bytes are about to be changed."""
-        self._is_torn = True
+        self.is_torn = True
 
     def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
         """Where granules [first, stop) of a record are to be written: not over what is committed, where there is a
         second home. Until `end_write` they are in flux."""
         part = self._part(block, kind, first, stop)
         with self._lock:
-            self._has_drafts = True
+            self.has_drafts = True
             self._is_in_flux[part] = True
             to_second = (self._committed_home[part] == _FIRST) & self._has_second[part]
         return _runs(np.where(to_second, _SECOND, _FIRST), first)
@@ -138,20 +130,20 @@ class Versions:
         which must not pass through contents that overwrite the only version there is.
         """
         with self._lock:
-            stays = self._is_frozen & (self._committed_home == _FIRST) & (not self._is_torn)
+            stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
             self._live_home[:] = np.where(stays, self._committed_home, _NOWHERE)
             self._live_checksum[:] = np.where(stays, self._committed_checksum, np.uint64(0))
             self._is_in_flux[:] = False
-            self._has_drafts = True
+            self.has_drafts = True
 
     def drop(self) -> None:
         """Forget all that is not committed. Nothing may be torn, and no write under way."""
-        assert not self._is_torn, "what is committed has been overwritten"
+        assert not self.is_torn, "what is committed has been overwritten"
         with self._lock:
             self._live_home[:] = self._committed_home
             self._live_checksum[:] = self._committed_checksum
             self._is_in_flux[:] = False
-            self._has_drafts = False
+            self.has_drafts = False
 
     def first_in_flux(self) -> tuple[str, str, int] | None:
         """Block, kind and granule of the first one that is in flux, None if none is."""
@@ -172,7 +164,7 @@ class Versions:
         """What `draft` returned is committed. No write may have begun since."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
-            self._has_drafts = self._is_torn = False
+            self.has_drafts = self.is_torn = False
 
     def restore(self, home: Homes, checksum: Checksums, *, is_torn: bool = False) -> None:
         """Take over what was written down. Raises ValueError if it is of other records.
@@ -187,7 +179,7 @@ class Versions:
             raise ValueError("versions in homes that do not exist")
         self.commit(home, checksum)
         self.drop()
-        self._is_torn = is_torn
+        self.is_torn = is_torn
         self._is_in_flux[:] = is_torn & self._is_in_place(slice(None))
 
     def _is_in_place(self, part: slice) -> npt.NDArray[np.bool_]:

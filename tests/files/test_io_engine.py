@@ -94,7 +94,7 @@ def test_an_error_names_path_and_offset_and_spares_other_requests(
             request.wait()
     assert (e.value.errno, e.value.path, e.value.offset) == (errno.EIO, file.path, 16384)
     assert "\n" not in str(e.value)
-    assert request.done() and request.failed and engine.inflight_bytes == 0
+    assert request.done() and request.error and engine.inflight_bytes == 0
     assert engine.write_bytes == 16384  # the pieces after the failed one were not tried
     engine.write([transfer(file, 0, mapped_empty(4096))]).wait()
     file.close()
@@ -133,7 +133,7 @@ def test_close_finishes_what_is_in_flight(tmp_path: Path) -> None:
     backend.arrived.acquire()
     backend.gate.set()
     engine.close()
-    assert request.done() and not request.failed
+    assert request.done() and request.error is None
     file.close()
 
 
@@ -150,7 +150,7 @@ def test_close_moves_what_was_queued_but_not_yet_put_to_the_threads(
 
     monkeypatch.setattr(engine._threads, "put", late)
     request = engine.write([transfer(file, 0, mapped_empty(16384))])
-    assert request.done() and not request.failed and engine.write_bytes == 16384
+    assert request.done() and request.error is None and engine.write_bytes == 16384
     file.close()
 
 

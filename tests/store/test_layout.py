@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.files import SECTOR_BYTES, CapacityError, StorePath
+from hf_lohan.files import SECTOR_BYTES, CapacityError, Extent, StorePath
 from hf_lohan.store import RECORD_ALIGN_NUMEL, RecordSpec, StoreLayout
+from hf_lohan.store.layout import check_capacities
 
 DTYPES = ("float32", "bfloat16", "int16")
 
@@ -30,12 +31,22 @@ layouts = st.builds(
 )
 
 
+def extents(layout: StoreLayout, block: str, kind: str, start_numel: int, numel: int) -> list[Extent]:
+    """Of elements."""
+    itemsize = layout.record(block, kind).itemsize
+    return layout.extents(block, kind, start_numel * itemsize, numel * itemsize)
+
+
+def refuse_too_small(layout: StoreLayout) -> None:
+    check_capacities(layout.paths, layout.file_bytes)
+
+
 @given(layouts)
 def test_every_byte_has_exactly_one_place(layout: StoreLayout) -> None:
     places = [bytearray(num_bytes // SECTOR_BYTES) for num_bytes in layout.file_bytes]
     for record in layout.records:
         covered_bytes = 0
-        for extent in layout.extents(record.block, record.kind, 0, record.numel):
+        for extent in extents(layout, record.block, record.kind, 0, record.numel):
             assert extent.record_byte_offset == covered_bytes
             assert (
                 extent.file_offset % SECTOR_BYTES == extent.num_bytes % SECTOR_BYTES == 0 < extent.num_bytes
@@ -58,7 +69,7 @@ def test_a_range_lies_where_its_record_puts_it(layout: StoreLayout, data: st.Dat
     def byte_places(start_numel: int, numel: int) -> list[tuple[int, int]]:
         """The place of the first and of the last byte of each element."""
         by_byte = {}
-        for path, offset, at, num_bytes in layout.extents(record.block, record.kind, start_numel, numel):
+        for path, offset, at, num_bytes in extents(layout, record.block, record.kind, start_numel, numel):
             by_byte.update({at + i: (path, offset + i) for i in range(num_bytes)})
         return [by_byte[i] for i in sorted(by_byte)]
 
@@ -69,8 +80,7 @@ def test_a_range_lies_where_its_record_puts_it(layout: StoreLayout, data: st.Dat
 @given(layouts)
 def test_extents_are_merged(layout: StoreLayout) -> None:
     for record in layout.records:
-        extents = layout.extents(record.block, record.kind, 0, record.numel)
-        for left, right in pairwise(extents):
+        for left, right in pairwise(extents(layout, record.block, record.kind, 0, record.numel)):
             assert (left.path_index, left.file_offset + left.num_bytes) != (
                 right.path_index,
                 right.file_offset,
@@ -79,7 +89,7 @@ def test_extents_are_merged(layout: StoreLayout) -> None:
 
 def test_one_path_is_plain_contiguous() -> None:
     layout = layout_of([5, 7], [10**9])
-    assert layout.extents("layers.1", "param", 0, 7 * RECORD_ALIGN_NUMEL) == [(0, 5 * 8192, 0, 7 * 4096)]
+    assert extents(layout, "layers.1", "param", 0, 7 * RECORD_ALIGN_NUMEL) == [(0, 5 * 8192, 0, 7 * 4096)]
 
 
 @given(st.lists(st.integers(10**6, 10**12), min_size=2, max_size=3))
@@ -101,15 +111,15 @@ def test_too_small_a_capacity_is_refused_with_numbers() -> None:
     with pytest.raises(
         CapacityError, match=r"disk0 needs 40,960 bytes .* capacity is 40,959 bytes"
     ) as caught:
-        layout_of([5], [40_959]).check_capacity()
+        refuse_too_small(layout_of([5], [40_959]))
     (shortfall,) = caught.value.shortfalls
     assert (shortfall.path, shortfall.needed_bytes, shortfall.available_bytes) == ("disk0", 40_960, 40_959)
-    layout_of([5], [40_960]).check_capacity()
+    refuse_too_small(layout_of([5], [40_960]))
 
 
 def test_no_capacity_at_all_is_refused() -> None:
     with pytest.raises(CapacityError, match=r"disk0 .*; disk1 "):
-        layout_of([5], [0, 0]).check_capacity()
+        refuse_too_small(layout_of([5], [0, 0]))
 
 
 def test_bad_records_are_refused() -> None:
@@ -132,4 +142,4 @@ def test_bad_records_are_refused() -> None:
 
 def test_an_unknown_record_is_named() -> None:
     with pytest.raises(KeyError, match=r"no gradient record of block 'layers\.0'"):
-        layout_of([1], [1]).extents("layers.0", "gradient", 0, 1)
+        extents(layout_of([1], [1]), "layers.0", "gradient", 0, 1)
