@@ -13,6 +13,7 @@ import shutil
 from collections.abc import Generator, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,14 +21,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from hf_lohan.checkpoint.safetensors_stream import DTYPE_NAMES, Clone, TensorSpec, write_safetensors
+from hf_lohan.checkpoint.safetensors_stream import DTYPE_NAMES, TensorSpec, write_safetensors
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import StorageError
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.reflink import RecordCloner
 from hf_lohan.model import Block, ParamSlice, dtype_name
 from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat
-from hf_lohan.store import Store
 
 FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
@@ -104,7 +104,8 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
                     numel = block.master.numel(kind, block.state_numel)
                     pieces = _record_pieces(access, block, kind, numel)
                     held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
-                    clone = _cloning(cloner, engine.tiers.store, block, kind)
+                    sources = engine.tiers.store.extents(block.name, kind)
+                    clone = None if sources is None else partial(cloner.clone, sources)
                     specs.append(TensorSpec(kind, block.master.state_dtype(kind), numel, pieces, clone))
                 write_safetensors(folder / file_name, specs)
             for part in block.trainable_slices:
@@ -152,13 +153,6 @@ def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int)
         yield from (piece for _, piece in access.read_part(block, part, kind))
         end = stop
     yield torch.zeros(numel - end, dtype=dtype)
-
-
-def _cloning(cloner: RecordCloner, store: Store, block: Block, kind: str) -> Clone | None:
-    sources = store.extents(block.name, kind)
-    if sources is None:
-        return None
-    return lambda target_fd, offset: cloner.clone(sources, target_fd, offset)
 
 
 # Loading.

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_lohan.files import CapacityError, StorageError
-from hf_lohan.files.directories import make_folders
+from hf_lohan.files.directories import make_folders, no_room
 from hf_lohan.files.errors import NO_ROOM
 
 logger = logging.getLogger(__name__)
@@ -47,7 +47,8 @@ def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINI
         else:
             logger.warning("%s was not written where it was asked for, so a crash could leave half of it", target)
     except BaseException as error:
-        left_bytes, written_bytes = _free_bytes(run_dir), _occupied_bytes(unfinished)
+        left_bytes = no_room(run_dir, 0).available_bytes
+        written_bytes = sum(path.lstat().st_size for path in unfinished.rglob("*") if path.is_file())
         with suppress(OSError):
             remove_unfinished(run_dir, unfinished_name)
         is_told = isinstance(error, StorageError | CapacityError) or not isinstance(error, Exception)
@@ -112,13 +113,3 @@ def _is_disk_full(error: BaseException | None, left_bytes: int) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def _free_bytes(folder: str | Path) -> int:
-    with suppress(OSError):
-        return shutil.disk_usage(folder).free
-    return 0
-
-
-def _occupied_bytes(folder: Path) -> int:
-    return sum(path.lstat().st_size for path in folder.rglob("*") if path.is_file())

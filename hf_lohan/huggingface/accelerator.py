@@ -75,17 +75,16 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             )
 
     def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = engine_of(model)
-        if engine is not None:
+        if engine_of(model) is not None:
             mark_prepared(model)
         return super().prepare_model(model, *args, **kwargs)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        if isinstance(optimizer, OffloadAdamW):
-            device_placement = False  # accelerate would move its state dict to the device and load it back
-        prepared = super().prepare_optimizer(optimizer, device_placement=device_placement)
-        if isinstance(optimizer, OffloadAdamW):
-            become(prepared, _PreparedOffloadAdamW)
+        if not isinstance(optimizer, OffloadAdamW):
+            return super().prepare_optimizer(optimizer, device_placement=device_placement)
+        # With placement, accelerate would move its state dict to the device and load it back.
+        prepared = super().prepare_optimizer(optimizer, device_placement=False)
+        become(prepared, _PreparedOffloadAdamW)
         return prepared
 
     def clip_grad_norm_(

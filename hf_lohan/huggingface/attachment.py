@@ -138,7 +138,12 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
             setattr(model, name, functools.partial(_refuse, name, advice))
     if engine.config.activations != "keep":
         enable_recompute(model, engine)
-    _warn_of_slow_bfloat16(engine)
+    computes_bfloat16 = tiers.device.torch_device.type == "cpu" and layout.master.working_dtype == torch.bfloat16
+    if computes_bfloat16 and not cpu_has_bfloat16_units():
+        logger.warning(
+            "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
+            "float32 here, or on a GPU"
+        )
     setattr(model, _PLAN_ATTRIBUTE, plan)
     engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
@@ -211,14 +216,4 @@ def refuse_reentrant(model: nn.Module) -> None:
         raise ValueError(
             "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
             "enable it with use_reentrant=False"
-        )
-
-
-def _warn_of_slow_bfloat16(engine: OffloadEngine) -> None:
-    if engine.device.torch_device.type != "cpu" or engine.layout.master.working_dtype != torch.bfloat16:
-        return
-    if not cpu_has_bfloat16_units():
-        logger.warning(
-            "this CPU has no bfloat16 units: bfloat16 matmuls run up to 200 times slower than float32 ones; train in "
-            "float32 here, or on a GPU"
         )

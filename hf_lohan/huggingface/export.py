@@ -91,9 +91,8 @@ def _export_store(store: Store, out: Path) -> None:
     base.config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access, _MAX_SHARD_BYTES)
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
-    tokenizer = _described_tokenizer(folder)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(out)
+    if (folder / "tokenizer_config.json").is_file():
+        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(out)
 
 
 def _build_described(folder: Path) -> Any:
@@ -124,13 +123,6 @@ def _build_described(folder: Path) -> Any:
     if (folder / "generation_config.json").is_file():
         base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
-
-
-def _described_tokenizer(folder: Path) -> Any | None:
-    """The tokenizer that the run used, None if it told of none."""
-    if not (folder / "tokenizer_config.json").is_file():
-        return None
-    return transformers.AutoTokenizer.from_pretrained(folder)
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:

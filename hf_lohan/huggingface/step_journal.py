@@ -12,7 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn
 
 from transformers import TrainerCallback
@@ -47,9 +47,7 @@ class Termination:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
@@ -158,16 +156,14 @@ class StepJournal(TrainerCallback):
     def _facts(self, *, resumable: bool) -> dict[str, Any]:
         """`resumable`: with a journal."""
         trainer = self._trainer
-        facts: dict[str, Any] = {
+        of_journal = {"num_logged": self._num_logged, _TRAINER_FACTS: log_sums(trainer)} if resumable else {}
+        return {
             "global_step": trainer.state.global_step,
             "is_resumable": resumable,
             "output_dir": os.path.realpath(trainer.args.output_dir),
             "last_checkpoint": self._last_checkpoint,
+            **of_journal,
         }
-        if resumable:
-            facts["num_logged"] = self._num_logged
-            facts[_TRAINER_FACTS] = log_sums(trainer)
-        return facts
 
     def _without_history(self, state: Any) -> Any:
         """The state to write down: its history goes to the log, which only grows; with callbacks as they are now."""

@@ -69,27 +69,20 @@ class OffloadTrainerMixin(WholeCheckpoints):
             keep_from_others()
             self._offload_config = OffloadConfig.load(offload)
             args = args or TrainingArguments(output_dir="tmp_trainer")
-            self._check(model, args, kwargs)
+            check_arguments(args)
+            check_model(model)
+            check_optimizers(kwargs.get("optimizers", (None, None)), kwargs.get("optimizer_cls_and_kwargs"))
             use_one_gpu(args)
             if isinstance(model, str | Path):
-                model = self._load(model, args)
+                model = from_pretrained(
+                    model,
+                    offload=self._offload_config,
+                    torch_device=args.device,
+                    bf16=args.bf16,
+                    default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+                    hold_gradients=_holds_gradients(args, self._offload_config),
+                )
         super().__init__(model, args, *rest, **kwargs)
-
-    def _check(self, model: Any, args: TrainingArguments, kwargs: dict[str, Any]) -> None:
-        check_arguments(args)
-        check_model(model)
-        check_optimizers(kwargs.get("optimizers", (None, None)), kwargs.get("optimizer_cls_and_kwargs"))
-
-    def _load(self, path: str | Path, args: TrainingArguments) -> Any:
-        assert self._offload_config is not None
-        return from_pretrained(
-            path,
-            offload=self._offload_config,
-            torch_device=args.device,
-            bf16=args.bf16,
-            default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-            hold_gradients=_holds_gradients(args, self._offload_config),
-        )
 
     # The engine: attached late, after everything that patches or wraps the model has had its turn.
 
@@ -105,7 +98,8 @@ class OffloadTrainerMixin(WholeCheckpoints):
         if engine is None:
             args, model = self.args, self.model
             check_model(model)
-            self._close_previous()
+            if self._record is not None:  # `model_init` made a new model: the old one's engine holds the store
+                self._record.engine.close()
             engine = offload_model(
                 model,
                 self._offload_config,
@@ -120,11 +114,6 @@ class OffloadTrainerMixin(WholeCheckpoints):
             self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), tqdm.write))
             self.add_callback(self._recorded_run)
         return engine
-
-    def _close_previous(self) -> None:
-        """`model_init` made a new model: the old one's engine holds the store."""
-        if self._record is not None:
-            self._record.engine.close()
 
     @property
     def _record(self) -> RunRecord | None:
@@ -160,9 +149,8 @@ class OffloadTrainerMixin(WholeCheckpoints):
                 if self._record is not None:
                     self._record.close()
         if self._termination.is_requested:  # after the last step, whose commit may be on its way
-            engine = self.offload_engine
-            if engine is not None:
-                engine.close()
+            if self.offload_engine is not None:
+                self.offload_engine.close()
             self._termination.exit()
         return output
 
@@ -223,17 +211,11 @@ class OffloadTrainerMixin(WholeCheckpoints):
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()
         if engine is not None and self.optimizer is None:
-            training_args = self.args
+            arguments = self.args
             # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
-            self.optimizer_cls_and_kwargs = (
-                OffloadAdamW,
-                {
-                    "lr": training_args.learning_rate,
-                    "betas": (training_args.adam_beta1, training_args.adam_beta2),
-                    "eps": training_args.adam_epsilon,
-                    "engine": engine,
-                },
-            )
+            betas = (arguments.adam_beta1, arguments.adam_beta2)
+            settings = {"lr": arguments.learning_rate, "betas": betas, "eps": arguments.adam_epsilon, "engine": engine}
+            self.optimizer_cls_and_kwargs = (OffloadAdamW, settings)
         optimizer = super().create_optimizer(*args, **kwargs)
         if engine is not None:
             check_optimizer(self.optimizer)

@@ -9,7 +9,6 @@ Records full of zeros, as those of a new store, are moments of zero.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
@@ -42,29 +41,7 @@ class Span:
     """Of element `start` in the block's records."""
 
 
-class MomentCodec(ABC):
-    """Moves moments between records, by kind, and float32 tensors [numel] that are worked with."""
-
-    dtypes: ClassVar[Mapping[str, torch.dtype]]
-    """Element type of each record kind."""
-    params_per_element: ClassVar[Mapping[str, int]]
-    """With how many parameters an element goes, where not with one."""
-    align_numel: ClassVar[int]
-    """Records have to end at a multiple of so many parameters; tiles begin and end at multiples of the scale block."""
-
-    @abstractmethod
-    def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
-        """Fill the moments [numel] from their records. ``scratch`` is float32 [NUM_SCRATCH, numel]."""
-
-    @abstractmethod
-    def encode_(
-        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
-    ) -> None:
-        """Write the moments' elements in ``span`` to their records, and no others; what the moments hold there
-        afterwards is of no use. A NaN does not become a number."""
-
-
-class BFloat16Moments(MomentCodec):
+class BFloat16Moments:
     """The upper half of each float32, rounded by chance. Numbers beyond bfloat16's largest become that."""
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
@@ -93,7 +70,7 @@ class BFloat16Moments(MomentCodec):
         rounded.view(torch.int16).copy_(bits)
 
 
-class Int8Moments(MomentCodec):
+class Int8Moments:
     """One byte each, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements: the largest magnitude among them.
 
     Codes stand for powers of fractions, so that small numbers keep some digits beside large ones: `exp_avg` is
@@ -143,6 +120,17 @@ class Int8Moments(MomentCodec):
         codes = magnitude.view(torch.int32)  # to uint8 on this way: that is faster
         codes.copy_(levels.sub_(1).clamp_(min=0))
         records["exp_avg_sq"][part].copy_(codes[: span.stop - start])
+
+
+MomentCodec: TypeAlias = BFloat16Moments | Int8Moments
+"""Moves moments between records, by kind, and float32 tensors [numel] that are worked with.
+
+`decode_` fills the moments from their records; its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes the
+moments' elements in ``span`` to their records, and no others; what the moments hold there afterwards is of no use. A
+NaN does not become a number. ``dtypes`` are the records' element types by kind, ``params_per_element`` says with how
+many parameters an element goes, where not with one. Records have to end at a multiple of ``align_numel`` parameters;
+tiles begin and end at multiples of the scale block.
+"""
 
 
 def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
