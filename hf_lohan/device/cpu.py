@@ -15,14 +15,12 @@ from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empt
 from hf_lohan.threads import usable_cpus
 
 
-class _Reached(Event):
-    def synchronize(self) -> None:
-        return
-
-
-class _Now(Stamp):
+class _Reached(Event, Stamp):
     def __init__(self) -> None:
         self._at_s = time.perf_counter()
+
+    def synchronize(self) -> None:
+        return
 
     def is_reached(self) -> bool:
         return True
@@ -49,7 +47,7 @@ class CpuDevice(Device):
             dst.copy_(src)
 
     def stamp(self, lane: Lane) -> Stamp:
-        return _Now()
+        return _Reached()
 
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         return _Reached()

@@ -117,9 +117,8 @@ def _run_offloaded(options: Namespace) -> None:
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
     OffloadConfig.load(options.offload)
-    offload = options.offload
-    if offload != "lohan":
-        offload = os.path.abspath(os.path.expanduser(offload))
+    is_default = options.offload == "lohan"
+    offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))
     target = ["-m", options.training_script] if options.module else [options.training_script]
     trace = ["--trace"] if options.trace else []
     options.training_script_args = ["--offload", offload, *trace, *target, *options.training_script_args]

@@ -23,7 +23,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
-from hf_lohan.planning import OffloadLayout, lay_out
+from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
 logger = logging.getLogger(__name__)
@@ -91,7 +91,11 @@ def from_pretrained(
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         _store_the_rest(model, access, working_dtype)
         final = lay_out_for_this(model)
-        _check_same(layout, final)
+        if final.identity != layout.identity:
+            raise ValueError(
+                "the loaded model differs from the one its config describes, so its weights are not where they were "
+                "planned; load it in memory and pass the model instead of its path"
+            )
         return attach(model, final, tiers, config).model
     except BaseException:
         tiers.close()
@@ -217,11 +221,3 @@ def _store_the_rest(model: nn.Module, access: ParameterAccess, working_dtype: to
         )
         # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.
         torch.utils.swap_tensors(parameter, placeholder)
-
-
-def _check_same(planned: OffloadLayout, loaded: OffloadLayout) -> None:
-    if planned.identity != loaded.identity:
-        raise ValueError(
-            "the loaded model differs from the one its config describes, so its weights are not where they were "
-            "planned; load it in memory and pass the model instead of its path"
-        )

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-from hf_lohan.files import SECTOR_BYTES, CapacityError, Extent, Shortfall, StorePath
+from hf_lohan.files import SECTOR_BYTES, Extent, StorePath
 
 GRANULE_NUMEL = 16 * 1024
 """Elements in the smallest granule that a model's records have. Small models have these."""
@@ -190,7 +190,7 @@ class StoreLayout:
     def _shares(self, row_bytes: int) -> tuple[int, ...]:
         """``row_bytes`` cut into whole sectors per path; what is left over goes to the largest remainders."""
         capacities = [path.capacity_bytes or 0 for path in self.paths]
-        if not any(capacities):  # it will not fit, but `check_capacities` has to say so with numbers
+        if not any(capacities):  # it will not fit, but `check_sizes` has to say so with numbers
             capacities = [1] * len(capacities)
         num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
         shares = [num_sectors * capacity // total for capacity in capacities]
@@ -215,14 +215,3 @@ class StoreLayout:
                     file_offset = row * self._row_shares[path_index] + first - share_start
                     yield Extent(path_index, file_offset, first, last - first)
                 share_start += share_bytes
-
-
-def check_capacities(paths: Sequence[StorePath], needed_bytes: Sequence[int]) -> None:
-    """Raise `CapacityError` naming every path that needs more than its capacity."""
-    shortfalls = [
-        Shortfall(path.path, needed, path.capacity_bytes, "capacity")
-        for path, needed in zip(paths, needed_bytes, strict=True)
-        if path.capacity_bytes is not None and needed > path.capacity_bytes
-    ]
-    if shortfalls:
-        raise CapacityError(shortfalls)

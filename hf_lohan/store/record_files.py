@@ -93,11 +93,6 @@ class RecordFiles:
         """Exact size of all its files together."""
         return sum(home.layout.total_bytes for home in self._homes)
 
-    @property
-    def home_layouts(self) -> tuple[StoreLayout, ...]:
-        """Where its bytes lie on each path, by home."""
-        return tuple(home.layout for home in self._homes)
-
     def has(self, block: str, kind: str) -> bool:
         return self.layout.has(block, kind)
 

@@ -300,7 +300,7 @@ class Store(RecordFiles):
             raise ValueError(f"scratch name {name!r} is taken or not a plain lower-case word: choose another")
         file_name = scratch_file_name(name)
         layout = StoreLayout(tuple(records), self.paths, self._manifest.layout.stripe_bytes)
-        parts = [*self.home_layouts, *(files.layout for files in scratches.values()), layout]
+        parts = [*(home.layout for home in self._homes), *(files.layout for files in scratches.values()), layout]
         check_room(self.paths, parts, [*HOME_NAMES, file_name, *map(scratch_file_name, scratches)])
         directories = [path.path for path in self.paths]
         files = RecordFiles.create_files(layout, directories, file_name, self._engine, is_scratch=True)

@@ -6,12 +6,12 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 
-from hf_lohan.files import CapacityError, ForeignStoreError, StorePath
+from hf_lohan.files import CapacityError, ForeignStoreError, Shortfall, StorePath
 from hf_lohan.files.directories import check_free_space, resolve_capacities
 from hf_lohan.files.durable_file import remove_durably, remove_folder
 from hf_lohan.files.lock import LOCK_NAME
 from hf_lohan.store.commits import COMMIT_NAME, LOG_NAME, MODEL_NAMES, Commit, read_commit
-from hf_lohan.store.layout import RecordSpec, StoreLayout, check_capacities
+from hf_lohan.store.layout import RecordSpec, StoreLayout
 from hf_lohan.store.manifest import Manifest, ModelIdentity, assemble, home_layouts, read_manifest, remove_manifests
 from hf_lohan.store.versions import Versions
 
@@ -97,8 +97,14 @@ def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None
 
 
 def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> None:
-    """Raise `CapacityError` if files of these ``layouts`` exceed the capacity of a path."""
-    check_capacities(paths, _sum_over_files(layouts))
+    """Raise `CapacityError` naming every path whose capacity files of these ``layouts`` exceed."""
+    shortfalls = [
+        Shortfall(path.path, needed, path.capacity_bytes, "capacity")
+        for path, needed in zip(paths, _sum_over_files(layouts), strict=True)
+        if path.capacity_bytes is not None and needed > path.capacity_bytes
+    ]
+    if shortfalls:
+        raise CapacityError(shortfalls)
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:

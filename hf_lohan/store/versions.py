@@ -64,8 +64,9 @@ class Versions:
         self._is_always_beside = {(record.block, record.kind) for record in has_two}
         """Records that are never written over what is committed."""
         for record, start in zip(records, starts, strict=False):
-            in_granules = _versioned_granules if num_homes > 1 else _trained_granules
-            trained = slice(start, start + in_granules(record))
+            if num_homes > 1:
+                _refuse_half_versioned_granule(record)
+            trained = slice(start, start + granules_of(record.versioned_numel, record.granule_numel))
             self._has_second[trained] = num_homes > 1
             self._is_frozen[trained] = False
         self.has_drafts = False
@@ -192,17 +193,12 @@ class Versions:
         return slice(start + first, start + stop)
 
 
-def _trained_granules(record: RecordSpec) -> int:
-    return granules_of(record.versioned_numel, record.granule_numel)
-
-
-def _versioned_granules(record: RecordSpec) -> int:
+def _refuse_half_versioned_granule(record: RecordSpec) -> None:
     if record.versioned_numel % record.granule_numel and record.versioned_numel != record.numel:
         raise ValueError(
             f"record {record.block!r} has versioned_numel {record.versioned_numel} of {record.numel}: round it to a "
             f"multiple of {record.granule_numel}, so that no granule is versioned in part"
         )
-    return _trained_granules(record)
 
 
 def _runs(homes: Homes, first: int) -> list[HomeRun]:

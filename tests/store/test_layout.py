@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_lohan.files import SECTOR_BYTES, CapacityError, Extent, StorePath
 from hf_lohan.store import RECORD_ALIGN_NUMEL, RecordSpec, StoreLayout
-from hf_lohan.store.layout import check_capacities
+from hf_lohan.store.store_folders import check_sizes
 
 DTYPES = ("float32", "bfloat16", "int16")
 
@@ -38,7 +38,7 @@ def extents(layout: StoreLayout, block: str, kind: str, start_numel: int, numel:
 
 
 def refuse_too_small(layout: StoreLayout) -> None:
-    check_capacities(layout.paths, layout.file_bytes)
+    check_sizes(layout.paths, [layout])
 
 
 @given(layouts)
