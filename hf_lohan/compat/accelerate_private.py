@@ -5,20 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate import Accelerator
-from accelerate.commands.config.config_args import default_config_file, load_config_from_file
-from accelerate.commands.launch import launch_command, launch_command_parser
+from accelerate.commands.config.config_args import default_config_file as default_config_file
+from accelerate.commands.config.config_args import load_config_from_file as load_config_from_file
+from accelerate.commands.launch import launch_command as launch_command
+from accelerate.commands.launch import launch_command_parser as launch_command_parser
 from accelerate.optimizer import AcceleratedOptimizer
-
-__all__ = [
-    "become",
-    "default_config_file",
-    "is_prepared",
-    "launch_command",
-    "launch_command_parser",
-    "load_config_from_file",
-    "mark_prepared",
-    "prepared_models",
-]
 
 
 def prepared_models(accelerator: Accelerator) -> list[Any]:

@@ -9,41 +9,18 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch._ops import OpOverload as OpOverload
+from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_map_only
-
-__all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "HigherOrderOperator",
-    "OpOverload",
-    "StorageWeakRef",
-    "TorchDispatchMode",
-    "aliases_count_versions",
-    "call_behind_backward",
-    "cpu_has_bfloat16_units",
-    "fused_adamw_",
-    "mark_optimizer_stepped",
-    "operation_name",
-    "own_parameters",
-    "put_parameter",
-    "schema_of",
-    "sequence_number",
-    "storage_id",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "version_of",
-    "without_hooks",
-    "without_modes",
-    "without_torch_function",
-]
+from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_map_only as tree_map_only
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 

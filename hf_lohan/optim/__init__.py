@@ -4,10 +4,10 @@ is asked for, and the `Optimizer` the world sees.
 Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
 """
 
-from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_, adamw_in_tiles_, update_records_, within
-from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype, moment_codec
+from hf_lohan.optim.adamw import AdamWGroup, Segment, update_records_, within
+from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import OffloadAdamW
-from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_, master_format, widen_in_place
+from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
 
 __all__ = [
     "SCALE_BLOCK_NUMEL",
@@ -16,12 +16,8 @@ __all__ = [
     "MomentDtype",
     "OffloadAdamW",
     "Segment",
-    "adamw_",
-    "adamw_in_tiles_",
-    "decode_master_",
     "encode_master_",
     "master_format",
-    "moment_codec",
     "update_records_",
     "widen_in_place",
     "within",

@@ -9,9 +9,7 @@ here knows of models, steps or devices; whoever reads or writes brings the memor
 
 from hf_lohan.store.commits import Commit
 from hf_lohan.store.layout import (
-    DEFAULT_STRIPE_BYTES,
     GRANULE_NUMEL,
-    KINDS,
     MAX_GRANULE_NUMEL,
     PARAMS_PER_ELEMENT,
     RECORD_ALIGN_NUMEL,
@@ -24,14 +22,12 @@ from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import DATA_NAMES, committed_log, last_commit
-from hf_lohan.store.verification import VerifiedRecord, damaged_files, verify
+from hf_lohan.store.verification import damaged_files, verify
 from hf_lohan.store.versions import Checksums
 
 __all__ = [
     "DATA_NAMES",
-    "DEFAULT_STRIPE_BYTES",
     "GRANULE_NUMEL",
-    "KINDS",
     "MAX_GRANULE_NUMEL",
     "PARAMS_PER_ELEMENT",
     "RECORD_ALIGN_NUMEL",
@@ -43,7 +39,6 @@ __all__ = [
     "RecordSpec",
     "Store",
     "StoreLayout",
-    "VerifiedRecord",
     "checksums",
     "committed_log",
     "damaged_files",

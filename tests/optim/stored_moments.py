@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.optim import AdamWGroup, MomentDtype, master_format, moment_codec
-from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, Span
+from hf_lohan.optim import AdamWGroup, MomentDtype, master_format
+from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, Span, moment_codec
 
 DTYPES: tuple[MomentDtype, ...] = ("bfloat16", "int8")
 NUMEL = 4096

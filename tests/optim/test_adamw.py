@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.optim import AdamWGroup, Segment, adamw_
+from hf_lohan.optim import AdamWGroup, Segment
+from hf_lohan.optim.adamw import adamw_
 
 NUMELS = (1, 33, 64, 7, 300, 129)
 PADDING = 5

@@ -7,8 +7,8 @@ import torch
 from stored_moments import NUMEL, bytes_of, decoded, encoded, new_records, some_moments
 from torch import Tensor
 
-from hf_lohan.optim import MomentDtype, master_format, moment_codec
-from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
+from hf_lohan.optim import MomentDtype, master_format
+from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, moment_codec
 from hf_lohan.optim.rounding_noise import PERIOD
 
 

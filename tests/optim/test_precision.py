@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from hf_lohan.optim import decode_master_, encode_master_, master_format, widen_in_place
+from hf_lohan.optim import encode_master_, master_format, widen_in_place
+from hf_lohan.optim.precision import decode_master_
 
 LOW_HALVES = torch.arange(1 << 16, dtype=torch.int64)
 SOME_LOW_HALVES = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])

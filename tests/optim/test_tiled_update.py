@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from stored_moments import DTYPES, GROUP, NUMEL, Records, bytes_of, decoded, encoded, new_records, some_moments
 from torch import Tensor
 
-from hf_lohan.optim import MomentDtype, Segment, adamw_, adamw_in_tiles_, master_format
+from hf_lohan.optim import MomentDtype, Segment, master_format
+from hf_lohan.optim.adamw import adamw_, adamw_in_tiles_
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
 
 
