@@ -67,6 +67,7 @@ class Store(RecordFiles):
         homes: Sequence[HomeFiles],
         versions: Versions,
         engine: IoEngine,
+        *,
         committed: Commit | None,
         held: ExitStack,
     ) -> None:
@@ -121,7 +122,7 @@ class Store(RecordFiles):
                     home.remove()
                 remove_manifests(directories)
                 raise
-            return cls(manifest, resolved, homes, versions, engine, None, held.pop_all())
+            return cls(manifest, resolved, homes, versions, engine, committed=None, held=held.pop_all())
 
     @classmethod
     def open(
@@ -156,7 +157,7 @@ class Store(RecordFiles):
                 held.callback(homes[-1].close)
             versions = versions_in(directories, manifest, committed)
             resolved = resolve_capacities(ordered, HOME_NAMES)
-            return cls(manifest, resolved, homes, versions, engine, committed, held.pop_all())
+            return cls(manifest, resolved, homes, versions, engine, committed=committed, held=held.pop_all())
 
     @classmethod
     def open_or_create(
