@@ -99,6 +99,8 @@ class LoadSchedule:
     def cancel(self) -> None:
         """Nothing is learned from the pass, and nothing is needed for it any more."""
         self._order = self._nothing
+        self._place = self._num_loads = 0
+        self._again.clear()  # places in an order that is no longer followed
         self._forget_uses()
 
     def _forget_uses(self) -> None:

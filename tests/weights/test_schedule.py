@@ -82,3 +82,13 @@ def test_twelve_thousand_blocks() -> None:
         schedule.use(used)
         here.pop(used, None)
     schedule.end()
+
+
+def test_what_was_to_be_loaded_again_ends_with_its_pass() -> None:
+    blocks = LAYERS
+    schedule = LoadSchedule(blocks, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=True)
+    schedule.use(blocks[0])
+    schedule.lose(blocks[4])
+    schedule.cancel()
+    assert schedule.next_load(lambda _block: False) is None
