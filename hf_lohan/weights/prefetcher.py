@@ -29,6 +29,7 @@ class Prefetcher:
         self._schedule = LoadSchedule(forward_order, num_slots)
         self._urgent: list[Block] = []
         self._failure: BaseException | None = None
+        self._thread_ended_by: BaseException | None = None
         self._is_closed = False
         self._owner = Owner()
         self.num_unforeseen = 0
@@ -79,19 +80,28 @@ class Prefetcher:
             self._urgent.append(block)
             try:
                 self._ring.changed.notify_all()
-                self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._failure is not None)
+                self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
                 self._raise_failure()
             finally:
                 self._urgent.remove(block)
             slot = self._ring.pin(block)
             assert slot is not None
         self._ring.changed.notify_all()
-        self._ring.changed.wait_for(lambda: slot.ready is not None or self._failure is not None)
+        self._ring.changed.wait_for(lambda: slot.ready is not None or self._is_broken)
         self._raise_failure()
         assert slot.ready is not None
         return slot, slot.ready
 
+    @property
+    def _is_broken(self) -> bool:
+        return self._failure is not None or self._thread_ended_by is not None
+
     def _raise_failure(self) -> None:
+        if self._thread_ended_by is not None:
+            raise RuntimeError(
+                "the thread that loads weights ended with an error of its own, which is a bug of hf_lohan; nothing "
+                "that was committed is lost, and a new process resumes from it"
+            ) from self._thread_ended_by
         if self._failure is not None:
             raise raised_anew(self._failure)
 
@@ -104,6 +114,14 @@ class Prefetcher:
     # The prefetch thread's side.
 
     def _run(self) -> None:
+        try:
+            self._load_until_closed()
+        except BaseException as error:  # else compute would wait for ever
+            with self._ring.lock:
+                self._thread_ended_by = error
+                self._ring.changed.notify_all()
+
+    def _load_until_closed(self) -> None:
         while True:
             with self._ring.lock:
                 self._ring.changed.wait_for(lambda: self._is_closed or self._next() is not None)

@@ -147,3 +147,16 @@ def test_a_load_that_waits_for_updates_holds_up_no_other(is_dropped: bool, make_
     updates.hand_over(chunk, torch.full((BLOCK_NUMEL,), 7.0), buffers.acquire())
     assert bool((stream.prefetcher.acquire(first).weights == 7.0).all())
     assert "b0" not in stream.loads
+
+
+def test_compute_does_not_wait_for_a_thread_that_ended(
+    make_stream: StreamFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stream = make_stream(num_slots=2)
+    monkeypatch.setattr(stream.prefetcher._schedule, "next_load", lambda is_here: [][0])
+    for _ in range(2):  # a new pass does not make the thread run again
+        stream.prefetcher.begin_pass(is_training=False)
+        with pytest.raises(RuntimeError, match="bug of hf_lohan") as raised:
+            stream.prefetcher.acquire(stream.blocks[0])
+        assert isinstance(raised.value.__cause__, IndexError)
+        stream.prefetcher.cancel_pass()
