@@ -90,6 +90,11 @@ def call_behind_backward(callback: Callable[[], None]) -> None:
     Variable._execution_engine.queue_callback(callback)
 
 
+def is_in_backward() -> bool:
+    """Whether autograd calls this thread's code, to undo an operation or to run one again."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def sequence_number(node: Node) -> int:
     """Backward runs what was recorded later, and has the larger number, first."""
     return int(node._sequence_nr())

@@ -18,6 +18,7 @@ from hf_lohan.engine.memory import ActivationMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
+from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadAdamW
@@ -37,6 +38,7 @@ from hf_lohan.updates import (
     UpdateSetup,
 )
 from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
+from hf_lohan.weights.absent_parameter import AbsentParameter
 
 
 class OffloadEngine:
@@ -124,6 +126,17 @@ class OffloadEngine:
         )
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
+        self._reads = WeightReads(
+            layout.blocks,
+            parts,
+            self._pass,
+            self._parameters,
+            settle=self._pipeline.settle,
+            forward_pass=self._hooks.current_forward_pass,
+            saving=self._hooks.saving,
+        )
+        for parameter in {part.parameter: None for part in self._block_of}:
+            AbsentParameter.belong_to(parameter, self._reads)
         self._micro_batches = MicroBatchRun(
             JointParts(
                 model=model,

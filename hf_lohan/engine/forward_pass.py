@@ -7,9 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor, nn
 
 from hf_lohan.engine.model_pass import ModelPass
-from hf_lohan.model import Block
+from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import Slot
 
 
@@ -31,11 +32,20 @@ class ForwardPass(Protocol):
     def leave(self, blocks: Sequence[Block]) -> None:
         """That module has run."""
 
+    def enter_to_read(self, block: Block) -> None:
+        """An operation is about to read weights of a block whose modules do not run. `leave` follows."""
+
+    def weight(self, part: ParamSlice) -> Tensor:
+        """What it is to read."""
+
     def behind_layer(self, index: int, output: Any) -> Any:
         """So has a layer. Returns what to give to the next one."""
 
     def enter_backward(self) -> None:
         """A backward begins, or goes on."""
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        """A parameter's gradient of this backward is complete."""
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for the backward."""
@@ -66,11 +76,21 @@ class OneForward:
         for block in blocks:
             self._pass.in_use.leave(block)
 
+    def enter_to_read(self, block: Block) -> None:
+        self._pass.in_use.enter(block, for_operation=True)
+
+    def weight(self, part: ParamSlice) -> Tensor:
+        return part.parameter
+
     def behind_layer(self, index: int, output: Any) -> Any:
         return output
 
     def enter_backward(self) -> None:
         self._pass.begin_backward()
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        self._pass.begin_backward()
+        self._pass.take_gradient(part, parameter)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         return self._pass.in_use.fetch_in_backward(block)

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.engine.forward_pass import ForwardPass, OneForward
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
@@ -41,6 +42,14 @@ class ModelHooks:
         finally:
             self._forward_pass = self._one_forward
 
+    def current_forward_pass(self) -> ForwardPass:
+        """Who decides how forwards go through the blocks now."""
+        return self._forward_pass
+
+    def saving(self) -> saved_tensors_hooks:
+        """A context in which autograd saves handles of weights."""
+        return saved_weight_hooks(self._parts.ring, _told(self._fetch_in_backward), self._parts.activations)
+
     def remove(self) -> None:
         """Take them off the model."""
         for handle in self._handles:
@@ -71,9 +80,7 @@ class ModelHooks:
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
             self._parts.plan.see_batch(_step_shape(args, kwargs))
-            self._forward_pass.save_by(
-                saved_weight_hooks(self._parts.ring, _told(self._fetch_in_backward), self._parts.activations)
-            )
+            self._forward_pass.save_by(self.saving())
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output it is called because the forward raised; the next one recovers.
@@ -124,8 +131,7 @@ class ModelHooks:
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        self._forward_pass.enter_backward()
-        self._pass.take_gradient(part, parameter)
+        self._forward_pass.take_gradient(part, parameter)
 
 
 def _told(method: Callable[..., Result]) -> Callable[..., Result]:

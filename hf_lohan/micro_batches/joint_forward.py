@@ -123,11 +123,20 @@ class JointForward:
                 # All are past the first layer, and what lies before it need not keep the head from being read ahead.
                 self._in_use.leave_idle(SizeClass.OUTER, self._is_idle)
             self._in_use.enter_for_many(block, is_idle=self._is_idle)
+            self._ring.show(block)
             self._leaves.enter(number, block)
 
     def leave(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
+            if self._is_idle(block):
+                self._ring.hide(block)  # it stays in its slot, but what reads its weights needs a leaf
+
+    def enter_to_read(self, block: Block) -> None:
+        self.enter((block,))
+
+    def weight(self, part: ParamSlice) -> Tensor:
+        return self._leaves.leaf(self._lockstep.running, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
         """Let the others catch up before blocks that have to make room for each other."""
@@ -177,6 +186,12 @@ class JointForward:
             self._pass.begin_head()
         else:
             self._pass.begin_backward(before_end=self._sums.flush)
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        raise RuntimeError(
+            f"an autograd function was given {part.name} itself, so what the micro-batches contribute to its gradient "
+            "cannot be told apart; set vertical_micro_batches: false"
+        )
 
     def fetch_in_backward(self, block: Block) -> Slot:
         if self._is_in_forward:

@@ -62,6 +62,10 @@ class MicroBatchLeaves:
         if not in_use[block]:
             self._hide(micro_batch, block)
 
+    def leaf(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
+        """What a micro-batch has in place of a parameter that it uses now."""
+        return self._leaves.get((micro_batch, part), part.parameter)
+
     def suspend(self, micro_batch: int) -> None:
         """Another micro-batch runs now."""
         for block in +self._in_use[micro_batch]:
@@ -100,7 +104,7 @@ class MicroBatchLeaves:
 
     def _hide(self, micro_batch: int, block: Block) -> None:
         for part in _recorded(block):
-            self._leaves[micro_batch, part].data = self._ring.absent(block, part)
+            self._leaves[micro_batch, part].data = self._ring.stand_ins.placeholder(block, part)
             self._put(part, part.parameter)
 
     def _put(self, part: ParamSlice, parameter: nn.Parameter) -> None:

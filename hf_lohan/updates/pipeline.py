@@ -7,7 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_lohan.model import Block, Chunk
+from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.threads import FirstFailure, WorkThread
 from hf_lohan.updates.handover import Delivery, Handover
 from hf_lohan.updates.held import ArrivedChunk
@@ -71,6 +71,11 @@ class GradientPipeline:
     def has_begun_updates(self) -> bool:
         """Whether backward has updated blocks in a step that is not finished."""
         return self.has_gradients and not self.holds_gradients
+
+    def has_begun_to_update(self, part: ParamSlice) -> bool:
+        """Whether backward has updated a parameter in a step that is not finished."""
+        pieces = (piece for chunk in self._announced for piece in chunk.pieces)
+        return self.has_begun_updates and any(piece.param_slice is part for piece in pieces)
 
     @property
     def is_past_undoing(self) -> bool:

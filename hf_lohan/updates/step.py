@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lohan.model import Block
+from hf_lohan.model import Block, ParamSlice
 from hf_lohan.updates.norms import NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
 from hf_lohan.updates.setup import GroupOf
@@ -80,6 +80,14 @@ class StepTransaction:
             raise RuntimeError(
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
                 "weights are half old, half new; set max_grad_norm > 0 to keep gradients until step()"
+            )
+
+    def refuse_new_weight(self, part: ParamSlice) -> None:
+        """Raises RuntimeError if the store holds a weight as it will be after the step, which is not finished."""
+        if self._pipeline.has_begun_to_update(part):
+            raise RuntimeError(
+                f"{part.name} was read between backward and step() of a step whose updates run in backward, where it "
+                "is new already; read it behind step(), or set max_grad_norm > 0 to keep gradients until then"
             )
 
     def undo_guesses(self) -> None:

@@ -19,9 +19,9 @@ class BlocksInUse:
         self._prefetcher = prefetcher
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}
 
-    def enter(self, block: Block) -> None:
-        """A module that needs the block is about to run."""
-        self._prefetcher.acquire(block)
+    def enter(self, block: Block, *, for_operation: bool = False) -> None:
+        """A module that needs the block is about to run; or an operation that reads a weight of it."""
+        self._prefetcher.acquire(block, for_operation=for_operation)
         in_use = self._blocks[block.size_class]
         if block not in in_use:  # else an outer module uses it, too
             self._ring.show(block)

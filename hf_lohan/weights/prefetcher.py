@@ -61,19 +61,20 @@ class Prefetcher:
             self._schedule.cancel()
             self._failure = None
 
-    def acquire(self, block: Block) -> Slot:
-        """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot."""
+    def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
+        """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot.
+        ``for_operation``: one that reads a weight of it, not a module that owns it."""
         if not self._owner.is_here:
             raise RuntimeError("backward runs in a forked child, where no thread brings weights; run it in its parent")
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=block.name), self._ring.lock:
+            (self._schedule.use_for_operation if for_operation else self._schedule.use)(block)
             slot, ready = self._pin(block)
         device.wait(Lane.COMPUTE, ready)
         return slot
 
     def _pin(self, block: Block) -> tuple[Slot, Event]:
         """Caller holds the lock."""
-        self._schedule.use(block)
         slot = self._ring.pin(block)
         if slot is None:
             self.num_unforeseen += 1

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from hf_lohan.compat.torch_private import version_of
+from hf_lohan.compat.torch_private import version_of, without_torch_function
 from hf_lohan.model import Block
+from hf_lohan.weights.absent_parameter import AbsentParameter, AbsentTensor
 from hf_lohan.weights.slot_ring import Slot, SlotRing
+from hf_lohan.weights.stand_ins import StandIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +25,29 @@ class WeightHandle:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class ViewHandle:
+    """A view of a weight that was saved while the weight was elsewhere."""
+
+    stand_in: StandIn
+
+    def of(self, weights: Tensor) -> Tensor:
+        """The same view of a block's weights [numel]."""
+        part = self.stand_in.part
+        seen = weights[part.start : part.stop].view(part.shape)
+        with torch.no_grad():
+            for step in self.stand_in.steps:
+                seen = step(seen)
+        return seen
+
+
+def _handle_of(stand_in: StandIn, tensor: Tensor) -> WeightHandle | ViewHandle:
+    if not stand_in.is_copy:
+        return ViewHandle(stand_in)
+    start = stand_in.part.start + int(tensor.storage_offset())
+    return WeightHandle(stand_in.block, tensor.size(), tensor.stride(), start)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,16 +90,26 @@ def saved_weight_hooks(
     """
 
     def pack(tensor: Tensor) -> Any:
+        if isinstance(tensor, AbsentTensor | AbsentParameter):
+            with without_torch_function():
+                stand_in = ring.stand_ins.behind(tensor)
+            assert stand_in is not None
+            return ViewHandle(stand_in)
         slot = ring.slot_behind(tensor)
-        if slot is None:
-            packed = activations.pack(tensor)
-            return WatchedTensor.of(tensor) if packed is tensor else packed
-        assert slot.block is not None
-        return WeightHandle(slot.block, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        if slot is not None:
+            assert slot.block is not None
+            return WeightHandle(slot.block, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        stand_in = ring.stand_ins.behind(tensor)
+        if stand_in is not None:
+            return _handle_of(stand_in, tensor)
+        packed = activations.pack(tensor)
+        return WatchedTensor.of(tensor) if packed is tensor else packed
 
     def unpack(saved: Any) -> Tensor:
         if isinstance(saved, WatchedTensor):
             return saved.get()
+        if isinstance(saved, ViewHandle):
+            return saved.of(fetch(saved.stand_in.block).weights)
         if not isinstance(saved, WeightHandle):
             return activations.unpack(saved)
         return torch.as_strided(fetch(saved.block).weights, saved.size, saved.stride, saved.offset)

@@ -90,6 +90,11 @@ class LoadSchedule:
         if place != NEVER:
             self._place = place + 1
 
+    def use_for_operation(self, block: Block) -> None:
+        """One operation needs the block now; with others of the kind it is one use."""
+        if not self._used or self._used[-1] is not block:
+            self.use(block)
+
     def end(self) -> None:
         """The pass is complete: the next one of its kind follows its order."""
         if self._used and self._used != self._orders[self._is_training].uses:

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.model import Block, ParamSlice
+from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.updates import WeightLoan
 from hf_lohan.weights.absent_parameter import AbsentParameter, GradientsAway
+from hf_lohan.weights.stand_ins import StandIns
 
 
 @dataclass(eq=False)
@@ -42,9 +43,9 @@ class Slot:
 class SlotRing:
     """Puts a block's parameters on the device and takes them off.
 
-    A parameter is either present, `p.data` being a view into a slot, or absent: then it refuses to be read, and what
-    gets round that finds one NaN expanded to the right shape, never a quiet wrong number. A released slot keeps
-    its block until it is claimed for another, so what is needed again soon is not read again.
+    A parameter is either present, `p.data` being a view into a slot, or absent: then whoever reads it is brought the
+    weights, and what gets round that finds one NaN expanded to the right shape, never a quiet wrong number. A released
+    slot keeps its block until it is claimed for another, so what is needed again soon is not read again.
 
     Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `lock` guards them, and
     `changed` tells them of each other.
@@ -63,7 +64,7 @@ class SlotRing:
             for size_class in SizeClass
         }
         self.gradients_away = GradientsAway()
-        self._placeholders: dict[torch.dtype, Tensor] = {}
+        self.stand_ins = StandIns(device)
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
         self._high_water_bytes = 0
@@ -114,14 +115,12 @@ class SlotRing:
         """Make the parameters placeholders."""
         for part in block.slices:
             assert part.is_whole, f"{part.name} is in several blocks, none of which can hide it"
-            AbsentParameter.hide(part.parameter, self.absent(block, part), self.gradients_away)
+            AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
 
-    def absent(self, block: Block, part: ParamSlice) -> Tensor:
-        """A placeholder for a parameter of the block."""
-        dtype = block.master.working_dtype
-        if dtype not in self._placeholders:
-            self._placeholders[dtype] = torch.full((1,), float("nan"), dtype=dtype, device=self.device.torch_device)
-        return self._placeholders[dtype].expand(part.shape)
+    def has_room_for(self, block: Block) -> bool:
+        """Whether it can be pinned though nothing is unpinned before."""
+        with self.lock:
+            return block in self._holder or any(not slot.num_pins for slot in self.slots[block.size_class])
 
     def unpin(self, block: Block) -> None:
         """The compute enqueued so far was the last for now to read the block."""

@@ -14,6 +14,7 @@ from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.planner import INPUT, Placement
 from hf_lohan.weights import saved_weight_hooks
+from hf_lohan.weights.stand_ins import StandIns
 
 WIDTH = 16
 NUM_LAYERS = 3
@@ -23,6 +24,8 @@ Forward = Callable[["Layer", Tensor], Any]
 
 class NoSlots:
     """A slot ring of a model whose weights stay."""
+
+    stand_ins = StandIns(CpuDevice())
 
     def slot_behind(self, _tensor: Tensor) -> None:
         return None

@@ -35,13 +35,39 @@ def weight_of(model: nn.Module) -> nn.Parameter:
     return model.get_parameter(NAME)
 
 
-def average_with(model: Any, read: Callable[[nn.Parameter], Tensor]) -> None:
-    for parameter in model.parameters():
-        torch.zeros(parameter.shape).lerp_(read(parameter), 0.1)
+def average_with(model: Any, read: Callable[[nn.Parameter], Tensor]) -> Tensor:
+    averages = [torch.zeros(parameter.shape).lerp_(read(parameter), 0.1) for parameter in model.parameters()]
+    return torch.cat([average.flatten() for average in averages])
+
+
+def add_to(model: Any) -> None:
+    weight_of(model).data += 1.0
+
+
+def set_one(model: Any) -> None:
+    weight_of(model).data[2, 3] = 1.0
 
 
 def set_to_zero(model: Any) -> None:
     weight_of(model).data = torch.zeros(weight_of(model).shape)
+
+
+READ_WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "EMA of .data": lambda model: average_with(model, lambda parameter: parameter.data),
+    "EMA of .detach()": lambda model: average_with(model, lambda parameter: parameter.detach()),
+    "EMA of the parameter": lambda model: average_with(model, lambda parameter: parameter),
+    "norm": lambda model: weight_of(model).norm(),
+    "a part of it": lambda model: weight_of(model)[0].sum(),
+    "numpy": lambda model: torch.from_numpy(weight_of(model).detach().numpy()),
+    "tolist": lambda model: torch.tensor(weight_of(model).tolist()),
+    "parameters_to_vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("call", READ_WEIGHTS.values(), ids=READ_WEIGHTS)
+def test_a_weight_that_is_not_there_is_read_from_the_store(call: Callable[[Any], Any], model: Any) -> None:
+    with torch.no_grad():
+        assert torch.equal(call(model), call(tiny_model("llama")))
 
 
 REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {
@@ -49,34 +75,33 @@ REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "torch.save of the model": lambda model: torch.save(weight_of(model), io.BytesIO()),
     "pickle": lambda model: pickle.dumps(weight_of(model)),
     "safetensors": lambda model: save_file(dict(model.state_dict()), "never_written"),
-    "EMA of .data": lambda model: average_with(model, lambda parameter: parameter.data),
-    "EMA of .detach()": lambda model: average_with(model, lambda parameter: parameter.detach()),
-    "EMA of the parameter": lambda model: average_with(model, lambda parameter: parameter),
     "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(nn.ModuleList([model.lm_head])),
+    "deepcopy": lambda model: copy.deepcopy(model.lm_head),
+    "memory": lambda model: weight_of(model).data_ptr(),
     "data.zero_()": lambda model: weight_of(model).data.zero_(),
+    "data +=": add_to,
     "data =": set_to_zero,
+    "a row of it": lambda model: weight_of(model).data[3].fill_(1.0),
+    "an element of it": set_one,
+    "out=": lambda model: torch.add(torch.zeros(()), 1.0, out=weight_of(model).data),
+    "foreach": lambda model: torch._foreach_mul_([weight_of(model).data], 2.0),
     "init": lambda model: nn.init.zeros_(weight_of(model)),
     "copy_": lambda model: weight_of(model).data.copy_(torch.zeros(())),
-    "norm": lambda model: weight_of(model).norm(),
-    "a part of it": lambda model: weight_of(model)[0].sum(),
-    "numpy": lambda model: weight_of(model).detach().numpy(),
-    "tolist": lambda model: weight_of(model).tolist(),
-    "deepcopy": lambda model: copy.deepcopy(model.lm_head),
     "half": lambda model: model.half(),
     "bfloat16": lambda model: model.bfloat16(),
     "to(dtype)": lambda model: model.to(torch.bfloat16),
     "double": lambda model: model.double(),
-    "parameters_to_vector": lambda model: nn.utils.parameters_to_vector(model.parameters()),
 }
 
 
 @pytest.mark.parametrize("call", REFUSED_WEIGHTS.values(), ids=REFUSED_WEIGHTS)
-def test_a_weight_that_is_not_there_is_neither_read_nor_written(
+def test_a_weight_that_is_not_there_is_not_written(
     call: Callable[[Any], Any], model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError, match=r"in the store.*trainer\.save_model.*accelerator\.get_state_dict"):
         call(model)
+    assert torch.equal(weight_of(model).clone(), weight_of(tiny_model("llama")))
 
 
 def scale_gradients(model: Any) -> None:

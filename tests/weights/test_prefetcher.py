@@ -156,6 +156,7 @@ def test_compute_does_not_wait_for_a_thread_that_ended(
     monkeypatch.setattr(stream.prefetcher._schedule, "next_load", lambda is_here: [][0])
     for _ in range(2):  # a new pass does not make the thread run again
         stream.prefetcher.begin_pass(is_training=False)
+        stream.prefetcher._thread.join(timeout=10)
         with pytest.raises(RuntimeError, match="bug of hf_lohan") as raised:
             stream.prefetcher.acquire(stream.blocks[0])
         assert isinstance(raised.value.__cause__, IndexError)
