@@ -61,8 +61,8 @@ PACKAGES_FLOOR_0_AND_1 = {
 }
 """The only packages outside the standard library that the two lowest floors may use."""
 
-HUGGING_FACE = {"transformers", "accelerate", "peft"}
-HUGGING_FACE_COMPAT = {"transformers_private", "accelerate_private"}
+HUGGING_FACE = {"transformers", "accelerate", "peft", "trl"}
+HUGGING_FACE_COMPAT = {"transformers_private", "accelerate_private", "trl_private"}
 PRIVATE_NAMES = {
     # accelerate's
     "_is_accelerate_prepared", "_models",
@@ -70,13 +70,15 @@ PRIVATE_NAMES = {
     "_can_set_experts_implementation", "_from_config", "_globalstep_last_logged", "_gradient_checkpointing_func",
     "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
     "HF_DEACTIVATE_ASYNC_LOAD",
+    # TRL's
+    "_buffered_inputs", "_last_world_entropy", "_total_train_tokens", "create_model_from_path",
     # torch's
     "_C", "_backward_hooks", "_buffers", "_cdata", "_execution_engine", "_forward_hooks", "_forward_pre_hooks",
     "_fused_adamw_", "_is_mkldnn_bf16_supported", "_modules", "_opname", "_opt_called", "_parameters", "_schema",
     "_sequence_nr", "_version",
 }  # fmt: skip
 """Of objects of others, that `compat` alone may name."""
-OTHERS_PRIVATE_MODULE = re.compile(r"(torch|transformers|accelerate)\.(\w+\.)*_[a-z]")
+OTHERS_PRIVATE_MODULE = re.compile(r"(torch|transformers|accelerate|trl)\.(\w+\.)*_[a-z]")
 MAX_FILE_LINES = 400
 BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt/pypi|opt/wheels|tmp/\w)")
@@ -337,7 +339,7 @@ def run_python(code: str) -> None:
 
 NOTHING_HEAVY = """
 import sys
-loaded = {"transformers", "accelerate", "peft", "datasets", "hf_lohan.testing"} & set(sys.modules)
+loaded = {"transformers", "accelerate", "peft", "trl", "datasets", "hf_lohan.testing"} & set(sys.modules)
 assert not loaded, f"also imported: {loaded}"
 if "torch" in sys.modules:
     assert not sys.modules["torch"].cuda.is_initialized(), "a CUDA context exists"

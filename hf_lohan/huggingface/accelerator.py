@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -74,10 +75,19 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
                 f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass the loss alone"
             )
 
-    def prepare_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+    def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+        """As in accelerate. An offloaded model stays as it is; one in `evaluation_mode` is not the one that trains."""
         if engine_of(model) is not None:
             mark_prepared(model)
-        return super().prepare_model(model, *args, **kwargs)
+            if evaluation_mode:
+                return model
+        return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+
+    @contextlib.contextmanager
+    def autocast(self, autocast_handler: Any = None) -> Iterator[None]:
+        """Nothing: an offloaded model computes in its working dtype, and autocast would keep casts of weights that have
+        left their slots."""
+        yield
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         if not isinstance(optimizer, OffloadAdamW):

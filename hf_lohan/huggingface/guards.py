@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -39,6 +40,35 @@ def check_arguments(args: TrainingArguments) -> None:
         "enable_jit_checkpoint=True is not needed under offload, which commits every step and ends on SIGTERM when "
         "the step in progress is committed; leave it off": getattr(args, "enable_jit_checkpoint", False),
         "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
+    }
+    for sentence, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(sentence)
+
+
+def check_trl(settings: Mapping[str, Any]) -> None:
+    """Raises ValueError for what a trainer of TRL is to be made of, by name, that cannot be honoured under offload."""
+    args = settings["args"]
+    device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
+    refused = {
+        "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as it "
+        "planned; leave it off, and set activations in the offload config": (
+            getattr(args, "activation_offloading", False)
+        ),
+        "sync_ref_model=True changes the reference model, which lies frozen in a store of its own; leave it off under "
+        "offload": getattr(args, "sync_ref_model", False),
+        "use_vllm=True copies all weights to vLLM after each step; leave it off under offload, and the streamed model "
+        "generates": getattr(args, "use_vllm", False),
+        "use_transformers_continuous_batching=True casts the whole model, whose weights are in the store; leave it off "
+        "under offload": getattr(args, "use_transformers_continuous_batching", False),
+        "cast_lm_head_to_fp32=True gives one block a dtype of its own; leave it off under offload, or train in "
+        "float32 with bf16=False": getattr(args, "cast_lm_head_to_fp32", False),
+        f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
+            device_map
+        ),
+        "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
+            settings.get("quantization_config")
+        ),
     }
     for sentence, is_refused in refused.items():
         if is_refused:

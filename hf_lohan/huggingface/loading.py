@@ -42,6 +42,7 @@ def from_pretrained(
     default_ssd_path: str | Path = "lohan_store",
     hold_gradients: bool = True,
     model_class: Any = None,
+    is_trained: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Load a causal LM with its weights streamed into the store, ready to train.
@@ -56,6 +57,7 @@ def from_pretrained(
         hold_gradients: keep gradients until `step()`, as clipping and accumulation need; False applies them in
             backward.
         model_class: default `AutoModelForCausalLM`.
+        is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
         kwargs: for the model class's own `from_pretrained`.
 
     Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
@@ -76,6 +78,8 @@ def from_pretrained(
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, model_config, load_dtype)
+    if not is_trained:
+        skeleton.requires_grad_(False)
     lay_out_for_this = partial(
         lay_out,
         config=config,
@@ -89,6 +93,8 @@ def from_pretrained(
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         with streamed_to(_writer(access, only_dtype=load_dtype)):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
+        if not is_trained:
+            model.requires_grad_(False)
         _store_the_rest(model, access, working_dtype)
         final = lay_out_for_this(model)
         if final.identity != layout.identity:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
+from hf_lohan.compat.trl_private import default_arguments
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files.directories import keep_from_others
@@ -30,6 +32,7 @@ from hf_lohan.huggingface.guards import check_arguments, check_model, check_opti
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
+from hf_lohan.huggingface.trl_models import TrlModels
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.record import RunRecord
@@ -44,7 +47,26 @@ def _holds_gradients(args: TrainingArguments, config: OffloadConfig) -> bool:
     return args.max_grad_norm > 0 or has_later_backwards
 
 
-class OffloadTrainerMixin(WholeCheckpoints):
+def named_arguments(
+    trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]
+) -> dict[str, Any]:
+    """All that the Trainer below ``mixin`` is to be made of, by name: trainers have their arguments in orders of their
+    own. Raises TypeError as a call does."""
+    names: list[str] = []
+    for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
+        parameters = inspect.signature(vars(base)["__init__"]).parameters.values() if "__init__" in vars(base) else ()
+        if parameters and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+            names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+            break
+    if len(given) > len(names):
+        raise TypeError(f"{trainer_class.__name__} takes {len(names)} arguments by position, not {len(given)}")
+    by_position = dict(zip(names, given, strict=False))
+    if twice := by_position.keys() & named.keys():
+        raise TypeError(f"{trainer_class.__name__} got {min(twice)!r} by position and by name")
+    return {**by_position, **named}
+
+
+class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -55,9 +77,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
     arguments that offloading cannot honour exactly.
     """
 
-    def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any, offload: Any = None, **kwargs: Any
-    ) -> None:
+    def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
@@ -65,24 +85,36 @@ class OffloadTrainerMixin(WholeCheckpoints):
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         already = isinstance(model, nn.Module) and engine_of(model) is not None
-        if offload is not None or already:
-            keep_from_others()
-            self._offload_config = OffloadConfig.load(offload)
-            args = args or TrainingArguments(output_dir="tmp_trainer")
-            check_arguments(args)
-            check_model(model)
-            check_optimizers(kwargs.get("optimizers", (None, None)), kwargs.get("optimizer_cls_and_kwargs"))
-            use_one_gpu(args)
-            if isinstance(model, str | Path):
-                model = from_pretrained(
-                    model,
-                    offload=self._offload_config,
-                    torch_device=args.device,
-                    bf16=args.bf16,
-                    default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-                    hold_gradients=_holds_gradients(args, self._offload_config),
-                )
-        super().__init__(model, args, *rest, **kwargs)
+        if offload is None and not already:
+            super().__init__(model, *rest, **kwargs)
+            return
+        keep_from_others()
+        self._offload_config = OffloadConfig.load(offload)
+        settings = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs)
+        args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
+        settings["args"] = args
+        check_arguments(args)
+        check_model(model)
+        check_optimizers(settings.get("optimizers") or (None, None), settings.get("optimizer_cls_and_kwargs"))
+        use_one_gpu(args)
+        with self._own_models(settings):
+            if isinstance(settings["model"], Path | str) and not self._makes_models:
+                settings["model"] = self._stream(settings["model"], args)
+            super().__init__(**settings)
+
+    def _stream(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
+        """`from_pretrained` of what is to be trained."""
+        config = self._offload_config
+        assert config is not None
+        return from_pretrained(
+            path,
+            offload=config,
+            torch_device=args.device,
+            bf16=args.bf16,
+            default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+            hold_gradients=_holds_gradients(args, config),
+            **kwargs,
+        )
 
     # The engine: attached late, after everything that patches or wraps the model has had its turn.
 
@@ -189,6 +221,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
         self._save_scaler(folder)
         self._save_rng_state(folder)
         save_buffers(self.model, folder)
+        self._write_step_facts(folder)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
         if self._resume_point.commit is not None and self.state.global_step >= self.state.max_steps:
@@ -273,6 +306,7 @@ class OffloadTrainerMixin(WholeCheckpoints):
                 "was tried that failed later); resume once more, with a batch size that fits"
             )
         load_buffers(self.model, journal_folder)
+        self._read_step_facts(journal_folder)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         """Weights come with the optimizer's states: when training begins, also anew with another batch size."""

@@ -8,27 +8,17 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tiny_tokenizer import SENTENCES, tiny_tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+from hf_lohan.testing.models import tiny_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import one another as they do when run
 
-SENTENCES = [f"block {index} goes down to the disk and comes back up when it is its turn" for index in range(40)]
-
-
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE of at most `VOCAB_SIZE` tokens, trained on the sentences."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE, special_tokens=["<end>"], show_progress=False)
-    bpe.train_from_iterator(SENTENCES, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<end>")
+    return tiny_tokenizer()
 
 
 @pytest.fixture(scope="session")

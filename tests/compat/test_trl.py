@@ -1,0 +1,67 @@
+"""Canaries: what of TRL's private API must be as it is. A failure here names what an upgrade moved."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import pytest
+from transformers import Trainer
+
+from hf_lohan.compat import trl_private as private
+from hf_lohan.testing.models import tiny_model
+
+trl = pytest.importorskip("trl")
+
+KINDS = ("SFT", "DPO", "KTO", "Reward", "GRPO")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_trainer_makes_its_models_by_the_function_that_is_replaced(kind: str) -> None:
+    trainer_class = getattr(trl, f"{kind}Trainer")
+    source = inspect.getsource(trainer_class.__init__)
+    assert f"{private.MAKES_MODELS}(" in source, f"trl.{kind}Trainer loads checkpoints into memory by another function"
+    assert private.makes_models(trainer_class) and not private.makes_models(Trainer)
+
+
+def test_models_are_made_by_whom_we_say_and_only_within() -> None:
+    module = sys.modules[trl.DPOTrainer.__module__]
+    stock = getattr(module, private.MAKES_MODELS)
+    asked: list[Any] = []
+
+    class Derived(trl.DPOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    with private.models_made_by(Derived, lambda *given, **named: asked.append((given, named))):
+        getattr(module, private.MAKES_MODELS)("a/path", dtype="float32")
+    assert asked == [((stock, "a/path"), {"dtype": "float32"})]
+    assert getattr(module, private.MAKES_MODELS) is stock
+    parameters = list(inspect.signature(stock).parameters)
+    assert parameters == ["model_id", "architecture", "kwargs"], "a model is made of other arguments now"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_default_arguments_are_those_that_the_trainer_itself_takes(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer_class = getattr(trl, f"{kind}Trainer")
+    assert f'args = {kind}Config(f"{{model_name}}-{kind}")' in inspect.getsource(trainer_class.__init__)
+    # Not made: bfloat16 is a default, which not every machine has.
+    monkeypatch.setattr(sys.modules[trainer_class.__module__], f"{kind}Config", lambda folder: (kind, folder))
+    assert private.default_arguments(trainer_class, "models/tiny") == (kind, f"tiny-{kind}")
+    assert private.default_arguments(Trainer, tiny_model("llama")) is None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_counted_has_the_names_that_are_kept(kind: str) -> None:
+    source = inspect.getsource(getattr(trl, f"{kind}Trainer"))
+    names = {"_metrics", "_total_train_tokens"} | (set(private.STEP_FACTS) if kind == "GRPO" else set())
+    missing = [name for name in names if f"self.{name.removeprefix('self.')}" not in source]
+    assert not missing, f"a run that goes on from its last step would log other numbers: {missing} are gone"
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_the_reference_is_asked_for_log_probs_where_we_offload_first(kind: str) -> None:
+    source = inspect.getsource(getattr(trl, f"{kind}Trainer").__init__)
+    assert "self._precompute_ref_logps(" in source, "the model would compute before it is offloaded"

@@ -1,0 +1,53 @@
+"""Trainers have their arguments in orders of their own: the mixin gives them by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+
+class Scored(StockTrainer):  # type: ignore[misc]
+    """Has an argument between two of Trainer's, as TRL's trainers do."""
+
+    def __init__(self, model: Any, scorer: Any, args: Any = None, **kwargs: Any) -> None:
+        self.scorer = scorer
+        super().__init__(model=model, args=args, **kwargs)
+
+
+class Logged(Scored):
+    """Passes on what it does not know."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+
+
+@pytest.mark.parametrize("base", [Scored, Logged])
+@pytest.mark.parametrize("offload", [None, {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}], ids=["stock", "offloaded"])
+def test_arguments_arrive_where_they_belong(base: type, offload: Any, tmp_path: Path) -> None:
+    class Ours(hf_lohan.OffloadTrainerMixin, base):  # type: ignore[misc]
+        pass
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[], disable_tqdm=True)
+    rows = [{name: value[0] for name, value in tiny_batch().items()}]
+    by_position = Ours(tiny_model("llama"), "by length", args, train_dataset=rows, offload=offload)
+    by_name = Ours(scorer="by length", model=tiny_model("llama"), args=args, train_dataset=rows, offload=offload)
+    for trainer in (by_position, by_name):
+        assert (trainer.scorer, trainer.args, trainer.train_dataset) == ("by length", args, rows)
+
+
+def test_too_many_arguments_are_an_error_as_in_any_call(tmp_path: Path) -> None:
+    class Ours(hf_lohan.OffloadTrainerMixin, Scored):
+        pass
+
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(TypeError, match="takes 3 arguments by position, not 4"):
+        Ours(tiny_model("llama"), "by length", args, "another", offload="lohan")
+    with pytest.raises(TypeError, match="got 'args' by position and by name"):
+        Ours(tiny_model("llama"), "by length", args, args=args, offload="lohan")

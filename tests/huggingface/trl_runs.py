@@ -1,0 +1,156 @@
+"""The same run of a TRL trainer twice, stock and offloaded, with all that it logged and the weights it left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from tiny_tokenizer import SENTENCES, tiny_tokenizer
+from torch import Tensor
+
+import hf_lohan.trl
+from hf_lohan.huggingface import engine_of
+from hf_lohan.testing.models import tiny_model
+
+BUDGETS = {"cpu_memory": "8MiB", "gpu_memory": "2MiB"}
+"""Room for two engines with two or three blocks on the device each."""
+NUM_STEPS = 4
+_OF_THE_CLOCK = ("runtime", "per_second", "step_time", "total_flos", "epoch")
+NORM_RELATIVE_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a trainer did."""
+
+    trainer: Any
+    logs: list[dict[str, Any]]
+    weights: dict[str, Tensor]
+
+
+def save_checkpoint(folder: Path, **overrides: Any) -> Path:
+    """A tiny Llama and its tokenizer, as a user has them on disk."""
+    tokenizer = tiny_tokenizer()
+    tiny_model("llama", eos_token_id=tokenizer.eos_token_id, **overrides).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def arguments(kind: str, folder: Path, **settings: Any) -> Any:
+    """Of a kind of trainer ("SFT", "DPO", ...): a few steps in float32 on the CPU."""
+    defaults: dict[str, Any] = {
+        "use_cpu": True,
+        "bf16": False,
+        "max_steps": NUM_STEPS,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 0,
+    }
+    return getattr(trl, f"{kind}Config")(str(folder), **{**defaults, **settings})
+
+
+def run(kind: str, args: Any, *, offload: Any = None, **given: Any) -> Run:
+    """Make the trainer and train, stock if ``offload`` is None."""
+    if offload is None:
+        trainer = getattr(trl, f"{kind}Trainer")(args=args, **given)
+    else:
+        trainer = getattr(hf_lohan.trl, f"{kind}Trainer")(args=args, offload=offload, **given)
+    trainer.train()
+    return Run(trainer, comparable(trainer.state.log_history), weights_of(trainer.model))
+
+
+def weights_of(model: Any) -> dict[str, Tensor]:
+    engine = engine_of(model)
+    if engine is None:
+        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    access = engine.parameters
+    return {name: access.read_parameter(name) for name, _ in model.named_parameters()}
+
+
+def close(found: Run) -> None:
+    """Close the engines of a run."""
+    for model in (found.trainer.model, getattr(found.trainer, "ref_model", None)):
+        engine = engine_of(model) if model is not None else None
+        if engine is not None:
+            engine.close()
+
+
+def comparable(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of a log without what the clock says."""
+    return [
+        {key: value for key, value in row.items() if not any(word in key for word in _OF_THE_CLOCK)} for row in history
+    ]
+
+
+def assert_same(ours: Run, stock: Run) -> None:
+    """Everything to the bit but gradient norms, whose parts are summed in another order."""
+    assert len(ours.logs) == len(stock.logs) > 0
+    for ours_row, stock_row in zip(ours.logs, stock.logs, strict=True):
+        assert ours_row.keys() == stock_row.keys()
+        for key, expected in stock_row.items():
+            tolerance = NORM_RELATIVE_TOLERANCE * abs(expected) if key == "grad_norm" else 0.0
+            assert abs(ours_row[key] - expected) <= tolerance, f"{key}: {ours_row[key]} against {expected}"
+    assert ours.weights.keys() == stock.weights.keys()
+    for name, weight in stock.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
+
+
+def assert_trained(found: Run, before: dict[str, Tensor]) -> None:
+    """Some weight is another one now."""
+    assert any(not torch.equal(found.weights[name], weight) for name, weight in before.items())
+
+
+def both(
+    kind: str, folder: Path, settings: dict[str, Any], given: Callable[[], dict[str, Any]], **offload: Any
+) -> tuple[Run, Run]:
+    """(ours, stock), each with what ``given`` makes for it."""
+    stock = run(kind, arguments(kind, folder / "stock", **settings), **given())
+    ours = run(kind, arguments(kind, folder / "ours", **settings), offload={**BUDGETS, **offload}, **given())
+    close(ours)
+    return ours, stock
+
+
+def lora(**settings: Any) -> Any:
+    """Of two matrices a layer, so that hidden states and a layer's middle are adapted."""
+    import peft
+
+    return peft.LoraConfig(
+        **{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], "task_type": "CAUSAL_LM", **settings}
+    )
+
+
+def texts(num_rows: int = 24) -> Dataset:
+    return Dataset.from_dict({"text": SENTENCES[:num_rows]})
+
+
+def preferences(num_rows: int = 12) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [f"block {index} goes" for index in range(num_rows)],
+            "chosen": [" down to the disk"] * num_rows,
+            "rejected": [" up when it is its turn"] * num_rows,
+        }
+    )
+
+
+def judgements(num_rows: int = 12) -> Dataset:
+    return Dataset.from_dict(
+        {
+            "prompt": [f"block {index} goes" for index in range(num_rows)],
+            "completion": [" down to the disk", " up and comes back"] * (num_rows // 2),
+            "label": [True, False] * (num_rows // 2),
+        }
+    )
+
+
+def prompts(num_rows: int = 12) -> Dataset:
+    return Dataset.from_dict({"prompt": [f"block {index} goes" for index in range(num_rows)]})
