@@ -1,0 +1,94 @@
+"""Learning from preferences with TRL's trainers goes as it does in memory, the reference model included."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.huggingface import engine_of
+from hf_lohan.testing.models import tiny_model
+
+pytest.importorskip("trl")
+import trl_runs
+from tiny_tokenizer import tiny_tokenizer
+from trl_runs import both, judgements, preferences
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+def another_model() -> Any:
+    return tiny_model("llama", seed=7, eos_token_id=tiny_tokenizer().eos_token_id)
+
+
+def dataset_for(kind: str) -> Any:
+    return preferences() if kind == "DPO" else judgements()
+
+
+@pytest.mark.parametrize("kind", ["DPO", "KTO"])
+def test_with_a_reference_of_the_same_checkpoint(kind: str, checkpoint: Path, tmp_path: Path) -> None:
+    ours, stock = both(kind, tmp_path, {}, lambda: {"model": str(checkpoint), "train_dataset": dataset_for(kind)})
+    trl_runs.assert_same(ours, stock)
+    policy, reference = engine_of(ours.trainer.model), engine_of(ours.trainer.ref_model)
+    assert policy is not None and reference is not None
+    assert reference.tiers.store.paths[0].path == f"{policy.tiers.store.paths[0].path}/ref"
+    # Both within the budgets of one, and no states for what is not trained.
+    gpu_bytes = policy.layout.plan.gpu_pool_bytes + reference.layout.plan.gpu_pool_bytes
+    cpu_bytes = policy.layout.cpu_bytes + reference.layout.cpu_bytes
+    assert gpu_bytes <= 2 << 20 and cpu_bytes <= 8 << 20
+    assert {record.kind for record in reference.layout.records} == {"param"}
+
+
+def test_with_models_in_memory_and_a_reference_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+    ours, stock = both(
+        "DPO",
+        tmp_path,
+        {"gradient_accumulation_steps": 2, "max_steps": 2},
+        lambda: {
+            "model": tiny_model("llama", eos_token_id=tiny_tokenizer().eos_token_id),
+            "ref_model": another_model(),
+            "train_dataset": preferences(),
+            "processing_class": tiny_tokenizer(),
+        },
+    )
+    trl_runs.assert_same(ours, stock)
+
+
+@pytest.mark.parametrize(("kind", "is_streamed"), [("DPO", True), ("KTO", False)], ids=["DPO", "KTO-in_memory"])
+def test_with_log_probs_of_the_reference_computed_before(
+    kind: str, is_streamed: bool, checkpoint: Path, tmp_path: Path
+) -> None:
+    runs = itertools.count()
+
+    def given() -> dict[str, Any]:
+        model = str(checkpoint) if is_streamed else tiny_model("llama", eos_token_id=tiny_tokenizer().eos_token_id)
+        dataset = dataset_for(kind)
+        # Of another dataset they are computed anew, not found in a cache.
+        dataset = dataset.add_column("run", [next(runs)] * len(dataset))
+        return {"model": model, "train_dataset": dataset, "processing_class": tiny_tokenizer()}
+
+    ours, stock = both(kind, tmp_path, {"precompute_ref_log_probs": True}, given)
+    trl_runs.assert_same(ours, stock)
+    assert ours.trainer.ref_model is None
+    files = [found.trainer.train_dataset.cache_files for found in (ours, stock)]
+    assert files[0] != files[1], "both were computed"
+
+
+@pytest.mark.parametrize(("kind", "activations"), [("DPO", "auto"), ("KTO", "keep")])
+def test_with_adapters_that_are_switched_off_for_the_reference(
+    kind: str, activations: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    ours, stock = both(
+        kind,
+        tmp_path,
+        {},
+        lambda: {"model": str(checkpoint), "train_dataset": dataset_for(kind), "peft_config": trl_runs.lora()},
+        activations=activations,
+    )
+    trl_runs.assert_same(ours, stock)
+    assert ours.trainer.ref_model is None

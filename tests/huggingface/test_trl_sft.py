@@ -1,0 +1,108 @@
+"""Supervised fine-tuning with TRL's trainer goes as it does in memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import hf_lohan
+
+trl = pytest.importorskip("trl")
+import trl_runs  # noqa: E402 - imports trl
+from trl_runs import arguments, both, texts  # noqa: E402
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "packing": {"packing": True, "max_length": 32},
+    "packing_wrapped": {"packing": True, "max_length": 32, "packing_strategy": "wrapped"},
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 3},
+    "without_clipping": {"max_grad_norm": 0.0},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return trl_runs.save_checkpoint(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+def test_a_streamed_model_learns_as_in_memory(settings: dict[str, Any], checkpoint: Path, tmp_path: Path) -> None:
+    eval_dataset = texts(8) if "eval_strategy" in settings else None
+    ours, stock = both(
+        "SFT",
+        tmp_path,
+        settings,
+        lambda: {"model": str(checkpoint), "train_dataset": texts(), "eval_dataset": eval_dataset},
+    )
+    trl_runs.assert_same(ours, stock)
+
+
+def test_adapters_learn_as_in_memory(checkpoint: Path, tmp_path: Path) -> None:
+    ours, stock = both(
+        "SFT",
+        tmp_path,
+        {},
+        lambda: {"model": str(checkpoint), "train_dataset": texts(), "peft_config": trl_runs.lora()},
+    )
+    trl_runs.assert_same(ours, stock)
+
+
+def test_the_mixin_alone_is_enough(checkpoint: Path, tmp_path: Path) -> None:
+    class OffloadSFTTrainer(hf_lohan.OffloadTrainerMixin, trl.SFTTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    stock = trl_runs.run("SFT", arguments("SFT", tmp_path / "stock"), model=str(checkpoint), train_dataset=texts())
+    args = arguments("SFT", tmp_path / "ours")
+    # By position, as TRL has them: the collator is the third.
+    trainer = OffloadSFTTrainer(str(checkpoint), args, None, texts(), offload=trl_runs.BUDGETS)
+    trainer.train()
+    weights = trl_runs.weights_of(trainer.model)
+    trainer.offload_engine.close()
+    assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
+
+
+def test_a_run_goes_on_from_its_last_step_with_the_metrics_of_one_that_was_not_stopped(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    class Killed(Exception):
+        pass
+
+    class KilledAtStep3(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                raise Killed
+
+    settings = {"max_steps": 6, "logging_steps": 6}
+    given = {"model": str(checkpoint), "train_dataset": texts()}
+    whole = trl_runs.run("SFT", arguments("SFT", tmp_path / "a", **settings), offload=trl_runs.BUDGETS, **given)
+    trl_runs.close(whole)
+    with pytest.raises(Killed):
+        trl_runs.run(
+            "SFT", arguments("SFT", tmp_path / "b", **settings), offload=trl_runs.BUDGETS,
+            callbacks=[KilledAtStep3()], **given
+        )  # fmt: skip
+    resumed = hf_lohan.trl.SFTTrainer(
+        args=arguments("SFT", tmp_path / "b", **settings), offload=trl_runs.BUDGETS, **given
+    )
+    resumed.train(resume_from_checkpoint="last_step")
+    assert trl_runs.comparable(resumed.state.log_history)[0] == whole.logs[0]
+    assert all(torch.equal(trl_runs.weights_of(resumed.model)[name], w) for name, w in whole.weights.items())
+    resumed.offload_engine.close()
+
+
+def test_what_was_trained_loads_anywhere(checkpoint: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    args = arguments("SFT", tmp_path / "out", max_steps=2)
+    ours = hf_lohan.trl.SFTTrainer(str(checkpoint), args, train_dataset=texts(), offload=trl_runs.BUDGETS)
+    ours.train()
+    ours.save_model(str(tmp_path / "saved"))
+    trained = trl_runs.weights_of(ours.model)
+    ours.offload_engine.close()
+    loaded = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "saved").named_parameters())
+    assert all(torch.equal(loaded[name], weight) for name, weight in trained.items())
