@@ -74,8 +74,8 @@ PRIVATE_NAMES = {
     "_buffered_inputs", "_last_world_entropy", "_total_train_tokens", "create_model_from_path",
     # torch's
     "_C", "_backward_hooks", "_buffers", "_cdata", "_execution_engine", "_forward_hooks", "_forward_pre_hooks",
-    "_fused_adamw_", "_is_mkldnn_bf16_supported", "_modules", "_opname", "_opt_called", "_parameters", "_schema",
-    "_sequence_nr", "_version",
+    "_fused_adam_", "_fused_adamw_", "_is_mkldnn_bf16_supported", "_modules", "_opname", "_opt_called", "_parameters",
+    "_schema", "_sequence_nr", "_version",
 }  # fmt: skip
 """Of objects of others, that `compat` alone may name."""
 OTHERS_PRIVATE_MODULE = re.compile(r"(torch|transformers|accelerate|trl)\.(\w+\.)*_[a-z]")

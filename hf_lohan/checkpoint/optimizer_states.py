@@ -27,7 +27,7 @@ from hf_lohan.files import StorageError
 from hf_lohan.files.directories import make_folders
 from hf_lohan.files.reflink import RecordCloner
 from hf_lohan.model import Block, ParamSlice, dtype_name
-from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat
+from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat
 
 FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
@@ -69,6 +69,8 @@ class _Index(NamedTuple):
     other_dtypes: dict[str, str]
     """By name, of parameters that have another one."""
     optimizer_state_dtype: str
+    optimizers: dict[str, str]
+    """By name, of parameters that have another one than AdamW."""
     parameters: dict[str, list[_Place]]
     """Each one's parts, in order."""
 
@@ -126,6 +128,8 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     }
     if others := engine.layout.other_dtypes:
         index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
+    if rules := engine.layout.other_rules:
+        index["optimizers"] = rules
     (folder / INDEX_NAME).write_text(json.dumps(index, indent=1))
 
 
@@ -201,7 +205,8 @@ def _read_index(checkpoint: str | Path) -> _Index:
             }
             state_dtype = str(fields.get("optimizer_state_dtype", "float32"))  # there was nothing else to say
             other_dtypes = {str(name): str(dtype) for name, dtype in fields.get("other_dtypes", {}).items()}
-            return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, places)
+            optimizers = {name: rule for rule, names in fields.get("optimizers", {}).items() for name in names}
+            return _Index(folder, str(fields["working_dtype"]), other_dtypes, state_dtype, optimizers, places)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{str(path)!r} is damaged ({error!r}); resume from another checkpoint") from error
     advice = "update hf_lohan" if version > _FORMAT_VERSION else "start anew from the checkpoint's weights"
@@ -251,6 +256,12 @@ def _check_fits(engine: OffloadEngine, index: _Index) -> dict[str, list[ParamSli
             raise ValueError(
                 f"the checkpoint was trained with {saved} working weights, this run uses {found} (for {name}); set "
                 "bf16 as it was"
+            )
+        theirs, ours = index.optimizers.get(name, str(ADAMW)), str(_master_of(engine, name).rule)
+        if theirs != ours:
+            raise ValueError(
+                f"the optimizer states in {str(index.folder)!r} are of {theirs}, this run has {ours} (for {name}); set "
+                "that optimizer, or start anew from the checkpoint's weights"
             )
     moment_dtype = engine.layout.master.moment_dtype
     if index.optimizer_state_dtype != moment_dtype:

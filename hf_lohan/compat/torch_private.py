@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+from torch.optim._muon import muon as muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -23,6 +24,7 @@ from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
+fused_adam_: Callable[..., None] = torch._fused_adam_
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:

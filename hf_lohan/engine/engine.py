@@ -21,7 +21,7 @@ from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
-from hf_lohan.optim import OffloadAdamW
+from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
@@ -65,8 +65,8 @@ class OffloadEngine:
         self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
-        self._groups = ParamGroups(list(self._block_of))
-        self._optimizer: OffloadAdamW | None = None
+        self._groups = ParamGroups({part: block.master.rule for part, block in self._block_of.items()})
+        self._optimizer: OffloadOptimizer | None = None
         self._ring = SlotRing(self.device, layout.plan)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._pipeline = GradientPipeline(
@@ -171,11 +171,11 @@ class OffloadEngine:
     # Steps.
 
     @property
-    def optimizer(self) -> OffloadAdamW | None:
+    def optimizer(self) -> OffloadOptimizer | None:
         """Whose hyperparameters the updates have."""
         return self._optimizer
 
-    def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
+    def bind_optimizer(self, optimizer: OffloadOptimizer) -> None:
         """Take hyperparameters from `optimizer`, which starts with zero moments. Raises ValueError if its groups do not
         fit the store."""
         if self._optimizer is not None:
@@ -184,7 +184,7 @@ class OffloadEngine:
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
-                for kind in self.layout.master.moment_kinds:
+                for kind in self._block_of[part].master.moment_kinds:
                     self._parameters.write_state(part.name, kind, Zeros())
         self._optimizer = optimizer
 

@@ -15,14 +15,15 @@ from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
-from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_model
 from hf_lohan.huggingface.loading import reload_weights
+from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
-from hf_lohan.optim import OffloadAdamW
+from hf_lohan.model import Rules
+from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import LoopRecord
 
 _MODEL_FOLDER = "lohan_model"
@@ -45,7 +46,7 @@ class LohanPlugin:
     """The store's folder if the configuration names none."""
 
 
-class _PreparedOffloadAdamW(AcceleratedOptimizer):
+class _PreparedOffloadOptimizer(AcceleratedOptimizer):
     """Skips as mixed precision does on overflow: schedulers then do not advance."""
 
     @property
@@ -90,11 +91,11 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         yield
 
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
-        if not isinstance(optimizer, OffloadAdamW):
+        if not isinstance(optimizer, OffloadOptimizer):
             return super().prepare_optimizer(optimizer, device_placement=device_placement)
         # With placement, accelerate would move its state dict to the device and load it back.
         prepared = super().prepare_optimizer(optimizer, device_placement=False)
-        become(prepared, _PreparedOffloadAdamW)
+        become(prepared, _PreparedOffloadOptimizer)
         return prepared
 
     def clip_grad_norm_(
@@ -132,7 +133,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
 
 
 class Accelerator(OffloadAwareAccelerator):
-    """`accelerate.Accelerator` whose `prepare` offloads the model and takes over its AdamW.
+    """`accelerate.Accelerator` whose `prepare` offloads the model and takes over its optimizer.
 
     ```python
     accelerator = Accelerator(lohan_plugin=LohanPlugin(offload="configs/lohan.yaml"))
@@ -155,14 +156,14 @@ class Accelerator(OffloadAwareAccelerator):
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Offloads the model and turns its `torch.optim.AdamW` into one over the store."""
-        for item in objects:
-            if isinstance(item, torch.optim.Optimizer):
-                _check_optimizer(item)
+        """As in accelerate. Offloads the model and turns its optimizer, of `torch.optim`, into one over the store."""
+        optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        for optimizer in optimizers:
+            check_given(optimizer)
         engine = None
         for item in objects:
             if isinstance(item, nn.Module):
-                engine = engine_of(item) or self._offload(item)
+                engine = engine_of(item) or self._offload(item, rules_of(optimizers))
         converted = [
             self._take_over(item, engine) if isinstance(item, torch.optim.Optimizer) else item for item in objects
         ]
@@ -185,7 +186,7 @@ class Accelerator(OffloadAwareAccelerator):
             return [micro_batch() for micro_batch in micro_batches]
         return engine.run_micro_batches(micro_batches)
 
-    def _offload(self, model: nn.Module) -> OffloadEngine:
+    def _offload(self, model: nn.Module, rules: Rules) -> OffloadEngine:
         check_model(model)
         plugin = self.lohan_plugin
         return offload_model(
@@ -195,17 +196,16 @@ class Accelerator(OffloadAwareAccelerator):
             default_ssd_path=plugin.ssd_path,
             working_dtype=torch.bfloat16 if plugin.bf16 else None,
             hold_gradients=plugin.max_grad_norm != 0 or self.gradient_accumulation_steps > 1,
+            rules=rules,
         )
 
     def _take_over(self, optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> torch.optim.Optimizer:
-        if isinstance(optimizer, OffloadAdamW):
+        if isinstance(optimizer, OffloadOptimizer):
             return optimizer
         engine = engine or self.offload_engine
         if engine is None:
             raise ValueError("prepare the model together with its optimizer, or before it")
-        # The same group dicts: the caller's scheduler goes on writing its learning rates into them.
-        taken = OffloadAdamW(optimizer.param_groups, engine=engine)
-        mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
+        taken = take_over(optimizer, engine)
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
                 self._loop_record = LoopRecord(engine, run_plan_of(engine), Path(self.project_dir or "."))
@@ -258,12 +258,3 @@ class Accelerator(OffloadAwareAccelerator):
                 load_optimizer_states(engine, input_dir)
                 if self._loop_record is not None:
                     self._loop_record.resume()
-
-
-def _check_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    if isinstance(optimizer, OffloadAdamW):
-        return
-    if type(optimizer) is not torch.optim.AdamW:
-        raise ValueError(f"{type(optimizer).__name__} cannot be offloaded; use torch.optim.AdamW")
-    if any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups) or optimizer.state:
-        raise ValueError("only a fresh torch.optim.AdamW without amsgrad and maximize can be offloaded")

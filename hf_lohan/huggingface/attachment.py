@@ -33,6 +33,7 @@ from hf_lohan.engine import (
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
@@ -65,18 +66,24 @@ def offload_model(
     default_ssd_path: str | Path,
     working_dtype: torch.dtype | None = None,
     hold_gradients: bool = True,
+    rules: Rules = adamw_everywhere,
 ) -> OffloadEngine:
     """Drain a model that stands in memory into the store and attach an engine to it.
 
     `working_dtype` is what the model computes with from now on (default: each parameter has its own dtype); float32
-    weights keep their exact values as masters. Raises ValueError where the model, the budgets or the paths do not allow
-    it, before a weight is touched.
+    weights keep their exact values as masters. `rules` say whose states the store has. Raises ValueError where the
+    model, the budgets or the paths do not allow it, before a weight is touched.
     """
     device = open_device(config, torch_device)
     config = resolved_here(config, device, default_ssd_path)
     refuse_reentrant(model)
     layout = lay_out(
-        model, config, working_dtype=working_dtype, hold_gradients=hold_gradients, memory_is_host=device.memory_is_host
+        model,
+        config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        memory_is_host=device.memory_is_host,
+        rules=rules,
     )
     tiers = open_tiers_or_take_over(layout, config, device)
     try:

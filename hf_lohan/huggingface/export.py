@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
 
 import torch
 import transformers
 from safetensors.torch import load, load_file
+from torch import nn
 
 from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
@@ -20,7 +22,7 @@ from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import stored_form
-from hf_lohan.optim import MomentDtype
+from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
 
 _BUFFER_BYTES = 4 << 20
@@ -66,6 +68,11 @@ def _moment_dtype(store: Store) -> MomentDtype:
     return cast(MomentDtype, name)
 
 
+def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+    rule_of = {name: UpdateRule.parse(text) for text, names in facts.get("optimizers", {}).items() for name in names}
+    return {parameter: rule_of[name] for name, parameter in model.named_parameters() if name in rule_of}
+
+
 def _export_store(store: Store, out: Path) -> None:
     if store.model_folder is None:
         raise ValueError(
@@ -76,7 +83,8 @@ def _export_store(store: Store, out: Path) -> None:
     model: Any = _build_described(folder)
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
     # Of several, each parameter has its own, as it was described.
-    form = stored_form(model, getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None, _moment_dtype(store))
+    working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
+    form = stored_form(model, working_dtype, _moment_dtype(store), partial(_rules, _read_facts(folder)))
     if form.identity.fingerprint != store.model.fingerprint:
         raise ValueError(
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "

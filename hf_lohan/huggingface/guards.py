@@ -8,9 +8,8 @@ from typing import Any
 from torch import nn
 from transformers import TrainingArguments
 
-from hf_lohan.optim import OffloadAdamW
-
-_ADAMW = ("adamw_torch", "adamw_torch_fused")
+from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
+from hf_lohan.optim import OffloadOptimizer
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -22,8 +21,11 @@ def check_arguments(args: TrainingArguments) -> None:
         "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
         "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
         "bf16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.bf16_full_eval,
-        f"optim={optim!r} is not supported under offload; use one of {', '.join(_ADAMW)}": optim not in _ADAMW,
-        f"optim_args={args.optim_args!r} is not supported under offload; use adam_beta1 and so on": args.optim_args,
+        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}": (
+            optim not in OPTIM_NAMES
+        ),
+        f"optim_args={args.optim_args!r} would be ignored in part with optim={optim!r}; use learning_rate, "
+        "weight_decay, adam_beta1 and so on": refused_optim_args(optim, args.optim_args),
         "use_reentrant=True cannot be offloaded (a gradient would arrive twice); set use_reentrant=False": (
             checkpointing.get("use_reentrant")
         ),
@@ -85,20 +87,24 @@ def check_model(model: Any) -> None:
         raise ValueError("a model loaded with device_map= cannot be offloaded; load it without, or pass its path")
 
 
-def check_optimizers(optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any) -> None:
-    """Raises ValueError if the caller brings an optimizer: the states live in the store."""
-    if optimizers[0] is not None or optimizer_cls_and_kwargs is not None:
-        raise ValueError(
-            "an optimizer was passed in, but under offload the optimizer is part of the engine; leave it out and set "
-            "learning_rate, weight_decay, adam_beta1, adam_beta2 and adam_epsilon in the training arguments"
-        )
+def check_optimizers(model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any) -> None:
+    """Raises ValueError if the caller brings an optimizer that cannot be taken over."""
+    if optimizers[0] is not None:
+        if not isinstance(model, nn.Module):
+            raise ValueError(
+                "an optimizer was passed in together with a model's path, so it cannot be over the model's parameters; "
+                "load the model with hf_lohan.from_pretrained, or pass optimizer_cls_and_kwargs"
+            )
+        check_given(optimizers[0])
+    if optimizer_cls_and_kwargs is not None:
+        choice_of(optimizer_cls_and_kwargs)
 
 
 def check_optimizer(optimizer: Any) -> None:
     """Raises ValueError for an optimizer that would step placeholders."""
     inner = getattr(optimizer, "optimizer", optimizer)
-    if not isinstance(inner, OffloadAdamW):
+    if not isinstance(inner, OffloadOptimizer):
         raise ValueError(
-            f"{type(inner).__name__} cannot step an offloaded model; override get_decay_parameter_names, or return "
-            "hf_lohan.OffloadAdamW(groups, engine=self.offload_engine) from create_optimizer"
+            f"{type(inner).__name__} cannot step an offloaded model; return it from create_optimizer, where it is "
+            "taken over, or pass it as optimizers=(optimizer, scheduler)"
         )

@@ -23,6 +23,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
+from hf_lohan.huggingface.optimizers import choice_of
+from hf_lohan.model import adamw_everywhere
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
@@ -43,6 +45,7 @@ def from_pretrained(
     hold_gradients: bool = True,
     model_class: Any = None,
     is_trained: bool = True,
+    optimizer: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Load a causal LM with its weights streamed into the store, ready to train.
@@ -58,6 +61,7 @@ def from_pretrained(
             backward.
         model_class: default `AutoModelForCausalLM`.
         is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
+        optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default AdamW.
         kwargs: for the model class's own `from_pretrained`.
 
     Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
@@ -86,6 +90,7 @@ def from_pretrained(
         working_dtype=working_dtype,
         hold_gradients=hold_gradients,
         memory_is_host=device.memory_is_host,
+        rules=adamw_everywhere if optimizer is None else choice_of(optimizer).rules,
     )
     layout = lay_out_for_this(skeleton)
     tiers = open_tiers_or_take_over(layout, config, device)

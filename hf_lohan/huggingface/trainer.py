@@ -30,11 +30,13 @@ from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.trl_models import TrlModels
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
-from hf_lohan.optim import OffloadAdamW
+from hf_lohan.model import Rules
+from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import STORE_FOLDER
 
@@ -77,6 +79,9 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
     arguments that offloading cannot honour exactly.
     """
 
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+
     def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
@@ -95,7 +100,8 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         settings["args"] = args
         check_arguments(args)
         check_model(model)
-        check_optimizers(settings.get("optimizers") or (None, None), settings.get("optimizer_cls_and_kwargs"))
+        self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
+        check_optimizers(model, settings.get("optimizers") or (None, None), self.optimizer_cls_and_kwargs)
         use_one_gpu(args)
         with self._own_models(settings):
             if isinstance(settings["model"], Path | str) and not self._makes_models:
@@ -113,6 +119,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             bf16=args.bf16,
             default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
             hold_gradients=_holds_gradients(args, config),
+            optimizer=choose_optimizer(args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs),
             **kwargs,
         )
 
@@ -139,6 +146,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
                 hold_gradients=_holds_gradients(args, self._offload_config),
+                rules=self._rules(),
             )
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
@@ -146,6 +154,15 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), tqdm.write))
             self.add_callback(self._recorded_run)
         return engine
+
+    def _rules(self) -> Rules:
+        """Whose states the store is to have."""
+        if self.optimizer is None:
+            return self._optimizer_choice().rules
+        return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
+
+    def _optimizer_choice(self) -> OptimizerChoice:
+        return choose_optimizer(self.args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs)
 
     @property
     def _record(self) -> RunRecord | None:
@@ -243,16 +260,19 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()
-        if engine is not None and self.optimizer is None:
-            arguments = self.args
+        if engine is None:
+            return super().create_optimizer(*args, **kwargs)
+        asked = self.optimizer_cls_and_kwargs
+        if self.optimizer is None:
             # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
-            betas = (arguments.adam_beta1, arguments.adam_beta2)
-            settings = {"lr": arguments.learning_rate, "betas": betas, "eps": arguments.adam_epsilon, "engine": engine}
-            self.optimizer_cls_and_kwargs = (OffloadAdamW, settings)
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if engine is not None:
-            check_optimizer(self.optimizer)
-        return optimizer
+            self.optimizer_cls_and_kwargs = self._optimizer_choice().over(engine)
+        try:
+            super().create_optimizer(*args, **kwargs)
+        finally:
+            self.optimizer_cls_and_kwargs = asked
+        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), OffloadOptimizer):
+            self.optimizer = take_over(self.optimizer, engine)
+        return self.optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:

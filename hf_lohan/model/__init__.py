@@ -6,7 +6,7 @@ a byte: blocks are named and measured, and everything above speaks of them.
 """
 
 from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
-from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, discover_blocks
+from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, Rules, adamw_everywhere, discover_blocks
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
@@ -20,8 +20,10 @@ __all__ = [
     "ModelBlocks",
     "Operation",
     "ParamSlice",
+    "Rules",
     "StoredForm",
     "TracedModel",
+    "adamw_everywhere",
     "anchor_name",
     "discover_blocks",
     "dtype_name",

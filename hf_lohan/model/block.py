@@ -151,6 +151,11 @@ class Block:
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
     @property
+    def needs_whole(self) -> bool:
+        """Whether its optimizer updates parameters whole, so that each has to lie in one chunk."""
+        return bool(self.state_numel) and self.master.rule.needs_whole
+
+    @property
     def param_bytes(self) -> int:
         """Of its `param` record."""
         return self.numel * self.master.working_dtype.itemsize

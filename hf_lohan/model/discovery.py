@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
-from hf_lohan.optim import MomentDtype, master_format
+from hf_lohan.optim import ADAMW, MasterFormat, MomentDtype, UpdateRule, master_format
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
@@ -22,6 +22,15 @@ _ADAPTER_FRACTION = 1 / 16
 """Trainable parameters that are a smaller part of the model than this are adapters."""
 _RESIDENT_FRACTION = 1 / 16
 """A module outside the layers this much smaller than a layer is not worth a slot of its own: it stays on the device."""
+
+
+Rules = Callable[[nn.Module], Mapping[nn.Parameter, UpdateRule]]
+"""Which rule updates each parameter of a model (real or on meta); AdamW those that are not named."""
+
+
+def adamw_everywhere(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+    """The `Rules` of a run that asks for nothing else."""
+    return {}
 
 
 class DiscoveryError(ValueError):
@@ -77,31 +86,39 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def discover_blocks(
-    model: nn.Module, working_dtype: torch.dtype | None = None, moment_dtype: MomentDtype = "float32"
+    model: nn.Module,
+    working_dtype: torch.dtype | None = None,
+    moment_dtype: MomentDtype = "float32",
+    rules: Rules = adamw_everywhere,
 ) -> ModelBlocks:
     """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them.
 
-    `working_dtype` is that of all parameters; None: each has its own. Parameters of several dtypes are not mixed in a
-    block: the fewer have one of their own. Raises DiscoveryError, or ValueError for a dtype that cannot be trained.
+    `working_dtype` is that of all parameters; None: each has its own. Parameters of several dtypes or rules are not
+    mixed in a block: the fewer have one of their own. Raises DiscoveryError, or ValueError for a dtype that cannot be
+    trained.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
+    rule_of = rules(model)
+
+    def form_of(parameter: nn.Parameter) -> MasterFormat:
+        return master_format(working_dtype or parameter.dtype, moment_dtype, rule_of.get(parameter, ADAMW))
+
     adapters = _adapters(list(names), layers)
     owned: set[nn.Parameter] = set(adapters)
     blocks: list[Block] = []
 
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
         owned.update(parameters)
-        for block_name, dtype, alike in _by_dtype(name, parameters, working_dtype):
-            named = {names[p]: p for p in alike}
-            blocks.append(lay_out_block(block_name, size_class, named, master_format(dtype, moment_dtype)))
+        for block_name, form, alike in _by_form(name, parameters, form_of):
+            blocks.append(lay_out_block(block_name, size_class, {names[p]: p for p in alike}, form))
 
     small: dict[nn.Parameter, None] = {}  # a set that keeps the order
     odd: dict[str, list[nn.Parameter]] = {}
     for name, layer in layers.items():
         fresh = [p for p in layer.parameters() if p not in owned]
         if fresh:
-            (_, _, most), *others = _by_dtype(name, fresh, working_dtype)
+            (_, _, most), *others = _by_form(name, fresh, form_of)
             add(name, SizeClass.LAYER, most)
             odd.update({other_name: alike for other_name, _, alike in others})
     outer = _modules_outside(model, layers)
@@ -139,18 +156,22 @@ def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> l
     return trainable if is_few and has_base else []
 
 
-def _by_dtype(
-    name: str, parameters: list[nn.Parameter], working_dtype: torch.dtype | None
-) -> list[tuple[str, torch.dtype, list[nn.Parameter]]]:
-    """The parameters of a block by working dtype, with a name for the block of each; most elements first."""
-    alike: dict[torch.dtype, list[nn.Parameter]] = {}
+def _by_form(
+    name: str, parameters: list[nn.Parameter], form_of: Callable[[nn.Parameter], MasterFormat]
+) -> list[tuple[str, MasterFormat, list[nn.Parameter]]]:
+    """The parameters of a block by their form, with a name for the block of each; most elements first."""
+    alike: dict[MasterFormat, list[nn.Parameter]] = {}
     for parameter in parameters:
-        alike.setdefault(working_dtype or parameter.dtype, []).append(parameter)
+        alike.setdefault(form_of(parameter), []).append(parameter)
     most_first = sorted(alike.items(), key=lambda item: -sum(p.numel() for p in item[1]))
-    return [
-        (name if index == 0 else f"{name}.{str(dtype).removeprefix('torch.')}", dtype, of_dtype)
-        for index, (dtype, of_dtype) in enumerate(most_first)
-    ]
+
+    def name_of(form: MasterFormat) -> str:
+        most, _ = most_first[0]
+        dtype = str(form.working_dtype).removeprefix("torch.")
+        own = [dtype] if form.working_dtype != most.working_dtype else []
+        return ".".join([name, *own, *([form.rule.name] if form.rule != most.rule else [])])
+
+    return [(name_of(form), form, of_form) for form, of_form in most_first]
 
 
 def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:

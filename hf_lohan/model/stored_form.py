@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL, Block, ParamSlice
-from hf_lohan.model.discovery import ModelBlocks, discover_blocks
-from hf_lohan.optim import SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
+from hf_lohan.model.discovery import ModelBlocks, Rules, adamw_everywhere, discover_blocks
+from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat, MomentDtype
 from hf_lohan.store import PARAMS_PER_ELEMENT, ModelIdentity, RecordSpec
 
 assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a scale"
@@ -28,16 +28,31 @@ class StoredForm:
     identity: ModelIdentity
 
     @property
+    def other_rules(self) -> dict[str, list[str]]:
+        """Names of the parameters that have another optimizer than AdamW, by that."""
+        names: dict[str, list[str]] = {}
+        for block in self.model_blocks.blocks:
+            if block.master.rule != ADAMW:
+                names.setdefault(str(block.master.rule), []).extend(part.name for part in block.slices)
+        return names
+
+    @property
     def other_dtypes(self) -> dict[str, str]:
         """By name the dtypes of those parameters whose working dtype is not that of most."""
-        others = [block for block in self.model_blocks.blocks if block.master != self.master]
+        most = self.master.working_dtype
+        others = [block for block in self.model_blocks.blocks if block.master.working_dtype != most]
         return {part.name: dtype_name(block.master.working_dtype) for block in others for part in block.slices}
 
 
-def stored_form(model: nn.Module, working_dtype: torch.dtype | None, moment_dtype: MomentDtype) -> StoredForm:
-    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; `working_dtype`: see
+def stored_form(
+    model: nn.Module,
+    working_dtype: torch.dtype | None,
+    moment_dtype: MomentDtype,
+    rules: Rules = adamw_everywhere,
+) -> StoredForm:
+    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; `working_dtype` and `rules`: see
     `discover_blocks`. Raises DiscoveryError, or ValueError for a working dtype that cannot be trained."""
-    model_blocks = discover_blocks(model, working_dtype, moment_dtype)
+    model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules)
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)
@@ -76,9 +91,12 @@ def _identify(
     text = [type(model).__name__]
     text += [_text_of(part) for block in blocks for part in block.slices]
     text += [str(spec) for spec in records]
+    optimizer = " + ".join(sorted({str(block.master.rule) for block in blocks if block.state_numel})) or str(ADAMW)
+    text += [optimizer] if optimizer != str(ADAMW) else []
     return ModelIdentity(
         model_class=type(model).__name__,
         num_parameters=sum(part.numel for block in blocks for part in block.slices),
         fingerprint=hashlib.sha256("\n".join(text).encode()).hexdigest(),
         optimizer_state_dtype=moment_dtype,
+        optimizer=optimizer,
     )

@@ -1,23 +1,32 @@
-"""The optimizer: torch's fused CPU AdamW over flat chunks, exact codecs of masters, rounding ones of moments where that
-is asked for, and the `Optimizer` the world sees.
+"""Optimizers: rules of update over flat chunks, which are torch's own, exact codecs of masters, rounding ones of
+AdamW's moments where that is asked for, and the `Optimizer` the world sees.
 
 Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
 """
 
-from hf_lohan.optim.adamw import AdamWGroup, Segment, update_records_, within
+from hf_lohan.optim.adamw import AdamWGroup
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
-from hf_lohan.optim.optimizer import OffloadAdamW
+from hf_lohan.optim.optimizer import OffloadAdamW, OffloadOptimizer
 from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
+from hf_lohan.optim.rules import ADAMW, OPTIMIZERS, RULE_KEY, UpdateRule, rule_for
+from hf_lohan.optim.segments import Segment, within
+from hf_lohan.optim.update import update_records_
 
 __all__ = [
+    "ADAMW",
+    "OPTIMIZERS",
+    "RULE_KEY",
     "SCALE_BLOCK_NUMEL",
     "AdamWGroup",
     "MasterFormat",
     "MomentDtype",
     "OffloadAdamW",
+    "OffloadOptimizer",
     "Segment",
+    "UpdateRule",
     "encode_master_",
     "master_format",
+    "rule_for",
     "update_records_",
     "widen_in_place",
     "within",

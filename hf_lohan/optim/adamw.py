@@ -1,5 +1,4 @@
-"""AdamW over the records of some parameters, by torch's fused CPU kernel, in whatever form they are stored: as they
-are, through a master that is joined and split again, or tile by tile in float32."""
+"""Adam and AdamW over float32 chunks, by torch's fused CPU kernels."""
 
 from __future__ import annotations
 
@@ -10,16 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.compat.torch_private import fused_adamw_
-from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
-from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
-from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
-
-MAX_TILE_NUMEL = MAX_RUN_NUMEL
-"""A tile's float32 tensors fit a core's cache, just, and its dozens of calls cost little beside what they do."""
-_NUM_ROWS = 3 + NUM_SCRATCH
-"""Float32 tensors that a tile is worked on in: master, moments, scratch."""
-MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
+from hf_lohan.compat.torch_private import fused_adam_, fused_adamw_
+from hf_lohan.optim.segments import Segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,35 +30,27 @@ class AdamWGroup:
         return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Elements [start, stop) of a chunk with equal hyperparameters and an equal step number (the one being taken)."""
-
-    start: int
-    stop: int
-    group: AdamWGroup
-    step: int
-
-
-def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
-    """What of the segments lies in elements [start, stop), counted from `start`."""
-    clipped = (
-        Segment(max(segment.start, start) - start, min(segment.stop, stop) - start, segment.group, segment.step)
-        for segment in segments
-    )
-    return [segment for segment in clipped if segment.start < segment.stop]
-
-
 @torch.no_grad()
-def adamw_(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, segments: Sequence[Segment]) -> None:
+def adamw_(
+    master: Tensor,
+    gradient: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    segments: Sequence[Segment],
+    *,
+    decays_weights: bool = True,
+) -> None:
     """Update float32 chunks of equal shape [numel] in place; elements outside the segments stay as they are.
 
-    Any cut at a multiple of 32 elements, segments and chunks beginning at such, changes no bit of the result.
+    Any cut at a multiple of 32 elements, segments and chunks beginning at such, changes no bit of the result. Unless it
+    ``decays_weights`` themselves, weight decay is a part of the gradient: this is Adam.
     """
+    kernel = fused_adamw_ if decays_weights else fused_adam_
     for segment in segments:
-        part = slice(segment.start, segment.stop)
+        part, group = slice(segment.start, segment.stop), segment.group
+        assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
         # What `torch.optim.adamw.adamw(fused=True)` comes down to; that takes longer to get here than a tile to update.
-        fused_adamw_(
+        kernel(
             [master[part]],
             [gradient[part]],
             [exp_avg[part]],
@@ -76,81 +59,9 @@ def adamw_(master: Tensor, gradient: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor
             [torch.tensor(float(segment.step))],
             amsgrad=False,
             maximize=False,
-            lr=segment.group.lr,
-            beta1=segment.group.beta1,
-            beta2=segment.group.beta2,
-            eps=segment.group.eps,
-            weight_decay=segment.group.weight_decay,
+            lr=group.lr,
+            beta1=group.beta1,
+            beta2=group.beta2,
+            eps=group.eps,
+            weight_decay=group.weight_decay,
         )
-
-
-@torch.no_grad()
-def update_records_(
-    records: Mapping[str, Tensor],
-    gradient: Tensor,
-    segments: Sequence[Segment],
-    form: MasterFormat,
-    *,
-    position: int,
-    private: Sequence[Tensor],
-) -> None:
-    """Update the records of ``form``, by kind, in place from their float32 ``gradient`` [numel]. ``position``: of the
-    first parameter in its block's records.
-
-    ``private`` is `MasterFormat.num_private_buffers` uint8 tensors, each of 4 * numel bytes or more (for moments that
-    are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes.
-    """
-    if form.moment_codec is not None:
-        adamw_in_tiles_(records, gradient, segments, form, position=position, workspace=private[0])
-    elif form.has_residual:
-        num_bytes = 4 * gradient.numel()
-        master = private[0][:num_bytes].view(torch.float32)
-        scratch = private[1][:num_bytes].view(torch.int32)
-        decode_master_(master, records["param"], records["master_residual"])
-        adamw_(master, gradient, records["exp_avg"], records["exp_avg_sq"], segments)
-        encode_master_(master, records["param"], records["master_residual"], scratch)
-    else:
-        adamw_(records["param"], gradient, records["exp_avg"], records["exp_avg_sq"], segments)
-
-
-@torch.no_grad()
-def adamw_in_tiles_(
-    records: Mapping[str, Tensor],
-    gradient: Tensor,
-    segments: Sequence[Segment],
-    form: MasterFormat,
-    *,
-    position: int,
-    workspace: Tensor,
-) -> None:
-    """Update the records of ``form``, by kind, from their float32 ``gradient`` [numel]; nothing outside the segments
-    changes. ``position`` is where in the block's records they begin.
-
-    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size and any cut at a multiple of
-    32 elements, segments beginning at such, change no bit of the result.
-    """
-    codec, numel = form.moment_codec, gradient.numel()
-    assert codec is not None, "float32 moments are updated where they are"
-    row_numel = workspace.numel() // (4 * _NUM_ROWS) // SCALE_BLOCK_NUMEL * SCALE_BLOCK_NUMEL
-    tile_numel = min(MAX_TILE_NUMEL, row_numel)
-    assert tile_numel > 0, f"a workspace of {workspace.numel()} bytes is less than {MIN_WORKSPACE_BYTES}"
-    rows = workspace[: 4 * _NUM_ROWS * tile_numel].view(torch.float32).view(_NUM_ROWS, tile_numel)
-    for start in range(0, numel, tile_numel):
-        stop = min(start + tile_numel, numel)
-        inside = within(segments, start, stop)
-        if not inside:
-            continue
-        tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
-        master, exp_avg, exp_avg_sq = rows[:3, : stop - start]
-        scratch = rows[3:, : stop - start]
-        codec.decode_(tile, exp_avg, exp_avg_sq, scratch)
-        if form.has_residual:
-            decode_master_(master, tile["param"], tile["master_residual"])
-        else:
-            master = tile["param"]
-        adamw_(master, gradient[start:stop], exp_avg, exp_avg_sq, inside)
-        if form.has_residual:
-            encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
-        for segment in inside:
-            span = Span(segment.start, segment.stop, segment.step, position + start + segment.start)
-            codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)

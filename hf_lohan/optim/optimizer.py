@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
 import torch
+
+from hf_lohan.optim.rules import ADAMW, RULE_KEY
 
 
 class StepTarget(Protocol):
     """Who does the work of a step."""
 
-    def bind_optimizer(self, optimizer: OffloadAdamW) -> None: ...
+    def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
 
     def step(self) -> None: ...
 
@@ -22,8 +24,8 @@ class StepTarget(Protocol):
     def step_was_skipped(self) -> bool: ...
 
 
-class OffloadAdamW(torch.optim.Optimizer):
-    """AdamW whose states live in the store and whose arithmetic runs as gradients arrive.
+class OffloadOptimizer(torch.optim.Optimizer):
+    """An optimizer whose states live in the store and whose arithmetic runs as gradients arrive.
 
     After `step()` every reader finds the new weights; updates that had to wait for the gradient norm may still be on
     their way to the store then, and whoever reads a block waits for its own. `state` stays empty on purpose: accelerate
@@ -31,17 +33,9 @@ class OffloadAdamW(torch.optim.Optimizer):
     them), also through `load_state_dict`.
     """
 
-    def __init__(
-        self,
-        params: Iterable[Any],
-        lr: float = 1e-3,
-        betas: tuple[float, float] = (0.9, 0.999),
-        eps: float = 1e-8,
-        weight_decay: float = 1e-2,
-        *,
-        engine: StepTarget,
-    ) -> None:
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay})
+    def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
+        """``defaults``: hyperparameters for groups that do not say theirs; under `RULE_KEY` the name of their rule."""
+        super().__init__(params, dict(defaults))
         self._engine_ref = weakref.ref(engine)  # it lives as long as its model
         engine.bind_optimizer(self)
 
@@ -83,4 +77,28 @@ class OffloadAdamW(torch.optim.Optimizer):
                 "resume with the same weight-decay settings"
             )
         for group, loaded in zip(self.param_groups, groups, strict=True):
+            ours, theirs = group[RULE_KEY], loaded.get(RULE_KEY, ADAMW.name)
+            if ours != theirs:
+                raise ValueError(
+                    f"the optimizer state is of {theirs}, this optimizer is {ours}; resume with {theirs}, or start "
+                    "anew from the checkpoint's weights"
+                )
+        for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
+
+
+class OffloadAdamW(OffloadOptimizer):
+    """The one for AdamW."""
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        *,
+        engine: StepTarget,
+    ) -> None:
+        settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, {RULE_KEY: ADAMW.name, **settings}, engine=engine)

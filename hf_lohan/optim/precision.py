@@ -5,7 +5,8 @@ bits, rounded half up, are the working weight, and what the rounding took or gav
 second copy is stored: 12 bytes a parameter with both moments, where a float32 master beside it would make it 14.
 (Half up, not half to even: only then is the residual always in [-32768, 32767].)
 
-A `MasterFormat` says this of a run's weights, and of their moments, which are float32 or what `moments` makes of them.
+A `MasterFormat` says this of a run's weights, and of what their optimizer keeps of them: float32, or what `moments`
+makes of AdamW's.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentCodec, MomentDtype, moment_codec
+from hf_lohan.optim.rules import ADAMW, UpdateRule
 
 _HALF = 0x8000
 _LOW_BITS = 16
@@ -29,6 +31,8 @@ class MasterFormat:
     working_dtype: torch.dtype
     has_residual: bool
     moment_dtype: MomentDtype = "float32"
+    rule: UpdateRule = ADAMW
+    """What updates it, and which moments that has."""
 
     @property
     def moment_codec(self) -> MomentCodec | None:
@@ -39,7 +43,7 @@ class MasterFormat:
     def moment_kinds(self) -> tuple[str, ...]:
         """Record kinds that hold moments."""
         codec = self.moment_codec
-        return tuple(codec.dtypes) if codec is not None else ("exp_avg", "exp_avg_sq")
+        return tuple(codec.dtypes) if codec is not None else self.rule.state_kinds
 
     @property
     def state_kinds(self) -> tuple[str, ...]:
@@ -106,14 +110,20 @@ class MasterFormat:
         return codec.align_numel if codec is not None else 1
 
 
-def master_format(working_dtype: torch.dtype, moment_dtype: MomentDtype = "float32") -> MasterFormat:
-    """The format for a working dtype, and for moments stored as `moment_dtype`. Raises ValueError for a working dtype
-    that has no exact master (float16)."""
+def master_format(
+    working_dtype: torch.dtype, moment_dtype: MomentDtype = "float32", rule: UpdateRule = ADAMW
+) -> MasterFormat:
+    """The format for a working dtype, and for moments of `rule` stored as `moment_dtype`. Raises ValueError for a
+    working dtype that has no exact master (float16), and for moments that only AdamW's can be stored as."""
+    if moment_dtype != "float32" and rule != ADAMW:
+        raise ValueError(
+            f"optimizer_state_dtype={moment_dtype} is for the moments of AdamW, this run has {rule}; set it to float32"
+        )
     match working_dtype:
         case torch.float32:
-            return MasterFormat(working_dtype, False, moment_dtype)
+            return MasterFormat(working_dtype, False, moment_dtype, rule)
         case torch.bfloat16:
-            return MasterFormat(working_dtype, True, moment_dtype)
+            return MasterFormat(working_dtype, True, moment_dtype, rule)
         case _:
             raise ValueError(
                 f"working weights of {working_dtype} cannot be trained under offload; load the model with "

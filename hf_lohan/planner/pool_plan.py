@@ -22,6 +22,10 @@ from typing import Any
 MASTER_ITEMSIZE_BYTES = 4
 """Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
 
+WHOLE_UPDATE_ITEMSIZE_BYTES = 12
+"""Muon has beside a matrix [m, n] its float32 update, and in bfloat16 that before and after a round of Newton-Schulz,
+with two matrices [m, m]; m is at most n."""
+
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
 MIN_CHUNK_NUMEL = 16 * 1024
@@ -79,6 +83,18 @@ class PoolRequest:
     """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
     """Chunks are this large or twice, four times, ... as large: whole granules."""
+    whole_numel: int = 0
+    """Elements of the largest parameter that its optimizer needs whole, in one chunk, with what lies in its unit."""
+
+    @property
+    def least_chunk_numel(self) -> int:
+        """The smallest chunk that may be chosen."""
+        return max(self.min_chunk_numel, self.whole_numel)
+
+    @property
+    def whole_bytes(self) -> int:
+        """What the update of such a parameter takes beside its buffers."""
+        return self.whole_numel * WHOLE_UPDATE_ITEMSIZE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +112,8 @@ class PoolPlan:
     spilled_blocks: tuple[str, ...]
     slot_bytes: dict[SizeClass, int]
     num_slots: dict[SizeClass, int]
+    whole_bytes: int = 0
+    """What optimizers that need parameters whole take beside the buffers."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -104,7 +122,8 @@ class PoolPlan:
     @property
     def cpu_pool_bytes(self) -> int:
         num_device_side = self.num_staging_buffers + self.num_gradient_buffers
-        return (num_device_side + self.num_state_buffers + self.num_recall_buffers) * self.buffer_bytes
+        num_buffers = num_device_side + self.num_state_buffers + self.num_recall_buffers
+        return num_buffers * self.buffer_bytes + self.whole_bytes
 
     @property
     def gpu_pool_bytes(self) -> int:
@@ -158,7 +177,8 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     _check_cpu_memory(request, two_blocks_bytes=2 * slot_bytes[SizeClass.LAYER])
     chunk_numel = _choose_chunk_numel(request)
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
-    spare = request.cpu_memory_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
+    spare_bytes = request.cpu_memory_bytes - request.whole_bytes
+    spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
     held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
     return PoolPlan(
@@ -172,6 +192,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         spilled_blocks=spilled,
         slot_bytes=slot_bytes,
         num_slots=num_slots,
+        whole_bytes=request.whole_bytes,
     )
 
 
@@ -205,33 +226,38 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
 
 
 def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
-    buffers_bytes = _minimum_bytes(request, request.min_chunk_numel)
+    buffers_bytes = _minimum_bytes(request, request.least_chunk_numel)
     needed = max(two_blocks_bytes, buffers_bytes)
     if request.cpu_memory_bytes >= needed:
         return
     why = "is too small for the staging, optimizer and gradient buffers"
     if request.cpu_memory_bytes < two_blocks_bytes:
         why = f"is smaller than two blocks of this model ({two_blocks_bytes} bytes)"
+    elif request.whole_numel > request.min_chunk_numel:
+        why += f", each for a whole matrix of {request.whole_numel} elements, as the optimizer needs it"
     raise BudgetError(f"cpu_memory of {request.cpu_memory_bytes} bytes {why}; set cpu_memory to at least {needed}")
 
 
 def _choose_chunk_numel(request: PoolRequest) -> int:
     """The largest chunk whose minimal pools fit the budget; larger than the largest record would only waste memory."""
     largest = max(sum(block.unit_numels) for block in request.blocks)
-    chunk_numel = MAX_CHUNK_NUMEL
-    while chunk_numel > request.min_chunk_numel and chunk_numel // 2 >= largest:
-        chunk_numel //= 2
+    least = request.least_chunk_numel
+    chunk_numel = max(MAX_CHUNK_NUMEL, least)
+    while chunk_numel > least and chunk_numel // 2 >= largest:
+        chunk_numel = max(chunk_numel // 2, least)
     # Half of the budget for what must be there leaves the other half to hold gradients; small chunks cost more I/O
     # calls than that is worth, and are taken only where nothing larger fits.
-    while chunk_numel > GOOD_CHUNK_NUMEL and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
-        chunk_numel //= 2
-    while chunk_numel > request.min_chunk_numel and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
-        chunk_numel //= 2
+    good = max(GOOD_CHUNK_NUMEL, least)
+    while chunk_numel > good and 2 * _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+        chunk_numel = max(chunk_numel // 2, least)
+    while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
+        chunk_numel = max(chunk_numel // 2, least)
     return chunk_numel
 
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
-    return sum(_least_buffers(request, chunk_numel)) * chunk_numel * MASTER_ITEMSIZE_BYTES
+    num_buffers = sum(_least_buffers(request, chunk_numel))
+    return num_buffers * chunk_numel * MASTER_ITEMSIZE_BYTES + request.whole_bytes
 
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:

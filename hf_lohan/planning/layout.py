@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
-from hf_lohan.model import Block, Chunk, StoredForm, stored_form
+from hf_lohan.model import Block, Chunk, Rules, StoredForm, adamw_everywhere, stored_form
 from hf_lohan.planner import (
     BudgetError,
     PoolPlan,
@@ -44,6 +44,7 @@ class OffloadLayout(StoredForm):
     record_bytes: int = 0
     """RAM that those copies may take: what pools and activations leave."""
     activation_bytes: int = 0
+    rules: Rules = adamw_everywhere
 
     @property
     def blocks(self) -> list[Block]:
@@ -108,13 +109,14 @@ def lay_out(
     working_dtype: torch.dtype | None,
     hold_gradients: bool,
     memory_is_host: bool = False,
+    rules: Rules = adamw_everywhere,
 ) -> OffloadLayout:
-    """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`: see
+    """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
     `discover_blocks`; `memory_is_host`: see `Device`.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
-    form = stored_form(model, working_dtype, config.optimizer_state_dtype)
+    form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
     blocks = form.model_blocks.blocks
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
@@ -128,6 +130,7 @@ def lay_out(
         hold_gradients=hold_gradients or config.schedule == "serial",
         stages_params=not memory_is_host,
         min_chunk_numel=max(block.granule_numel for block in blocks),
+        whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
     )
     activation_bytes = config.cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     try:
@@ -143,6 +146,7 @@ def lay_out(
         records_of_a_step=_step_traffic(blocks, pools) if config.resident_records == "auto" else (),
         record_bytes=config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,
+        rules=rules,
     )
 
 

@@ -122,6 +122,7 @@ def plan_step(
                 working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
                 hold_gradients=layout.holds_gradients,
                 memory_is_host=hardware.device.shares_cpu,
+                rules=layout.rules,
             )
             helps = planned(smaller, fewer_slots, asked).plan.fits
         except BudgetError:

@@ -20,7 +20,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.files import CapacityError, StorageError, replace_durably, write_failure
 from hf_lohan.files.directories import make_folders
 from hf_lohan.hardware import AnonymousMemoryPeak
-from hf_lohan.optim import OffloadAdamW
+from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.record.steps import StepLines
@@ -225,7 +225,7 @@ class LoopRecord:
         self._has_begun = self._has_ended = self._is_in_step = False
         engine.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def follow(self, optimizer: OffloadAdamW) -> None:
+    def follow(self, optimizer: OffloadOptimizer) -> None:
         optimizer.register_step_post_hook(self._after_step)
 
     def resume(self) -> None:

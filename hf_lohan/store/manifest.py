@@ -29,6 +29,8 @@ class ModelIdentity:
     fingerprint: str
     optimizer_state_dtype: str = "float32"
     """Told apart by the fingerprint as well; here for messages, and for who reads the store without its config."""
+    optimizer: str = "AdamW(exp_avg, exp_avg_sq)"
+    """What updates its parameters, and which records that has; several with " + " between them. As the type above."""
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,12 @@ class Manifest:
         if self.model.fingerprint != model.fingerprint:
             ours, theirs = model.optimizer_state_dtype, self.model.optimizer_state_dtype
             is_alike = (self.model.model_class, self.model.num_parameters) == (model.model_class, model.num_parameters)
+            if is_alike and model.optimizer != self.model.optimizer:
+                raise ForeignStoreError(
+                    f"{directory} holds a store with the states of {self.model.optimizer}, this run has "
+                    f"{model.optimizer}; set that optimizer to go on from there, choose another directory, or delete "
+                    "this one if its state is no longer needed"
+                )
             if is_alike and ours != theirs:
                 raise ForeignStoreError(
                     f"{directory} holds a store with optimizer_state_dtype={theirs}, this run has {ours}; set it to "

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import Chunk, ranges, round_up
+from hf_lohan.model import Chunk, ChunkPiece, ranges, round_up
 from hf_lohan.optim import MasterFormat, Segment, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
-from hf_lohan.threads import KernelThreads
+from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
 from hf_lohan.updates.handover import Handover, NewParams
 from hf_lohan.updates.held import ChunkGradient
@@ -47,7 +47,7 @@ class ChunkUpdate:
 
 
 class ChunkUpdater:
-    """Issues the reads of a chunk's records, runs AdamW on them and issues the writes. Used by one thread."""
+    """Issues the reads of a chunk's records, runs the optimizer on them and issues the writes. Used by one thread."""
 
     def __init__(self, setup: UpdateSetup, handover: Handover, failed: Callable[[BaseException], None]) -> None:
         """``failed`` is told on I/O threads what went wrong with a write."""
@@ -106,14 +106,15 @@ class ChunkUpdater:
         """Wait for the reads, update, hand over the new parameters and issue the writes. Each buffer is given back when
         what is in it has been written and copied."""
         gradient, block = update.gradient, update.gradient.chunk.block.name
+        form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
             for read in update.reads:
                 read.arrive()
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
-        with self._timeline.task(CPU_OPTIMIZER, "AdamW", block=block, num_bytes=num_bytes):
+        with self._timeline.task(CPU_OPTIMIZER, form.rule.name, block=block, num_bytes=num_bytes):
             checksums = update_in_parts(
                 self._threads,
-                gradient.chunk.block.master,
+                form,
                 update.records,
                 gradient.values,
                 update.reads,
@@ -184,15 +185,24 @@ def update_in_parts(
     numel = records["param"].numel()
 
     @torch.no_grad()
-    def update(part: tuple[int, int]) -> dict[str, Checksums]:
+    def scale(part: tuple[int, int]) -> None:
         start, stop = part
         for read in reads:
             read.verify(start // granule_numel, -(-stop // granule_numel))
         if clip_coefficient != 1.0:  # also where it is NaN, as torch does
             gradient[start:stop].mul_(clip_coefficient)
-        of_part = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
+
+    def records_of(part: tuple[int, int]) -> dict[str, Tensor]:
+        return {kind: record[slice(*form.elements(kind, *part))] for kind, record in records.items()}
+
+    def hash_(part: tuple[int, int]) -> dict[str, Checksums]:
+        return {kind: checksums_of(kind, record) for kind, record in records_of(part).items()}
+
+    def update(part: tuple[int, int]) -> dict[str, Checksums]:
+        scale(part)
+        start, stop = part
         update_records_(
-            of_part,
+            records_of(part),
             gradient[start:stop],
             within(segments, start, stop),
             form,
@@ -200,17 +210,27 @@ def update_in_parts(
             # What is left of the buffers is the last part's.
             private=[buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private],
         )
-        return {kind: checksums_of(kind, record) for kind, record in of_part.items()}
+        return hash_(part)
 
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
-    found = threads.map(update, list(ranges(numel, part_numel)))
+    parts = list(ranges(numel, part_numel))
+    if form.rule.needs_whole:  # kernels large enough to share all threads
+        threads.map(scale, parts)
+        use_all_cores()
+        update_records_(records, gradient, segments, form, position=position, private=private)
+        found = threads.map(hash_, parts)
+    else:
+        found = threads.map(update, parts)
     assert all(read.is_verified for read in reads)
     return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in records}
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
     """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
-    as torch's AdamW leaves them out: no decay, no decay of moments, no step."""
+    as torch's optimizers leave them out: no decay, no decay of moments, no step."""
+    if gradient.chunk.block.needs_whole:
+        pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
+        return [_whole(piece, group_of, step_counts) for piece in pieces]
     segments: list[Segment] = []
     joins = False
     for piece in gradient.chunk.pieces:
@@ -225,3 +245,9 @@ def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: Step
             segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, group, step))
         joins = True
     return segments
+
+
+def _whole(piece: ChunkPiece, group_of: GroupOf, step_counts: StepCounts) -> Segment:
+    part = piece.param_slice
+    assert piece.numel == part.shape.numel(), f"{part.name} does not lie in one chunk"
+    return Segment(piece.start_in_chunk, piece.stop_in_chunk, group_of(part), step_counts[part] + 1, tuple(part.shape))

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from hf_lohan.model import ParamSlice
-from hf_lohan.optim import AdamWGroup
+from hf_lohan.optim import UpdateRule
 from hf_lohan.updates.setup import GroupOf
 
 
 class ParamGroups:
     """Of no optimizer at first, then of one, from which another may take over."""
 
-    def __init__(self, slices: Sequence[ParamSlice]) -> None:
-        self._slices = slices
+    def __init__(self, rules: Mapping[ParamSlice, UpdateRule]) -> None:
+        """``rules``: of all slices, what their states were laid out for."""
+        self._slices = list(rules)
+        self._rules = rules
         self._groups: Sequence[Mapping[str, Any]] | None = None
         self._index: dict[ParamSlice, int] = {}
 
     def bind(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
         """Take an optimizer's, in which schedulers change the values. Raises ValueError unless they fit the store:
-        every parameter that requires a gradient in a group, and every one in a group with states in the store."""
+        every parameter that requires a gradient in a group, and every one in a group with states in the store: those
+        that the group's rule needs."""
         index: dict[ParamSlice, int] = {}
         by_parameter = {part.parameter: part for part in self._slices}
         for number, group in enumerate(param_groups):
@@ -33,6 +36,7 @@ class ParamGroups:
                     )
                 if not part.trainable:
                     raise ValueError(f"{part.name} was frozen when the model was offloaded and has no optimizer state")
+                self._rules[part].settings_of(group)
                 index[part] = number
         for part in self._slices:
             if part.trainable and part.parameter.requires_grad and part not in index:
@@ -46,15 +50,17 @@ class ParamGroups:
         """Whether there is an optimizer."""
         return self._groups is not None
 
-    def group_of(self, part: ParamSlice) -> AdamWGroup:
+    def group_of(self, part: ParamSlice) -> Hashable:
         """A parameter's hyperparameters as they are at the call. Raises ValueError if it is in no group, RuntimeError
         if there is no optimizer."""
-        return AdamWGroup.of(self._bound()[self._index_of(part)])
+        return self._rules[part].settings_of(self._bound()[self._index_of(part)])
 
     def as_they_are_now(self) -> GroupOf:
         """`group_of` with the present values for good: a scheduler may change them before the last update has run."""
-        groups = [AdamWGroup.of(group) for group in self._bound()]
-        return lambda part: groups[self._index_of(part)]
+        groups = self._bound()
+        pairs = {(number, self._rules[part]) for part, number in self._index.items()}
+        settings = {(number, rule): rule.settings_of(groups[number]) for number, rule in pairs}
+        return lambda part: settings[self._index_of(part), self._rules[part]]
 
     def _bound(self) -> Sequence[Mapping[str, Any]]:
         if self._groups is None:

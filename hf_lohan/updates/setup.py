@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.optim import AdamWGroup
 from hf_lohan.store import RecordFiles, Store
 
-GroupOf = Callable[[ParamSlice], AdamWGroup]
+GroupOf = Callable[[ParamSlice], Hashable]
+"""A parameter's hyperparameters, as its block's rule has them."""
 StepCounts = dict[ParamSlice, int]
-"""How many optimizer steps each parameter has taken: AdamW's `step`. One without a gradient skips a step."""
+"""How many optimizer steps each parameter has taken: torch's `step`. One without a gradient skips a step."""
 
 
 @dataclass(frozen=True)

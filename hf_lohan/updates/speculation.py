@@ -8,11 +8,11 @@ what an update does with its gradient afterwards (`is_guess`).
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Hashable
 from threading import Lock
 from typing import Literal
 
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.optim import AdamWGroup
 from hf_lohan.threads import Command, WorkThread
 from hf_lohan.updates.setup import GroupOf
 
@@ -109,7 +109,7 @@ class Guess:
 
     def __init__(self, group_of: GroupOf) -> None:
         self._present_group_of = group_of
-        self._groups: dict[ParamSlice, AdamWGroup] = {}
+        self._groups: dict[ParamSlice, Hashable] = {}
         self._is_on: bool | None = None
 
     @property
@@ -123,7 +123,7 @@ class Guess:
             self._is_on = is_wanted
         return self._is_on
 
-    def group_of(self, part: ParamSlice) -> AdamWGroup:
+    def group_of(self, part: ParamSlice) -> Hashable:
         """The present hyperparameters, noted as those that were guessed."""
         return self._groups.setdefault(part, self._present_group_of(part))
 

@@ -27,6 +27,22 @@ def test_the_fused_adamw_kernel_takes_what_optim_gives_it() -> None:
     assert not torch.equal(weights, torch.ones(8)), "torch._fused_adamw_ does not write its weights in place"
 
 
+def test_the_fused_adam_kernel_takes_what_that_of_adamw_takes() -> None:
+    of_adam, of_adamw = (
+        [argument.name for argument in private.schema_of(operation.default).arguments]
+        for operation in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_)
+    )
+    assert of_adam == of_adamw, "torch._fused_adam_ has other arguments than torch._fused_adamw_"
+
+
+def test_muon_is_a_function_of_lists() -> None:
+    settings = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.1).param_groups[0]
+    matrix, momentum = torch.eye(4), torch.zeros(4, 4)
+    named = {name: value for name, value in settings.items() if name != "params"}
+    private.muon([matrix], [torch.ones(4, 4)], [momentum], foreach=False, has_complex=False, **named)
+    assert momentum.any() and not torch.equal(matrix, torch.eye(4)), "torch.optim._muon.muon does not write in place"
+
+
 def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

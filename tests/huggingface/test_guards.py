@@ -40,7 +40,15 @@ def test_the_defaults_are_fine(tmp_path: Path) -> None:
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
     check_arguments(arguments(tmp_path, optim="adamw_torch_fused", bf16=True))
     check_model(tiny_model("llama"))
-    check_optimizers((None, None), None)
+    check_optimizers(tiny_model("llama"), (None, None), None)
+
+
+@pytest.mark.parametrize(
+    ("optim", "optim_args"),
+    [("sgd", "momentum=0.9,nesterov=true"), ("adagrad", None), ("rmsprop", "alpha=0.9"), ("lion_32bit", None)],
+)
+def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: str | None, tmp_path: Path) -> None:
+    check_arguments(arguments(tmp_path, optim=optim, optim_args=optim_args))
 
 
 @pytest.mark.parametrize(
@@ -50,9 +58,10 @@ def test_the_defaults_are_fine(tmp_path: Path) -> None:
         ({"fp16_full_eval": True}, ["fp16_full_eval=True"]),
         ({"bf16_full_eval": True}, ["bf16_full_eval=True"]),
         ({"optim": "adafactor"}, ["optim='adafactor'", "adamw_torch_fused"]),
-        ({"optim": "sgd"}, ["optim='sgd'", "adamw_torch"]),
+        ({"optim": "galore_adamw"}, ["optim='galore_adamw'", "sgd"]),
         ({"optim": "adamw_bnb_8bit"}, ["optim='adamw_bnb_8bit'"]),
         ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
+        ({"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"}, ["would be ignored in part", "weight_decay"]),
         ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant=True", "use_reentrant=False"]),
         ({"deepspeed": {"zero_optimization": {}}}, ["DeepSpeed"]),
         ({"world_size": 2}, ["has 2", "num_processes: 1"]),
@@ -84,10 +93,15 @@ def test_quantized_and_dispatched_models_are_refused() -> None:
     assert "device_map=" in refusal(lambda: check_model(model))
 
 
-def test_a_second_optimizer_is_refused() -> None:
-    mine = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
-    assert "optimizer was passed" in refusal(lambda: check_optimizers((mine, None), None))
-    assert "optimizer was passed" in refusal(lambda: check_optimizers((None, None), (torch.optim.SGD, {})))
+def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
+    model = tiny_model("llama")
+    mine = torch.optim.Rprop(model.parameters())
+    assert "Rprop cannot be offloaded; use one of" in refusal(lambda: check_optimizers(model, (mine, None), None))
+    assert "Rprop cannot be offloaded" in refusal(
+        lambda: check_optimizers(model, (None, None), (torch.optim.Rprop, {}))
+    )
+    mine = torch.optim.SGD(model.parameters())
+    assert "model's path" in refusal(lambda: check_optimizers("folder", (mine, None), None))
 
 
 @pytest.mark.parametrize(
@@ -96,8 +110,8 @@ def test_a_second_optimizer_is_refused() -> None:
         ({"optim": "adafactor"}, {}, "optim='adafactor'"),
         ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {},
          "use_reentrant=True"),
-        ({}, {"optimizers": (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None)}, "optimizer was passed"),
-        ({}, {"optimizer_cls_and_kwargs": (torch.optim.SGD, {})}, "optimizer was passed"),
+        ({}, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.zeros(1))]), None)}, "Rprop cannot be offloaded"),
+        ({}, {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})}, "AdamW with amsgrad=True"),
     ],
 )  # fmt: skip
 def test_trainer_asks_the_guards_before_it_does_anything(

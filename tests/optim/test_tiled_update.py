@@ -12,8 +12,9 @@ from stored_moments import DTYPES, GROUP, NUMEL, Records, bytes_of, decoded, enc
 from torch import Tensor
 
 from hf_lohan.optim import MomentDtype, Segment, master_format
-from hf_lohan.optim.adamw import adamw_, adamw_in_tiles_
+from hf_lohan.optim.adamw import adamw_
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
+from hf_lohan.optim.update import adamw_in_tiles_
 
 
 def train_on(dtype: MomentDtype, num_steps: int, gradient: Tensor, records: Records, numel: int = NUMEL) -> Tensor:

@@ -17,6 +17,8 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend, IoEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing, enable_recompute
+from hf_lohan.huggingface.optimizers import rules_of, take_over
+from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -58,6 +60,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         device: Device | None = None,
         backend: FileBackend | None = None,
         events: EngineEvents | None = None,
+        rules: Rules = adamw_everywhere,
         **settings: Any,
     ) -> OffloadEngine:
         if backend is not None:
@@ -70,6 +73,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
             working_dtype=dtype,
             hold_gradients=hold_gradients,
             memory_is_host=device.memory_is_host,
+            rules=rules,
         )
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
@@ -87,8 +91,18 @@ class Twins:
     Every step of a test is taken with both; `assert_equal` then compares weights and step counts to the bit.
     """
 
-    def __init__(self, stock: Any, engine: OffloadEngine, **hyperparameters: Any) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        engine: OffloadEngine,
+        optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None,
+        **hyperparameters: Any,
+    ) -> None:
+        """`optimizers`: one of torch over each model, of which the second is taken over; default AdamW."""
         self.stock, self.model, self.engine = stock, engine.model, engine
+        if optimizers is not None:
+            self.stock_optimizer, self.optimizer = optimizers[0], take_over(optimizers[1], engine)
+            return
         settings = {"lr": 1e-3, "weight_decay": 0.1, **hyperparameters}
         trainable = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
         self.stock_optimizer = torch.optim.AdamW(trainable[0], fused=True, **settings)
@@ -136,8 +150,9 @@ class Twins:
         for name, parameter in self.stock.named_parameters():
             assert torch.equal(access.read_parameter(name), parameter), name
             state = self.stock_optimizer.state.get(parameter, {})
-            assert self.engine.step_counts[slices[name]] == int(state.get("step", 0)), name
-            for kind in ("exp_avg", "exp_avg_sq") if state else ():
+            if "step" in state or isinstance(self.optimizer, OffloadAdamW):
+                assert self.engine.step_counts[slices[name]] == int(state.get("step", 0)), name
+            for kind in state.keys() - {"step"}:
                 assert torch.equal(access.read_flat(name, kind), state[kind].flatten()), (name, kind)
 
 
@@ -154,13 +169,18 @@ def make_twins(build_engine: EngineFactory) -> TwinsFactory:
         model_factory: Callable[[], Any] | None = None,
         recompute: bool = False,
         hyperparameters: dict[str, Any] | None = None,
+        optimizer: Callable[[Any], torch.optim.Optimizer] | None = None,
         **engine_settings: Any,
     ) -> Twins:
         models = [(model_factory or partial(tiny_model, family))().train() for _ in range(2)]
+        optimizers = None
+        if optimizer is not None:
+            optimizers = optimizer(models[0].parameters()), optimizer(models[1].parameters())
+            engine_settings["rules"] = rules_of(optimizers[1:])
         engine = build_engine(models[1], **engine_settings)
         if recompute:
             enable_checkpointing(models[0])
             enable_recompute(models[1], engine)
-        return Twins(models[0], engine, **(hyperparameters or {}))
+        return Twins(models[0], engine, optimizers, **(hyperparameters or {}))
 
     return make

@@ -37,6 +37,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
         "num_parameters": 12345,
         "fingerprint": "abc",
         "optimizer_state_dtype": "float32",
+        "optimizer": "AdamW(exp_avg, exp_avg_sq)",
     }
     assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
 

@@ -14,8 +14,8 @@ from torch.optim.adamw import adamw
 from hf_lohan.device import mapped_empty
 from hf_lohan.files import CorruptionError, IoEngine, StorePath
 from hf_lohan.optim import AdamWGroup, MasterFormat, MomentDtype, Segment, encode_master_, master_format
-from hf_lohan.optim.adamw import adamw_in_tiles_
 from hf_lohan.optim.precision import decode_master_
+from hf_lohan.optim.update import adamw_in_tiles_
 from hf_lohan.store import GRANULE_NUMEL, Checksums, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.threads import KernelThreads
 from hf_lohan.updates.chunk_update import MIN_PART_NUMEL, update_in_parts

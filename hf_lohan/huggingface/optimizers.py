@@ -1,0 +1,143 @@
+"""The optimizer that a run asked for, in any of the ways that Hugging Face has to say it, and ours in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import TrainingArguments
+
+from hf_lohan.compat.torch_private import mark_optimizer_stepped
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.model import Rules
+from hf_lohan.optim import ADAMW, OPTIMIZERS, RULE_KEY, OffloadAdamW, OffloadOptimizer, UpdateRule, rule_for
+
+_LIONS = ("lion_32bit", "paged_lion_32bit")
+"""Upstream takes them from bitsandbytes; the rule needs no package."""
+_OPTIM_ARGS = {
+    "sgd": ("momentum", "dampening", "nesterov"),
+    "adagrad": ("lr_decay", "eps"),
+    "rmsprop": ("momentum", "alpha", "eps", "centered"),
+}
+"""What upstream takes from `optim_args`. (Weight decay comes from `weight_decay`, whatever stands there.)"""
+OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, *_LIONS)
+"""Values of `TrainingArguments.optim` that can be honoured."""
+
+
+@dataclass(frozen=True)
+class OptimizerChoice:
+    """An optimizer that is to be made over a model's parameters."""
+
+    rule: UpdateRule
+    defaults: dict[str, Any]
+    """Hyperparameters of param groups that do not say theirs."""
+
+    def rules(self, model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+        """The `Rules` of a run with it."""
+        return dict.fromkeys(model.parameters(), self.rule)
+
+    def over(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
+        """Class and keyword arguments that Trainer makes it with, over the param groups that it sees to."""
+        if self.rule == ADAMW:
+            names = ("lr", "betas", "eps", "weight_decay")
+            return OffloadAdamW, {"engine": engine, **{name: self.defaults[name] for name in names}}
+        return OffloadOptimizer, {"engine": engine, "defaults": self.defaults}
+
+
+def refused_optim_args(optim: str, optim_args: str | None) -> bool:
+    """Whether something in `TrainingArguments.optim_args` would be ignored."""
+    names = {pair.partition("=")[0] for pair in (optim_args or "").replace(" ", "").split(",") if pair}
+    return not names <= set(_OPTIM_ARGS.get(optim, ()))
+
+
+def choose_optimizer(
+    args: TrainingArguments,
+    given: Any,
+    by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
+) -> OptimizerChoice:
+    """What `optimizer_cls_and_kwargs` asks for if it is ``given``, else what the arguments do: ``by_arguments`` is
+    Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for what has no rule."""
+    optim = getattr(args.optim, "value", args.optim)
+    if given is None and optim in _LIONS:
+        betas = (args.adam_beta1, args.adam_beta2)
+        settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
+        return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
+    return choice_of(given if given is not None else by_arguments(args))
+
+
+def choice_of(asked: Any) -> OptimizerChoice:
+    """A choice made already, an optimizer's class, or a class and its keyword arguments. Raises ValueError for one
+    that there is no rule for, and for settings that no rule has."""
+    if isinstance(asked, OptimizerChoice):
+        return asked
+    optimizer_class, settings = asked if isinstance(asked, tuple) else (asked, {})
+    name = _name_of(optimizer_class)
+    # It fills in its defaults, and refuses values that it does not take.
+    group = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings).param_groups[0]
+    defaults = {key: value for key, value in group.items() if key != "params"}
+    return OptimizerChoice(_rule_of(name, [defaults]), {RULE_KEY: name, **defaults})
+
+
+def check_given(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError unless it can be taken over: one that there is a rule for, and that has not stepped."""
+    if isinstance(optimizer, OffloadOptimizer):
+        return
+    name = _name_of(type(optimizer))
+    _rule_of(name, optimizer.param_groups)
+    if any(float(state.get("step", 1)) for state in optimizer.state.values()):
+        raise ValueError(
+            f"only a fresh {name} can be taken over, this one has stepped; make a new one, or resume from a checkpoint "
+            "that was saved under offload"
+        )
+
+
+def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
+    """The `Rules` of a run with these optimizers over the model's own parameters."""
+    found: dict[nn.Parameter, UpdateRule] = {}
+    for optimizer in optimizers:
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for group in optimizer.param_groups:
+            by_name.setdefault(group.get(RULE_KEY) or _name_of(type(optimizer)), []).append(group)
+        for name, groups in by_name.items():
+            rule = _rule_of(name, groups)
+            found.update({parameter: rule for group in groups for parameter in group["params"]})
+    used = set(found.values())
+    rest = used.pop() if len(used) == 1 else ADAMW  # frozen parameters have no states
+
+    def rules(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+        return {parameter: found.get(parameter, rest) for parameter in model.parameters()}
+
+    return rules
+
+
+def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> OffloadOptimizer:
+    """One of ours over the same group dicts: the caller's scheduler goes on writing its learning rates into them.
+    Raises ValueError as `check_given`, and if the groups do not fit the store."""
+    if isinstance(optimizer, OffloadOptimizer):
+        return optimizer
+    check_given(optimizer)
+    for group in optimizer.param_groups:
+        group[RULE_KEY] = _name_of(type(optimizer))
+    if type(optimizer) is torch.optim.AdamW:
+        taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine)
+    else:
+        taken = OffloadOptimizer(optimizer.param_groups, {}, engine=engine)
+    mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
+    return taken
+
+
+def _name_of(optimizer_class: Any) -> str:
+    name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    is_lion = name == "Lion" and optimizer_class.__module__.partition(".")[0] == "lion_pytorch"
+    if name not in OPTIMIZERS or not (is_lion or getattr(torch.optim, name, None) is optimizer_class):
+        raise ValueError(f"{name} cannot be offloaded; use one of torch.optim's {', '.join(OPTIMIZERS)}")
+    return name
+
+
+def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
+    if name == "Lion" and any(group.get("cautious_factor", 1.0) != 1.0 for group in groups):
+        raise ValueError("Lion with a cautious_factor is not supported under offload; leave it at 1")
+    return rule_for(name, groups)

@@ -1,0 +1,256 @@
+"""Rules of update: what an optimizer keeps of each parameter between steps, and what a step does to a float32 chunk.
+
+Each calls torch's own function for one tensor after the other (`foreach=False, fused=False`), which is what
+`torch.optim` does on a CPU, or the fused kernel (Adam and AdamW). So its results are torch's, to the bit.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adagrad import adagrad
+from torch.optim.radam import radam
+from torch.optim.rmsprop import rmsprop
+from torch.optim.sgd import sgd
+
+from hf_lohan.compat.torch_private import muon
+from hf_lohan.optim.adamw import AdamWGroup, adamw_
+from hf_lohan.optim.segments import Segment
+
+TILE_NUMEL = 64 * 1024
+"""What is made in between is as large as a tile, and stays in a core's cache."""
+_MUST_BE_OFF = ("amsgrad", "maximize", "differentiable", "capturable")
+"""Settings of torch's optimizers that no rule has."""
+
+Settings = tuple[tuple[str, Any], ...]
+"""Names and values, as torch's functions take them."""
+States = Mapping[str, Tensor]
+"""By kind, of the elements that are updated."""
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateRule:
+    """How one run updates some of its parameters. Equal rules have the same records."""
+
+    name: str
+    """That of the class in `torch.optim`."""
+    state_kinds: tuple[str, ...]
+    """What is kept of each element, by torch's own names of it (`Optimizer.state`): float32 records that begin as
+    zeros."""
+
+    @property
+    def needs_whole(self) -> bool:
+        """Whether each segment has to be one whole parameter."""
+        return _FAMILIES[self.name].needs_whole
+
+    def __str__(self) -> str:
+        """"SGD(momentum_buffer)"."""
+        return f"{self.name}({', '.join(self.state_kinds)})"
+
+    @classmethod
+    def parse(cls, text: str) -> UpdateRule:
+        """The inverse of `str`. Raises ValueError for what is no rule."""
+        found = re.fullmatch(r"(\w+)\(([\w, ]*)\)", text)
+        if found is None or found[1] not in _FAMILIES:
+            raise ValueError(f"{text!r} is no optimizer that this hf_lohan knows; upgrade it")
+        return cls(found[1], tuple(kind for kind in found[2].split(", ") if kind))
+
+    def settings_of(self, group: Mapping[str, Any]) -> Hashable:
+        """The hyperparameters of a param group as they are now (schedulers change them). Raises ValueError for a group
+        of another optimizer, and for hyperparameters that need a record which is not there."""
+        name = group.get(RULE_KEY, ADAMW.name)
+        if name != self.name:
+            raise ValueError(
+                f"the parameters of a param group of {name} were offloaded for {self}; give that optimizer where the "
+                "model is offloaded"
+            )
+        missing = sorted(set(_FAMILIES[self.name].kinds(group)) - set(self.state_kinds))
+        if missing:
+            raise ValueError(
+                f"a param group of {self.name} needs {', '.join(missing)}, which a model that was offloaded for {self} "
+                "does not have; set that hyperparameter before the model is offloaded"
+            )
+        return _FAMILIES[self.name].settings_of(group)
+
+    @torch.no_grad()
+    def update_(self, master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+        """Update a float32 chunk [numel] and its states [numel], by kind, in place; elements outside the segments
+        stay as they are. A cut at a multiple of 32 elements, segments beginning at such, changes no bit."""
+        _FAMILIES[self.name].update_(master, gradient, states, segments)
+
+
+RULE_KEY = "optimizer"
+"""Where a param group says which rule it has, by name; without that it has AdamW."""
+ADAMW = UpdateRule("AdamW", ("exp_avg", "exp_avg_sq"))
+
+
+def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
+    """The rule of an optimizer's param groups, with all that one of them needs. Raises ValueError for an optimizer
+    that there is no rule for, and for settings that no rule has."""
+    if name not in _FAMILIES:
+        raise ValueError(f"{name} is not supported under offload; use one of {', '.join(_FAMILIES)}")
+    kinds: dict[str, None] = {}
+    for group in groups:
+        on = [key for key in _MUST_BE_OFF if group.get(key)]
+        if on:
+            raise ValueError(f"{name} with {on[0]}=True is not supported under offload; leave it off")
+        kinds |= dict.fromkeys(_FAMILIES[name].kinds(group))
+    return UpdateRule(name, tuple(kinds))
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """The rules of one optimizer."""
+
+    settings_of: Callable[[Mapping[str, Any]], Hashable]
+    kinds: Callable[[Mapping[str, Any]], tuple[str, ...]]
+    """What a param group needs."""
+    update_: Callable[[Tensor, Tensor, States, Sequence[Segment]], None]
+    needs_whole: bool = False
+
+
+def _always(*kinds: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
+    return lambda _group: kinds
+
+
+# Adam and AdamW.
+
+
+def _adamw_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+    adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments)
+
+
+def _adam_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+    adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments, decays_weights=False)
+
+
+# The others, tile by tile. What a tile is given: master, gradient, states and the number of the step.
+
+_Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
+
+
+def _in_tiles(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment]], None]:
+    def update_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+        for segment in segments:
+            for start in range(segment.start, segment.stop, TILE_NUMEL):
+                part = slice(start, min(start + TILE_NUMEL, segment.stop))
+                of_part = {kind: state[part] for kind, state in states.items()}
+                step_(master[part], gradient[part], of_part, segment.step, _as_keywords(segment.group))
+
+    return update_
+
+
+@lru_cache(maxsize=64)
+def _as_keywords(settings: Any) -> dict[str, Any]:
+    return dict(settings)
+
+
+def _settings(*names: str) -> Callable[[Mapping[str, Any]], Settings]:
+    """Those of a param group, and its learning rate, which may be a tensor there."""
+    return lambda group: (("lr", float(group["lr"])), *((name, group[name]) for name in names))
+
+
+def _before(step: int) -> Tensor:
+    """torch's functions count the step themselves."""
+    return torch.tensor(float(step - 1))
+
+
+def _sgd_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("momentum_buffer",) if group["momentum"] else ()
+
+
+def _sgd_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
+    # A parameter's first gradient becomes its momentum undamped: torch has no buffer for it before.
+    has_none = step == 1 or not settings["momentum"]
+    buffers: list[Tensor | None] = [None if has_none else states["momentum_buffer"]]
+    sgd([master], [gradient], buffers, foreach=False, fused=False, maximize=False, **settings)
+    if has_none and buffers[0] is not None:
+        states["momentum_buffer"].copy_(buffers[0])
+
+
+def _adagrad_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
+    settings = dict(settings)
+    initial = settings.pop("initial_accumulator_value")
+    if step == 1:
+        states["sum"].fill_(initial)
+    sums, steps = [states["sum"]], [_before(step)]
+    adagrad([master], [gradient], sums, steps, foreach=False, fused=False, maximize=False, **settings)
+
+
+def _rmsprop_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+    averages = ("square_avg", "grad_avg") if group["centered"] else ("square_avg",)
+    return (*averages, "momentum_buffer") if group["momentum"] else averages
+
+
+def _rmsprop_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
+    rmsprop(
+        [master],
+        [gradient],
+        [states["square_avg"]],
+        [states["grad_avg"]] if settings["centered"] else [],
+        [states["momentum_buffer"]] if settings["momentum"] else [],
+        [_before(step)],
+        foreach=False,
+        **settings,
+    )
+
+
+def _radam_settings(group: Mapping[str, Any]) -> Settings:
+    beta1, beta2 = group["betas"]
+    names = ("eps", "weight_decay", "decoupled_weight_decay")
+    return (*_settings(*names)(group), ("beta1", beta1), ("beta2", beta2))
+
+
+def _radam_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
+    moments = [states["exp_avg"]], [states["exp_avg_sq"]]
+    radam([master], [gradient], *moments, [_before(step)], foreach=False, **settings)
+
+
+def _lion_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
+    """That of the paper (Chen et al. 2023), in the order in which `lion_pytorch` computes it."""
+    (beta1, beta2), lr, exp_avg = settings["betas"], settings["lr"], states["exp_avg"]
+    master.mul_(1 - lr * settings["weight_decay"])
+    master.add_(exp_avg.mul(beta1).add_(gradient, alpha=1 - beta1).sign_(), alpha=-lr)
+    exp_avg.mul_(beta2).add_(gradient, alpha=1 - beta2)
+
+
+# Muon: matrix by matrix.
+
+
+def _muon_settings(group: Mapping[str, Any]) -> Settings:
+    names = ("weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
+    return (*_settings(*names)(group), ("ns_coefficients", tuple(group["ns_coefficients"])))
+
+
+def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+    for segment in segments:
+        assert segment.shape is not None, "Newton-Schulz needs whole matrices"
+        matrix, of_matrix, momentum = (
+            flat[segment.start : segment.stop].view(segment.shape)
+            for flat in (master, gradient, states["momentum_buffer"])
+        )
+        muon([matrix], [of_matrix], [momentum], foreach=False, has_complex=False, **_as_keywords(segment.group))
+
+
+_FAMILIES: dict[str, _Family] = {
+    "AdamW": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adamw_),
+    "Adam": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adam_),
+    "RAdam": _Family(_radam_settings, _always("exp_avg", "exp_avg_sq"), _in_tiles(_radam_)),
+    "SGD": _Family(_settings("momentum", "dampening", "weight_decay", "nesterov"), _sgd_kinds, _in_tiles(_sgd_)),
+    "Adagrad": _Family(
+        _settings("lr_decay", "weight_decay", "initial_accumulator_value", "eps"), _always("sum"), _in_tiles(_adagrad_)
+    ),
+    "RMSprop": _Family(
+        _settings("momentum", "alpha", "eps", "centered", "weight_decay"), _rmsprop_kinds, _in_tiles(_rmsprop_)
+    ),
+    "Lion": _Family(_settings("betas", "weight_decay"), _always("exp_avg"), _in_tiles(_lion_)),
+    "Muon": _Family(_muon_settings, _always("momentum_buffer"), _muon_, needs_whole=True),
+}
+OPTIMIZERS = tuple(_FAMILIES)
+"""Names of those that there is a rule for."""

@@ -1,0 +1,93 @@
+"""An optimizer's step on the records of some parameters, in whatever form they are stored: as they are, through a
+master that is joined and split again, or tile by tile in float32."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_lohan.optim.adamw import adamw_
+from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
+from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
+from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
+from hf_lohan.optim.segments import Segment, within
+
+MAX_TILE_NUMEL = MAX_RUN_NUMEL
+"""A tile's float32 tensors fit a core's cache, just, and its dozens of calls cost little beside what they do."""
+_NUM_ROWS = 3 + NUM_SCRATCH
+"""Float32 tensors that a tile is worked on in: master, moments, scratch."""
+MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
+
+
+@torch.no_grad()
+def update_records_(
+    records: Mapping[str, Tensor],
+    gradient: Tensor,
+    segments: Sequence[Segment],
+    form: MasterFormat,
+    *,
+    position: int,
+    private: Sequence[Tensor],
+) -> None:
+    """Update the records of ``form``, by kind, in place from their float32 ``gradient`` [numel]. ``position``: of the
+    first parameter in its block's records.
+
+    ``private`` is `MasterFormat.num_private_buffers` uint8 tensors, each of 4 * numel bytes or more (for moments that
+    are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes.
+    """
+    if form.moment_codec is not None:
+        adamw_in_tiles_(records, gradient, segments, form, position=position, workspace=private[0])
+    elif form.has_residual:
+        num_bytes = 4 * gradient.numel()
+        master = private[0][:num_bytes].view(torch.float32)
+        scratch = private[1][:num_bytes].view(torch.int32)
+        decode_master_(master, records["param"], records["master_residual"])
+        form.rule.update_(master, gradient, records, segments)
+        encode_master_(master, records["param"], records["master_residual"], scratch)
+    else:
+        form.rule.update_(records["param"], gradient, records, segments)
+
+
+@torch.no_grad()
+def adamw_in_tiles_(
+    records: Mapping[str, Tensor],
+    gradient: Tensor,
+    segments: Sequence[Segment],
+    form: MasterFormat,
+    *,
+    position: int,
+    workspace: Tensor,
+) -> None:
+    """Update the records of ``form``, by kind, from their float32 ``gradient`` [numel]; nothing outside the segments
+    changes. ``position`` is where in the block's records they begin.
+
+    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size and any cut at a multiple of
+    32 elements, segments beginning at such, change no bit of the result.
+    """
+    codec, numel = form.moment_codec, gradient.numel()
+    assert codec is not None, "float32 moments are updated where they are"
+    row_numel = workspace.numel() // (4 * _NUM_ROWS) // SCALE_BLOCK_NUMEL * SCALE_BLOCK_NUMEL
+    tile_numel = min(MAX_TILE_NUMEL, row_numel)
+    assert tile_numel > 0, f"a workspace of {workspace.numel()} bytes is less than {MIN_WORKSPACE_BYTES}"
+    rows = workspace[: 4 * _NUM_ROWS * tile_numel].view(torch.float32).view(_NUM_ROWS, tile_numel)
+    for start in range(0, numel, tile_numel):
+        stop = min(start + tile_numel, numel)
+        inside = within(segments, start, stop)
+        if not inside:
+            continue
+        tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
+        master, exp_avg, exp_avg_sq = rows[:3, : stop - start]
+        scratch = rows[3:, : stop - start]
+        codec.decode_(tile, exp_avg, exp_avg_sq, scratch)
+        if form.has_residual:
+            decode_master_(master, tile["param"], tile["master_residual"])
+        else:
+            master = tile["param"]
+        adamw_(master, gradient[start:stop], exp_avg, exp_avg_sq, inside)
+        if form.has_residual:
+            encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
+        for segment in inside:
+            span = Span(segment.start, segment.stop, segment.step, position + start + segment.start)
+            codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)

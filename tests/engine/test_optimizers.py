@@ -1,0 +1,85 @@
+"""Every optimizer over the store gives the weights and states of torch's own, to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.huggingface.optimizers import rules_of, take_over
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "Adam": lambda params: torch.optim.Adam(params, fused=True),
+    "SGD": lambda params: torch.optim.SGD(params, lr=0.1),
+    "SGD-nesterov": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    "Adagrad": lambda params: torch.optim.Adagrad(params, initial_accumulator_value=0.1),
+    "RMSprop": lambda params: torch.optim.RMSprop(params, lr=1e-3, momentum=0.9, centered=True),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_held_summed_and_clipped_gradients(make: Callable[[Any], torch.optim.Optimizer], make_twins: Any) -> None:
+    twins = make_twins(optimizer=make)
+    for step in range(3):
+        twins.engine.announce_backward(is_final=False)
+        twins.backward(2 * step)
+        twins.engine.announce_backward(is_final=True)
+        twins.backward(2 * step + 1)
+        twins.clip(0.5)
+        twins.step()
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
+def test_updates_in_backward(make: Callable[[Any], torch.optim.Optimizer], make_twins: Any) -> None:
+    twins = make_twins(optimizer=make, hold_gradients=False)
+    twins.train(3)
+    twins.assert_equal()
+
+
+@pytest.mark.parametrize("max_norm", [0.3, 100.0], ids=["redone", "accepted"])
+def test_updates_on_a_guess(max_norm: float, make_twins: Any) -> None:
+    twins = make_twins(optimizer=OPTIMIZERS["SGD-nesterov"], clip="speculate")
+    twins.train(4, max_norm=max_norm)
+    assert twins.engine.clip_history.num_speculated >= 3
+    assert (twins.engine.clip_history.num_redone >= 3) == (max_norm == 0.3)
+    twins.assert_equal()
+
+
+def test_exact_masters_of_bfloat16_weights_go_with_any_optimizer(build_engine: Any) -> None:
+    """The float32 masters go where float32 weights go that are given the gradients of bfloat16 ones."""
+    model, masters = tiny_model("llama").bfloat16().train(), tiny_model("llama").train()
+    masters.load_state_dict(model.state_dict())
+    working = tiny_model("llama").bfloat16().train()
+    stock = OPTIMIZERS["SGD-nesterov"](masters.parameters())
+    own = OPTIMIZERS["SGD-nesterov"](model.parameters())
+    engine = build_engine(model, dtype=torch.bfloat16, rules=rules_of([own]))
+    optimizer = take_over(own, engine)
+    for step in range(3):
+        with torch.no_grad():
+            for low, master in zip(working.parameters(), masters.parameters(), strict=True):
+                bits = (master.view(torch.int32) + 0x8000) >> 16  # half up, as the store rounds
+                low.copy_(bits.to(torch.int16).view(torch.bfloat16))
+        working(**tiny_batch(seed=step)).loss.backward()
+        for low, master in zip(working.parameters(), masters.parameters(), strict=True):
+            master.grad, low.grad = low.grad.float(), None
+        stock.step()
+        model(**tiny_batch(seed=step)).loss.backward()
+        optimizer.step()
+    access = engine.parameters
+    for (name, master), low in zip(masters.named_parameters(), working.parameters(), strict=True):
+        found = access.read_flat(name, "momentum_buffer")
+        assert torch.equal(found, stock.state[master]["momentum_buffer"].flatten()), name
+        bits = ((master.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(access.read_parameter(name), bits), name
+        assert low.dtype == torch.bfloat16
+
+
+def test_another_optimizer_than_the_store_was_made_for_is_refused(build_engine: Any) -> None:
+    model = tiny_model("llama")
+    engine = build_engine(model)
+    with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW\(exp_avg, exp_avg_sq\); give that optimizer"):
+        take_over(torch.optim.SGD(model.parameters()), engine)

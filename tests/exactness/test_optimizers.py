@@ -1,0 +1,145 @@
+"""Trainer with other optimizers than AdamW: stock's numbers to the bit, over steps, kills and checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights, train_offloaded, train_stock
+from transformers import AutoModelForCausalLM, TrainerCallback
+from transformers import Trainer as StockTrainer
+
+import hf_lohan
+from hf_lohan.files import ForeignStoreError
+from hf_lohan.huggingface.export import export
+from hf_lohan.testing.models import tiny_model
+
+BY_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "sgd": {"optim": "sgd", "learning_rate": 0.1, "optim_args": "momentum=0.9,nesterov=true", "weight_decay": 0.1},
+    "adagrad": {"optim": "adagrad", "optim_args": "lr_decay=0.1", "max_grad_norm": 0.0},
+    "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.9,centered=true", "gradient_accumulation_steps": 2},
+}
+NUM_STEPS = 5
+
+
+def assert_same_bits(ours: Any, stock: Any) -> None:
+    assert ours.losses == stock.losses and ours.learning_rates == stock.learning_rates
+    assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+
+
+@pytest.mark.parametrize("settings", BY_ARGUMENTS.values(), ids=BY_ARGUMENTS.keys())
+def test_an_optimizer_that_the_arguments_name(settings: dict[str, Any], tmp_path: Path) -> None:
+    settings = {"max_steps": NUM_STEPS, "lr_scheduler_type": "cosine", **settings}
+    stock = train_stock("llama", tmp_path / "stock", {}, **settings)
+    assert_same_bits(train_offloaded("llama", tmp_path / "ours", {}, **settings), stock)
+
+
+class Stops(TrainerCallback):
+    """Ends a run when it has taken some steps."""
+
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self._step
+
+
+def trainer_over(folder: Path, model: Any = None, **settings: Any) -> Any:
+    names = {"optimizers", "optimizer_cls_and_kwargs", "callbacks"} & settings.keys()
+    given = {name: settings.pop(name) for name in names}
+    return hf_lohan.Trainer(
+        model or tiny_model("llama"),
+        arguments(folder, max_steps=NUM_STEPS, **settings),
+        train_dataset=dataset(),
+        offload=SMALL_BUDGETS,
+        **given,
+    )
+
+
+def finished(trainer: Any, resume: str | bool | None = None) -> dict[str, torch.Tensor]:
+    trainer.train(resume_from_checkpoint=resume)
+    weights = stored_weights(trainer)
+    trainer.offload_engine.close()
+    return weights
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "none": {"optim": "sgd", "learning_rate": 0.1},
+    "one": {"optim": "lion_32bit"},
+    "three": BY_ARGUMENTS["rmsprop"],
+}
+
+
+@pytest.mark.parametrize("settings", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_going_on_changes_no_bit(settings: dict[str, Any], tmp_path: Path) -> None:
+    """Whatever is kept of a parameter between steps: from the last step, and from a checkpoint."""
+    settings = {"lr_scheduler_type": "cosine", "save_strategy": "steps", "save_steps": 2, **settings}
+    undisturbed = finished(trainer_over(tmp_path / "undisturbed", **settings))
+    finished(trainer_over(tmp_path / "run", callbacks=[Stops(3)], **settings))
+    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-2")):
+        resumed = finished(trainer_over(tmp_path / "run", **settings), resume)
+        assert all(torch.equal(resumed[name], weight) for name, weight in undisturbed.items()), resume
+
+
+def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    sgd = {**BY_ARGUMENTS["sgd"], "save_strategy": "steps", "save_steps": 2}
+    finished(trainer_over(tmp_path / "run", **sgd))
+    with pytest.raises(ForeignStoreError, match=r"states of SGD\(momentum_buffer\), this run has AdamW.*set that"):
+        trainer_over(tmp_path / "run").train(resume_from_checkpoint="last_step")
+    other = trainer_over(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"are of SGD\(momentum_buffer\), this run has AdamW\(exp_avg, exp_avg_sq\)"):
+        other.train(resume_from_checkpoint=str(tmp_path / "run" / "checkpoint-2"))
+    other.offload_engine.close()
+
+
+def test_what_was_trained_is_exported(tmp_path: Path) -> None:
+    trained = finished(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
+    assert export(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+
+
+def own_optimizer(model: Any) -> tuple[torch.optim.Optimizer, Any]:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "momentum": 0.9}, {"params": vectors, "lr": 0.01}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    return optimizer, torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5)
+
+
+def test_the_callers_optimizer_and_scheduler(tmp_path: Path) -> None:
+    stock_model, model = tiny_model("llama"), tiny_model("llama")
+    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS)
+    stock = StockTrainer(stock_model, args, train_dataset=dataset(), optimizers=own_optimizer(stock_model))
+    stock.train()
+    ours = trainer_over(tmp_path / "ours", model, optimizers=own_optimizer(model))
+    weights = finished(ours)
+    assert logged(ours)[2] == logged(stock)[2] and len(set(logged(ours)[2])) > 1
+    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+
+
+def test_an_optimizer_without_a_scheduler_gets_that_of_the_arguments(tmp_path: Path) -> None:
+    settings = {"learning_rate": 0.1, "lr_scheduler_type": "linear", "warmup_steps": 2}
+    stock_model, model = tiny_model("llama"), tiny_model("llama")
+    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS, **settings)
+    StockTrainer(
+        stock_model, args, train_dataset=dataset(), optimizers=(torch.optim.SGD(stock_model.parameters(), lr=0.1), None)
+    ).train()
+    own = torch.optim.SGD(model.parameters(), lr=0.1)
+    weights = finished(trainer_over(tmp_path / "ours", model, optimizers=(own, None), **settings))
+    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+
+
+def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    given = (torch.optim.RMSprop, {"lr": 1e-3, "centered": True})
+    stock_model = tiny_model("llama")
+    args = arguments(tmp_path / "stock", max_steps=NUM_STEPS, weight_decay=0.1)
+    StockTrainer(stock_model, args, train_dataset=dataset(), optimizer_cls_and_kwargs=given).train()
+    streamed = trainer_over(
+        tmp_path / "ours", str(tmp_path / "model"), optimizer_cls_and_kwargs=given, weight_decay=0.1
+    )
+    weights = finished(streamed)
+    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
