@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         last_step,
     )
     from hf_lohan.optim import OffloadAdamW
+    from hf_lohan.weights import gathered_parameters
 
 __version__ = "0.1.0"
 
@@ -33,6 +34,7 @@ _HOMES = {
     "Trainer": "hf_lohan.huggingface",
     "engine_of": "hf_lohan.huggingface",
     "from_pretrained": "hf_lohan.huggingface",
+    "gathered_parameters": "hf_lohan.weights",
     "last_step": "hf_lohan.huggingface",
 }
 
@@ -46,6 +48,7 @@ __all__ = [
     "Trainer",
     "engine_of",
     "from_pretrained",
+    "gathered_parameters",
     "last_step",
 ]
 

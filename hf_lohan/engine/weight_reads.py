@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.compat.torch_private import storage_id, tree_map
 from hf_lohan.engine.forward_pass import ForwardPass
+from hf_lohan.engine.gathering import Gathering
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
@@ -48,12 +49,17 @@ class WeightReads:
         self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {
             part.parameter: (block, part) for block in blocks for part in block.slices
         }
+        self._gathering = Gathering(self._place, parts, model_pass, access, settle)
 
     def note_view(self, view: AbsentTensor) -> None:
         """See `Absence`."""
         block, part = self._place[view.view_of.parameter]
         if part.is_whole:
             self._parts.ring.stand_ins.note_view(view, block, part, view.view_of.steps)
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        """See `Absence`."""
+        return self._gathering.gathered(parameters)
 
     @contextlib.contextmanager
     def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Brought]:

@@ -32,6 +32,7 @@ from hf_lohan.engine import (
 )
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
+from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
@@ -123,6 +124,9 @@ _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
     """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
     configured, computing in one dtype."""
+    if config.activations != "keep" and needs_all_kept(model):
+        logger.info("activations are kept: layers under prefix tuning cannot run again")
+        config = replace(config, activations="keep")
     plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
@@ -130,15 +134,12 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         step_began=lambda steps: plan.step_began(steps.clip_rate),
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
-    setattr(model, _ENGINE_ATTRIBUTE, engine)
     _attached.add(engine)
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
-    if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
-        stock: Any = type(model).save_pretrained
-        model.save_pretrained = functools.partial(save_pretrained_from_store, StoredModel.of(engine), stock)
-    elif hasattr(model, "save_pretrained"):
-        model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
+    _belong_to(engine, model)
+    if hasattr(model, "peft_config"):
+        merge_through_store(model, functools.partial(_belong_to, engine))
     model.zero_grad = functools.partial(_zero_grad, engine)
     for name, advice in _REFUSED_METHODS.items():
         if hasattr(model, name):
@@ -154,6 +155,16 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     setattr(model, _PLAN_ATTRIBUTE, plan)
     engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
+
+
+def _belong_to(engine: OffloadEngine, model: Any) -> None:
+    """Weights of this model are in the engine's store; they are saved from there."""
+    setattr(model, _ENGINE_ATTRIBUTE, engine)
+    if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
+        stored = replace(StoredModel.of(engine), model=model)
+        model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
+    elif hasattr(model, "save_pretrained"):
+        model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
 
 
 def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:

@@ -146,15 +146,19 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
 
 
 def _stream_adapters(model: Any, path: str | Path, sink: Sink) -> None:
-    """PEFT saves the adapters alone, under shorter names: let PEFT itself translate ours, and match them."""
+    """PEFT saves the adapters alone, under shorter names, those that are not the default in folders of their own: let
+    PEFT itself translate ours, and match them."""
     from peft import get_peft_model_state_dict, load_peft_weights
 
     own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
     name_of = {id(tensor): name for name, tensor in own.items()}
-    saved = load_peft_weights(str(path))
-    for saved_name, tensor in get_peft_model_state_dict(model, state_dict=own).items():
-        if saved_name in saved and id(tensor) in name_of:
-            sink(name_of[id(tensor)], saved[saved_name])
+    for adapter in model.peft_config:
+        folder = Path(path) if adapter == "default" else Path(path) / adapter
+        saved = load_peft_weights(str(folder), device="cpu")
+        tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
+        for saved_name, tensor in tensors.items():
+            if saved_name in saved and id(tensor) in name_of:
+                sink(name_of[id(tensor)], saved[saved_name])
 
 
 @contextlib.contextmanager

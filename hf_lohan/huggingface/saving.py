@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,7 +79,10 @@ def save_pretrained_from_store(
     if kwargs.pop("state_dict", None) is not None:
         logger.warning("saving the weights that are in the store; the state_dict passed to save_pretrained is not used")
     if hasattr(model, "peft_config") and hasattr(model, "base_model"):
-        return stock(model, save_directory, state_dict=_adapter_state_dict(stored_model), **kwargs)
+        adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
+        with torch.no_grad():  # prompts are computed by their encoders, which are called for that
+            state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
+            return stock(model, save_directory, state_dict=state_dict, **kwargs)
     weights = StoredWeights(stored_model)
     state_dict = {
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
@@ -89,13 +93,24 @@ def save_pretrained_from_store(
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
-def _adapter_state_dict(stored_model: StoredModel) -> dict[str, Tensor]:
-    """What PEFT saves: the trainable tensors, which are small; the rest only by name."""
+def _adapter_state_dict(
+    stored_model: StoredModel, selected_adapters: Sequence[str] | None, save_embedding_layers: bool | str
+) -> dict[str, Tensor]:
+    """What PEFT saves: adapters, and embeddings where it says so; the rest only by name."""
+    from peft import get_peft_model_state_dict
+
     weights, model = StoredWeights(stored_model), stored_model.model
-    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    return {
-        name: weights[name]
-        if name in trainable and name in weights
-        else torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    state_dict = {
+        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
         for name, tensor in model.state_dict().items()
     }
+    saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
+    names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says them again when it saves
+        for adapter in selected_adapters or model.peft_config:
+            tensors = get_peft_model_state_dict(
+                model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+            saved.update(names[id(tensor)] for tensor in tensors.values() if id(tensor) in names)
+    return {**state_dict, **{name: weights[name] for name in saved}}

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_lohan.compat.torch_private import FakeTensorMode
+from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.discovery import ModelBlocks
@@ -61,7 +61,9 @@ def trace_model(
         if fused_attention:
             stack.enter_context(_AttentionWithoutDropout())
         stack.enter_context(trace())
-        output = functional_call(model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False})
+        output = functional_call(
+            model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False}, tie_weights=False
+        )
         loss = output if isinstance(output, Tensor) else output.loss
         del output  # and with it the logits, as Trainer does
         trace.trace_loss(loss)
@@ -99,11 +101,18 @@ def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
 
 def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
     """What stands in for the parameters and buffers: memory of no bytes, on a device that computes."""
-    named = (*model.named_parameters(), *model.named_buffers())
-    return {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad)
-        for name, tensor in named
-    }
+    fakes: dict[Tensor, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    # By the modules that own them, each once: torch would leave fakes in those that have several names.
+    for prefix, module in model.named_modules():
+        own = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in own:
+            if tensor not in fakes:
+                fakes[tensor] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+                )
+            named[f"{prefix}.{name}" if prefix else name] = fakes[tensor]
+    return named
 
 
 @contextlib.contextmanager

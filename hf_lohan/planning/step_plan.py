@@ -207,10 +207,16 @@ def trace_blocks(
     return _traced[key]
 
 
+_NO_POSITIONS = ("prompt_encoder", "token_type", "segment")
+"""In names of embeddings that are not of positions."""
+
+
 def _check_positions(model: Any, sequence_length: int) -> None:
     words = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
     for name, module in model.named_modules():
-        if isinstance(module, nn.Embedding) and module is not words and module.num_embeddings < sequence_length:
+        if module is words or any(other in name for other in _NO_POSITIONS):
+            continue
+        if isinstance(module, nn.Embedding) and module.num_embeddings < sequence_length:
             raise ValueError(
                 f"the model has {module.num_embeddings} positions ({name}), fewer than the sequence length of "
                 f"{sequence_length}; give a shorter one"

@@ -7,6 +7,7 @@ the next block. Knows no hooks and no gradients: whoever runs the model says wha
 become new.
 """
 
+from hf_lohan.weights.absent_parameter import gathered_parameters
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
@@ -22,5 +23,6 @@ __all__ = [
     "Slot",
     "SlotRing",
     "WeightSource",
+    "gathered_parameters",
     "saved_weight_hooks",
 ]

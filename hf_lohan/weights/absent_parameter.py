@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from operator import itemgetter
@@ -73,6 +73,9 @@ class Absence(Protocol):
 
     def reading(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Brought]:
         """Brings absent parameters for one operation. Raises where no true number can be given."""
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """Within, absent parameters are ordinary ones; what is changed of them is stored when it ends."""
 
     def note_view(self, view: AbsentTensor) -> None:
         """A view of an absent parameter was made, which autograd may save."""
@@ -172,6 +175,31 @@ class AbsentParameter(nn.Parameter):
         _TORCH_GRAD.__set__(self, None)
 
 
+@contextmanager
+def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Parameter]) -> Iterator[None]:
+    """Parameters of offloaded models, or all of a module's, as ordinary ones in memory: to look at, or to change.
+
+    ```python
+    with torch.no_grad(), hf_lohan.gathered_parameters(model.lm_head):
+        model.lm_head.weight[7] = model.lm_head.weight[8]
+    ```
+
+    What is changed is stored at the end; if an exception ends it, nothing is. Parameters that are not offloaded are
+    left alone. They stand in memory all at once, so gather a few. Raises RuntimeError while the model runs.
+    """
+    if isinstance(parameters, nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, nn.Parameter):
+        parameters = (parameters,)
+    absent = [parameter for parameter in parameters if isinstance(parameter, AbsentParameter)]
+    with ExitStack() as stack:
+        for absence in dict.fromkeys(_absence_of(parameter) for parameter in absent):
+            if absence is None:
+                raise RuntimeError(_refusal("gathered_parameters"))
+            stack.enter_context(absence.gathered([p for p in absent if _absence_of(p) is absence]))
+        yield
+
+
 @cache
 def _absent_class(present: type[nn.Parameter]) -> type[nn.Parameter]:
     """Of parameters of a class of their own: absent, and still of that class."""
@@ -182,8 +210,8 @@ def _refusal(name: str) -> str:
     return (
         f"a weight of an offloaded model is in the store, where {name} cannot reach it; save the model with "
         "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "
-        "hf_lohan.engine_of(model).parameters.read_parameter(name), and change weights, dtype or device before the "
-        "model is offloaded"
+        "hf_lohan.engine_of(model).parameters.read_parameter(name), change them within "
+        "hf_lohan.gathered_parameters(...), and change dtype or device before the model is offloaded"
     )
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.weights import gathered_parameters
 
 HEAD, LAYER, EMBEDDING = "lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 
@@ -312,3 +313,53 @@ def _act(twins: Twins, action: str, way: str, name: str | None, seed: int) -> No
             twins.engine.drop_gradients()
         else:
             twins.step()
+
+
+# Writes.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gathered_parameters_are_ordinary_and_what_changes_is_stored(
+    dtype: torch.dtype, build_engine: EngineFactory
+) -> None:
+    model = tiny_model("llama").to(dtype)
+    expected = model.lm_head.weight.detach().clone()
+    engine = build_engine(model, dtype=dtype)
+    model(**tiny_batch())
+    with torch.no_grad(), gathered_parameters(model.lm_head):
+        assert type(model.lm_head.weight) is nn.Parameter
+        model.lm_head.weight[3] += 1
+        model.lm_head.weight.data[4] = 0
+    expected[3] += 1
+    expected[4] = 0
+    assert torch.equal(engine.parameters.read_parameter(HEAD), expected)
+    assert torch.equal(model.lm_head.weight.clone(), expected)
+    bias = model(**tiny_batch()).logits[..., 4]
+    assert bool((bias == 0).all()), "the forward has the new weights"
+
+
+def test_a_gathering_that_breaks_changes_nothing(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama")
+    engine = build_engine(model)
+    before = engine.parameters.read_parameter(HEAD)
+    with pytest.raises(KeyError), torch.no_grad(), gathered_parameters(model.lm_head.weight):
+        model.lm_head.weight.zero_()
+        raise KeyError
+    assert torch.equal(engine.parameters.read_parameter(HEAD), before)
+    with pytest.raises(ValueError, match=r"shape \(2, 64\)"), gathered_parameters([model.lm_head.weight]):
+        model.lm_head.weight.data = torch.zeros(2, 64)
+    with pytest.raises(RuntimeError, match="the model ran while"), gathered_parameters(model.lm_head):
+        model(**tiny_batch())
+    assert torch.equal(model.lm_head.weight.clone(), before)
+
+
+def test_training_goes_on_with_what_was_changed(build_engine: EngineFactory) -> None:
+    twins = _make_twins(build_engine, lambda inner: inner)
+    for seed in range(3):
+        for model in twins.models:
+            with torch.no_grad(), gathered_parameters(_weight(model, LAYER)):
+                _weight(model, LAYER).mul_(0.5)
+        twins.backward(seed)
+        twins.clip(1.0)
+        twins.step()
+    twins.assert_equal()
