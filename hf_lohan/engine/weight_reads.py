@@ -16,7 +16,7 @@ from hf_lohan.engine.gathering import Gathering
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.weights.absent_parameter import AbsentTensor
+from hf_lohan.weights.absent_parameter import AbsentTensor, refusal
 
 
 class WeightReads:
@@ -56,6 +56,10 @@ class WeightReads:
         block, part = self._place[view.view_of.parameter]
         if part.is_whole:
             self._parts.ring.stand_ins.note_view(view, block, part, view.view_of.steps)
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """See `Absence`."""
+        raise RuntimeError(refusal("copy.deepcopy"))
 
     def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         """See `Absence`."""

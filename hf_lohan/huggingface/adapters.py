@@ -1,17 +1,86 @@
-"""PEFT's merging, over a base that is in a store: one adapted layer at a time stands in memory."""
+"""PEFT over a base that is in a store: adapters are made, merged and unmerged, and it never stands in memory whole."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from hf_lohan.engine import ParameterAccess
 from hf_lohan.weights import gathered_parameters
+from hf_lohan.weights.absent_parameter import AbsentParameter, AbsentTensor, GradientsAway
 
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
+
+
+# Adapters of a base that was streamed.
+
+
+def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
+    """A model on meta with its adapters, and by their names in the base what its parameters are called now."""
+    from peft import get_peft_model
+
+    before = {parameter: name for name, parameter in skeleton.named_parameters()}
+    model: Any = get_peft_model(skeleton, copy.deepcopy(peft_config))
+    return model, {before[p]: name for name, p in model.named_parameters() if p in before}
+
+
+def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping[str, str]) -> Any:
+    """A model of placeholders, whose weights are stored under ``names``, with adapters: theirs are stored as well. An
+    initialisation that looks at a weight is brought it; one that changes weights is refused."""
+    from peft import get_peft_model
+
+    stored = _StoredBase(access, {parameter: names[name] for name, parameter in base.named_parameters()})
+    placeholders = {parameter: parameter.data for parameter in stored.names}
+    for parameter, placeholder in placeholders.items():
+        AbsentParameter.belong_to(parameter, stored)
+        AbsentParameter.hide(parameter, placeholder)
+    try:
+        model: Any = get_peft_model(base, peft_config)
+    finally:
+        for parameter, placeholder in placeholders.items():
+            AbsentParameter.show(parameter, placeholder)
+    for name, parameter in model.named_parameters():
+        if parameter not in placeholders:
+            access.write_parameter(name, parameter)
+    return model
+
+
+class _StoredBase:
+    """An `Absence` for as long as a model is put together."""
+
+    def __init__(self, access: ParameterAccess, names: dict[nn.Parameter, str]) -> None:
+        self.names = names
+        self.gradients_away = GradientsAway()
+        self._access = access
+
+    @contextlib.contextmanager
+    def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[_StoredBase]:
+        yield self
+
+    def weight(self, parameter: nn.Parameter) -> Tensor:
+        return self._access.read_parameter(self.names[parameter])
+
+    def kept(self, output: Any) -> Any:
+        return output
+
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """For `modules_to_save`."""
+        return nn.Parameter(self.weight(parameter), requires_grad=parameter.requires_grad)
+
+    def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        raise RuntimeError("weights can be gathered when the model is loaded, not before")
+
+    def note_view(self, view: AbsentTensor) -> None:
+        """Nothing is saved of it: there is no forward yet."""
+
+
+# Merging.
 
 
 def merge_through_store(model: Any, adopt: Callable[[Any], None]) -> None:

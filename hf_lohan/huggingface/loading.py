@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hf_lohan.compat.transformers_private import build_from_config, is_loaded, m
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.huggingface.adapters import adapted, adapted_skeleton
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.model import adamw_everywhere
@@ -46,6 +47,7 @@ def from_pretrained(
     model_class: Any = None,
     is_trained: bool = True,
     optimizer: Any = None,
+    peft_config: Any = None,
     **kwargs: Any,
 ) -> Any:
     """Load a causal LM with its weights streamed into the store, ready to train.
@@ -62,6 +64,7 @@ def from_pretrained(
         model_class: default `AutoModelForCausalLM`.
         is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
         optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default AdamW.
+        peft_config: of PEFT; returns a `PeftModel`, whose base is streamed as well.
         kwargs: for the model class's own `from_pretrained`.
 
     Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
@@ -78,10 +81,13 @@ def from_pretrained(
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
     load_dtype = _load_dtype(model_config, dtype)
-    working_dtype = torch.bfloat16 if bf16 else load_dtype
+    working_dtype = torch.bfloat16 if bf16 else load_dtype if peft_config is None else None
 
     with torch.device("meta"):
         skeleton = build_from_config(model_class, model_config, load_dtype)
+        names = {name: name for name, _ in skeleton.named_parameters()}
+        if peft_config is not None:
+            skeleton, names = adapted_skeleton(skeleton, peft_config)
     if not is_trained:
         skeleton.requires_grad_(False)
     lay_out_for_this = partial(
@@ -96,11 +102,14 @@ def from_pretrained(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states)
-        with streamed_to(_writer(access, only_dtype=load_dtype)):
+        write = _writer(access, only_dtype=load_dtype)
+        with streamed_to(lambda name, tensor: write(names.get(name, name), tensor)):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
-        _store_the_rest(model, access, working_dtype)
+        _store_the_rest(model, access, names, working_dtype)
+        if peft_config is not None:
+            model = adapted(model, peft_config, access, names)
         final = lay_out_for_this(model)
         if final.identity != layout.identity:
             raise ValueError(
@@ -225,13 +234,16 @@ def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
     return resolved
 
 
-def _store_the_rest(model: nn.Module, access: ParameterAccess, working_dtype: torch.dtype) -> None:
-    """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder."""
+def _store_the_rest(
+    model: nn.Module, access: ParameterAccess, names: Mapping[str, str], working_dtype: torch.dtype | None
+) -> None:
+    """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder. ``names``
+    are those in the store."""
     for name, parameter in list(model.named_parameters()):
         if parameter.device.type != "meta":
-            access.write_parameter(name, parameter)
+            access.write_parameter(names[name], parameter)
         placeholder = nn.Parameter(
-            torch.full((1,), float("nan"), dtype=working_dtype).expand(parameter.shape),
+            torch.full((1,), float("nan"), dtype=working_dtype or parameter.dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
         # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.

@@ -74,6 +74,9 @@ class Absence(Protocol):
     def reading(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Brought]:
         """Brings absent parameters for one operation. Raises where no true number can be given."""
 
+    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+        """An ordinary parameter that stays. Raises where that could be a whole model."""
+
     def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
         """Within, absent parameters are ordinary ones; what is changed of them is stored when it ends."""
 
@@ -155,8 +158,12 @@ class AbsentParameter(nn.Parameter):
             parameter.__class__ = parameter._present_class  # type: ignore[assignment]
         parameter.data = weights
 
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise RuntimeError(_refusal("copy.deepcopy"))
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        absence = _absence_of(self)
+        if absence is None:
+            raise RuntimeError(refusal("copy.deepcopy"))
+        copied: nn.Parameter = memo.setdefault(id(self), absence.copied(self))
+        return copied
 
     @property
     def grad(self) -> Tensor | None:
@@ -195,7 +202,7 @@ def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Param
     with ExitStack() as stack:
         for absence in dict.fromkeys(_absence_of(parameter) for parameter in absent):
             if absence is None:
-                raise RuntimeError(_refusal("gathered_parameters"))
+                raise RuntimeError(refusal("gathered_parameters"))
             stack.enter_context(absence.gathered([p for p in absent if _absence_of(p) is absence]))
         yield
 
@@ -206,7 +213,8 @@ def _absent_class(present: type[nn.Parameter]) -> type[nn.Parameter]:
     return AbsentParameter if present is nn.Parameter else type(present.__name__, (AbsentParameter, present), {})
 
 
-def _refusal(name: str) -> str:
+def refusal(name: str) -> str:
+    """Why a call cannot have weights, and what to call instead."""
     return (
         f"a weight of an offloaded model is in the store, where {name} cannot reach it; save the model with "
         "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "
@@ -282,7 +290,7 @@ def _look_at(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
     if (seen := _set(name, func, args, kwargs)) is not NotImplemented:
         return seen
     if name == "setting .data" or name in _MEMORY or _writes(name, args, kwargs):
-        raise RuntimeError(_refusal(name))
+        raise RuntimeError(refusal(name))
     if name in _VIEWS or name in _VIEW_ATTRIBUTES or (name == "__getitem__" and _is_basic(args[1])):
         return _view(func, args, kwargs)
     return _form(name, func, args, kwargs)
@@ -350,7 +358,7 @@ def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         brought_for: dict[nn.Parameter, Brought] = {}
         for absence in dict.fromkeys(_absence_of(parameter) for parameter in absent):
             if absence is None:
-                raise RuntimeError(_refusal(name))
+                raise RuntimeError(refusal(name))
             own = [parameter for parameter in absent if _absence_of(parameter) is absence]
             brought = stack.enter_context(absence.reading(own))
             brought_for.update(dict.fromkeys(own, brought))
