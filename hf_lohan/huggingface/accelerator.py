@@ -20,7 +20,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_model
 from hf_lohan.huggingface.loading import reload_weights
-from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over
+from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_together
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
@@ -156,7 +156,8 @@ class Accelerator(OffloadAwareAccelerator):
         self.register_load_state_pre_hook(self._load_offloaded)
 
     def prepare(self, *objects: Any, **kwargs: Any) -> Any:
-        """As in accelerate. Offloads the model and turns its optimizer, of `torch.optim`, into one over the store."""
+        """As in accelerate. Offloads the model and turns its optimizer, of `torch.optim`, into one over the store. Of
+        several (Muon and AdamW, each with some of the parameters) the last to step takes the step."""
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
@@ -164,10 +165,8 @@ class Accelerator(OffloadAwareAccelerator):
         for item in objects:
             if isinstance(item, nn.Module):
                 engine = engine_of(item) or self._offload(item, rules_of(optimizers))
-        converted = [
-            self._take_over(item, engine) if isinstance(item, torch.optim.Optimizer) else item for item in objects
-        ]
-        return super().prepare(*converted, **kwargs)
+        ours = self._take_over([item for item in optimizers if not isinstance(item, OffloadOptimizer)], engine)
+        return super().prepare(*(ours.get(id(item), item) for item in objects), **kwargs)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run a step's micro-batches, each of which calls its forward and `backward`, together: all of them through a
@@ -199,18 +198,21 @@ class Accelerator(OffloadAwareAccelerator):
             rules=rules,
         )
 
-    def _take_over(self, optimizer: torch.optim.Optimizer, engine: OffloadEngine | None) -> torch.optim.Optimizer:
-        if isinstance(optimizer, OffloadOptimizer):
-            return optimizer
+    def _take_over(
+        self, optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine | None
+    ) -> dict[int, OffloadOptimizer]:
+        """Ours by the id of the caller's."""
+        if not optimizers:
+            return {}
         engine = engine or self.offload_engine
         if engine is None:
             raise ValueError("prepare the model together with its optimizer, or before it")
-        taken = take_over(optimizer, engine)
+        taken, ours = take_over_together(optimizers, engine)
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
                 self._loop_record = LoopRecord(engine, run_plan_of(engine), Path(self.project_dir or "."))
             self._loop_record.follow(taken)
-        return taken
+        return {id(optimizer): own for optimizer, own in zip(optimizers, ours, strict=True)}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         """As in accelerate; `loss`, `grad_norm`, `learning_rate` and `eval_loss` go to `lohan/steps.jsonl` as well."""

@@ -12,8 +12,17 @@ from transformers import TrainingArguments
 
 from hf_lohan.compat.torch_private import mark_optimizer_stepped
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.model import Rules
-from hf_lohan.optim import ADAMW, OPTIMIZERS, RULE_KEY, OffloadAdamW, OffloadOptimizer, UpdateRule, rule_for
+from hf_lohan.model import Rules, hidden_matrices
+from hf_lohan.optim import (
+    ADAMW,
+    OPTIMIZERS,
+    RULE_KEY,
+    JointOptimizer,
+    OffloadAdamW,
+    OffloadOptimizer,
+    UpdateRule,
+    rule_for,
+)
 
 _LIONS = ("lion_32bit", "paged_lion_32bit")
 """Upstream takes them from bitsandbytes; the rule needs no package."""
@@ -34,17 +43,38 @@ class OptimizerChoice:
     rule: UpdateRule
     defaults: dict[str, Any]
     """Hyperparameters of param groups that do not say theirs."""
+    rest: OptimizerChoice | None = None
+    """Of what is no matrix of a layer, where the rule is for those."""
 
     def rules(self, model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
         """The `Rules` of a run with it."""
-        return dict.fromkeys(model.parameters(), self.rule)
+        if self.rest is None:
+            return dict.fromkeys(model.parameters(), self.rule)
+        return self.rest.rules(model) | dict.fromkeys(hidden_matrices(model), self.rule)
 
     def over(self, engine: OffloadEngine) -> tuple[type[OffloadOptimizer], dict[str, Any]]:
         """Class and keyword arguments that Trainer makes it with, over the param groups that it sees to."""
+        if self.rest is not None:
+            return _OffloadedMuon, {"engine": engine, "muon": self.defaults, "rest": self.rest.defaults}
         if self.rule == ADAMW:
             names = ("lr", "betas", "eps", "weight_decay")
             return OffloadAdamW, {"engine": engine, **{name: self.defaults[name] for name in names}}
         return OffloadOptimizer, {"engine": engine, "defaults": self.defaults}
+
+
+class _OffloadedMuon(OffloadOptimizer):
+    """Muon for the matrices of the layers, another optimizer for what else is in the param groups."""
+
+    def __init__(
+        self, groups: list[dict[str, Any]], muon: dict[str, Any], rest: dict[str, Any], *, engine: OffloadEngine
+    ) -> None:
+        matrices, split = hidden_matrices(engine.model), []
+        for defaults, is_for_matrices in ((muon, True), (rest, False)):
+            for group in groups:
+                own = [p for p in group["params"] if (p in matrices) is is_for_matrices]
+                if own:
+                    split.append({**defaults, **group, "params": own})
+        super().__init__(split, {}, engine=engine)
 
 
 def refused_optim_args(optim: str, optim_args: str | None) -> bool:
@@ -65,12 +95,15 @@ def choose_optimizer(
         betas = (args.adam_beta1, args.adam_beta2)
         settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
         return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
-    return choice_of(given if given is not None else by_arguments(args))
+    asked = given if given is not None else by_arguments(args)
+    return choice_of(asked, lambda: choose_optimizer(args, None, by_arguments))
 
 
-def choice_of(asked: Any) -> OptimizerChoice:
-    """A choice made already, an optimizer's class, or a class and its keyword arguments. Raises ValueError for one
-    that there is no rule for, and for settings that no rule has."""
+def choice_of(
+    asked: Any, rest: Callable[[], OptimizerChoice] = lambda: choice_of(torch.optim.AdamW)
+) -> OptimizerChoice:
+    """A choice made already, an optimizer's class, or a class and its keyword arguments; with Muon ``rest`` chooses for
+    what it does not take. Raises ValueError for one that there is no rule for, and for settings that no rule has."""
     if isinstance(asked, OptimizerChoice):
         return asked
     optimizer_class, settings = asked if isinstance(asked, tuple) else (asked, {})
@@ -78,7 +111,8 @@ def choice_of(asked: Any) -> OptimizerChoice:
     # It fills in its defaults, and refuses values that it does not take.
     group = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings).param_groups[0]
     defaults = {key: value for key, value in group.items() if key != "params"}
-    return OptimizerChoice(_rule_of(name, [defaults]), {RULE_KEY: name, **defaults})
+    rule = _rule_of(name, [defaults])
+    return OptimizerChoice(rule, {RULE_KEY: name, **defaults}, rest() if rule.needs_whole else None)
 
 
 def check_given(optimizer: torch.optim.Optimizer) -> None:
@@ -108,7 +142,10 @@ def rules_of(optimizers: Sequence[torch.optim.Optimizer]) -> Rules:
     rest = used.pop() if len(used) == 1 else ADAMW  # frozen parameters have no states
 
     def rules(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-        return {parameter: found.get(parameter, rest) for parameter in model.parameters()}
+        return {
+            parameter: found.get(parameter, ADAMW if parameter.requires_grad else rest)
+            for parameter in model.parameters()
+        }
 
     return rules
 
@@ -127,6 +164,23 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
         taken = OffloadOptimizer(optimizer.param_groups, {}, engine=engine)
     mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
     return taken
+
+
+def take_over_together(
+    optimizers: Sequence[torch.optim.Optimizer], engine: OffloadEngine
+) -> tuple[OffloadOptimizer, list[OffloadOptimizer]]:
+    """As `take_over`, of one or several over parameters of one model: what the engine has, and ours for each."""
+    if len(optimizers) == 1:
+        taken = take_over(optimizers[0], engine)
+        return taken, [taken]
+    for optimizer in optimizers:
+        check_given(optimizer)
+        for group in optimizer.param_groups:
+            group[RULE_KEY] = _name_of(type(optimizer))
+    joint = JointOptimizer([optimizer.param_groups for optimizer in optimizers], engine=engine)
+    for optimizer in optimizers:
+        mark_optimizer_stepped(optimizer)
+    return joint, [*joint.parts]
 
 
 def _name_of(optimizer_class: Any) -> str:

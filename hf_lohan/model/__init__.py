@@ -6,7 +6,14 @@ a byte: blocks are named and measured, and everything above speaks of them.
 """
 
 from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
-from hf_lohan.model.discovery import DiscoveryError, ModelBlocks, Rules, adamw_everywhere, discover_blocks
+from hf_lohan.model.discovery import (
+    DiscoveryError,
+    ModelBlocks,
+    Rules,
+    adamw_everywhere,
+    discover_blocks,
+    hidden_matrices,
+)
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
@@ -27,6 +34,7 @@ __all__ = [
     "anchor_name",
     "discover_blocks",
     "dtype_name",
+    "hidden_matrices",
     "lay_out_block",
     "ranges",
     "round_up",

@@ -85,6 +85,19 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
     }
 
 
+def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
+    """The matrices of the layers, which Muon is for: no embeddings, head, norms and biases, nor fused experts, which
+    have three dimensions. Raises DiscoveryError for a model without layers."""
+    modules = (module for layer in find_layers(model).values() for module in layer.modules())
+    return {
+        parameter
+        for module in modules
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    }
+
+
 def discover_blocks(
     model: nn.Module,
     working_dtype: torch.dtype | None = None,

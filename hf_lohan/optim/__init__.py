@@ -6,7 +6,7 @@ Nothing here knows where a chunk comes from or goes to; it takes host tensors an
 
 from hf_lohan.optim.adamw import AdamWGroup
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
-from hf_lohan.optim.optimizer import OffloadAdamW, OffloadOptimizer
+from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
 from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
 from hf_lohan.optim.rules import ADAMW, OPTIMIZERS, RULE_KEY, UpdateRule, rule_for
 from hf_lohan.optim.segments import Segment, within
@@ -18,6 +18,7 @@ __all__ = [
     "RULE_KEY",
     "SCALE_BLOCK_NUMEL",
     "AdamWGroup",
+    "JointOptimizer",
     "MasterFormat",
     "MomentDtype",
     "OffloadAdamW",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -102,3 +102,58 @@ class OffloadAdamW(OffloadOptimizer):
     ) -> None:
         settings = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, {RULE_KEY: ADAMW.name, **settings}, engine=engine)
+
+
+class JointOptimizer(OffloadOptimizer):
+    """Several optimizers of one model, each with some of its parameters: a step is taken when all have stepped."""
+
+    def __init__(self, groups_of_parts: Sequence[Sequence[dict[str, Any]]], *, engine: StepTarget) -> None:
+        super().__init__([group for groups in groups_of_parts for group in groups], {}, engine=engine)
+        self.parts = [OptimizerPart(groups, self) for groups in groups_of_parts]
+        """What the loop steps, in the order in which their groups were given."""
+        self._stepped: set[OptimizerPart] = set()
+        self._zeroed: set[OptimizerPart] = set()
+
+    def step_part(self, part: OptimizerPart) -> None:
+        """Take the step if the others have stepped. Raises RuntimeError where they fall out of step."""
+        if part in self._stepped or (self._zeroed and not self._stepped):
+            self._stepped.clear()
+            self._zeroed.clear()
+            raise RuntimeError(
+                "the optimizers of an offloaded model take their steps together; call step() and zero_grad() of each "
+                "once for each step"
+            )
+        self._stepped.add(part)
+        if len(self._stepped) == len(self.parts):
+            self._stepped.clear()
+            self.step()
+
+    def zero_part(self, part: OptimizerPart) -> None:
+        """Forget gradients when all have asked for it."""
+        self._zeroed.add(part)
+        if len(self._zeroed) == len(self.parts):
+            self._zeroed.clear()
+            self.zero_grad()
+
+
+class OptimizerPart(OffloadOptimizer):
+    """One of the optimizers that step together."""
+
+    def __init__(self, groups: Sequence[dict[str, Any]], joint: JointOptimizer) -> None:
+        torch.optim.Optimizer.__init__(self, groups, {})
+        self._joint = joint
+
+    @property
+    def _engine(self) -> StepTarget:
+        return self._joint._engine
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Finish the step, if this is the last of the optimizers to step. Raises ValueError for a closure."""
+        if closure is not None:
+            raise ValueError("a closure cannot be run by one of several optimizers; run it before their steps")
+        self._joint.step_part(self)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients that have not been applied yet, when each of the optimizers has been asked to."""
+        self._joint.zero_part(self)

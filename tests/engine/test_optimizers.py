@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from hf_lohan.huggingface.optimizers import rules_of, take_over
+from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
+from hf_lohan.model import hidden_matrices
+from hf_lohan.planner import BudgetError
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -83,3 +85,58 @@ def test_another_optimizer_than_the_store_was_made_for_is_refused(build_engine: 
     engine = build_engine(model)
     with pytest.raises(ValueError, match=r"SGD were offloaded for AdamW\(exp_avg, exp_avg_sq\); give that optimizer"):
         take_over(torch.optim.SGD(model.parameters()), engine)
+
+
+def muon_and_adamw(model: Any) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    matrices = hidden_matrices(model)
+    rest = [p for p in model.parameters() if p not in matrices]
+    ordered = [p for p in model.parameters() if p in matrices]
+    return torch.optim.Muon(ordered, lr=0.02), torch.optim.AdamW(rest, lr=1e-3, fused=True)
+
+
+def test_fifty_steps_of_muon_and_adamw(build_engine: Any) -> None:
+    stock, model = tiny_model("llama").train(), tiny_model("llama").train()
+    theirs, own = muon_and_adamw(stock), muon_and_adamw(model)
+    engine = build_engine(model, rules=rules_of(own), cpu_memory="4MiB")
+    _, ours = take_over_together(own, engine)
+    for step in range(50):
+        for one, optimizers in ((stock, theirs), (model, ours)):
+            one(**tiny_batch(seed=step)).loss.backward()
+            if one is stock:
+                torch.nn.utils.clip_grad_norm_(one.parameters(), 2.0)
+            else:
+                engine.clip_grad_norm(2.0)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    access = engine.parameters
+    matrices = {name for name, p in stock.named_parameters() if "momentum_buffer" in theirs[0].state.get(p, {})}
+    assert len(matrices) == 3 * 7 and all(access.state_kinds(name) == ("momentum_buffer",) for name in matrices)
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(access.read_parameter(name), parameter), name
+        if name not in matrices:
+            assert access.state_kinds(name) == ("exp_avg", "exp_avg_sq"), name
+
+
+def test_optimizers_out_of_step_are_refused(build_engine: Any) -> None:
+    model = tiny_model("llama").train()
+    engine = build_engine(model, rules=rules_of(own := muon_and_adamw(model)), cpu_memory="4MiB")
+    _, (muon, adamw) = take_over_together(own, engine)
+    model(**tiny_batch()).loss.backward()
+    muon.step()
+    with pytest.raises(RuntimeError, match="take their steps together"):
+        muon.step()
+    adamw.zero_grad()
+    with pytest.raises(RuntimeError, match=r"call step.* of each once"):
+        muon.step()
+    with pytest.raises(ValueError, match="a closure"):
+        muon.step(lambda: None)
+
+
+def test_a_budget_without_room_for_whole_matrices_is_refused_with_the_number(build_engine: Any) -> None:
+    model = tiny_model("llama", hidden_size=256)
+    rules = rules_of(muon_and_adamw(model))
+    with pytest.raises(BudgetError, match=r"for a whole matrix of 131072 elements.*set cpu_memory to at") as refused:
+        build_engine(model, rules=rules, cpu_memory="6MiB", gpu_memory="64MiB")
+    enough = int(str(refused.value).rpartition(" ")[2])
+    build_engine(model, rules=rules, cpu_memory=enough, gpu_memory="64MiB")

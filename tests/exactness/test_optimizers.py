@@ -14,6 +14,7 @@ from transformers import Trainer as StockTrainer
 import hf_lohan
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.huggingface.export import export
+from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_model
 
 BY_ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -143,3 +144,46 @@ def test_a_class_and_its_arguments_over_a_model_that_is_streamed(tmp_path: Path)
     )
     weights = finished(streamed)
     assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+
+
+@pytest.mark.parametrize("clip", [0.0, 2.0], ids=["in_backward", "clipped"])
+def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -> None:
+    settings = {"learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": clip}
+    stock_model = tiny_model("llama").train()
+    matrices = hidden_matrices(stock_model)
+    of_layers = [p for p in stock_model.parameters() if p in matrices]
+    rest = [p for p in stock_model.parameters() if p not in matrices]
+    muon = torch.optim.Muon(of_layers, lr=1e-2, weight_decay=0.0)
+    adamw = torch.optim.AdamW(rest, lr=1e-2, weight_decay=0.0, fused=True)
+    ours = trainer_over(tmp_path / "ours", optimizer_cls_and_kwargs=(torch.optim.Muon, {"lr": 1e-2}), **settings)
+    batches: list[Any] = []
+    stock_step = ours.training_step
+
+    def noted(model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        batches.append({name: value.clone() for name, value in inputs.items()})
+        return stock_step(model, inputs, *args, **kwargs)
+
+    ours.training_step = noted
+    weights = finished(ours)
+    for batch in batches:
+        stock_model(**batch).loss.backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(stock_model.parameters(), clip)
+        for optimizer in (muon, adamw):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert len(batches) == NUM_STEPS
+    assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
+
+
+def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})}
+    settings |= {"save_strategy": "steps", "save_steps": 2}
+    undisturbed = finished(trainer_over(tmp_path / "undisturbed", **settings))
+    resumed = finished(trainer_over(tmp_path / "run", **settings), str(tmp_path / "undisturbed" / "checkpoint-2"))
+    assert export(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
+    exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
+    for name, weight in undisturbed.items():
+        assert torch.equal(resumed[name], weight) and torch.equal(exported[name], weight), name
+    with pytest.raises(ForeignStoreError, match=r"of AdamW\(.*\) \+ Muon\(momentum_buffer\), this run has AdamW"):
+        trainer_over(tmp_path / "run").train()

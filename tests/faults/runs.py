@@ -55,6 +55,7 @@ class Run:
     save_steps: int = 0
     resume: bool | str = "last_step"
     activations: Literal["recompute", "swap"] = "recompute"
+    optimizer: Literal["AdamW", "Muon"] = "AdamW"
     insists: bool = False
     """Resume even if there is nothing to resume from."""
 
@@ -147,7 +148,15 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
     model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
     offload = {**SMALL_BUDGETS, "cpu_memory": run.cpu_memory, "ssd": run.ssd, "activations": run.activations}
-    trainer = hf_lohan.Trainer(model, arguments, train_dataset=rows, offload=offload, callbacks=[callback])
+    optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
+    trainer = hf_lohan.Trainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        offload=offload,
+        callbacks=[callback],
+        optimizer_cls_and_kwargs=optimizer,
+    )
     trainer.remove_callback(PrinterCallback)  # its lines would hide those of a failure
     return trainer
 

@@ -66,6 +66,15 @@ def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturb
     assert_ends_as(run, undisturbed)
 
 
+def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """Whose states are of another kind in each block."""
+    run = run_in(tmp_path, Run(optimizer="Muon", num_steps=10))
+    done = Interrupter(run, seed=5).interrupt(signal.SIGKILL, 3, IN_TRAINING)
+    assert {one.exit_code for one in done} == {-signal.SIGKILL}
+    assert_progress(done, least_distinct_steps=2)
+    assert_ends_as(run, undisturbed)
+
+
 @pytest.mark.slow
 def test_killed_before_each_write_of_a_step(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Not at random: at every call that changes a file, from opening the store to the end of a step."""
