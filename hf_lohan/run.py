@@ -1,4 +1,4 @@
-"""Run an unmodified script that uses `transformers.Trainer`, offloaded.
+"""Run an unmodified script that uses `transformers.Trainer` or `accelerate.Accelerator`, offloaded.
 
 ```
 accelerate launch -m hf_lohan.run --offload configs/lohan.yaml any_script.py --its arguments
@@ -48,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m hf_lohan.run",
         usage="%(prog)s [--offload X] [--trace] (script.py | -m module) [its arguments]",
-        description="Run an unmodified script that uses transformers.Trainer, offloaded.",
+        description="Run an unmodified script that uses transformers.Trainer or accelerate.Accelerator, offloaded.",
         allow_abbrev=False,
     )
     parser.add_argument(

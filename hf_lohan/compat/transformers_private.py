@@ -8,12 +8,14 @@ import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
+from transformers import trainer as stock_module
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """What Trainer adds up between two logs, and a checkpoint of its own forgets."""
@@ -68,6 +70,41 @@ def is_reentrant(module: nn.Module) -> bool:
     """Whether a layer is recomputed by the kind of checkpointing that fires gradient hooks twice."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     return bool(getattr(function, "keywords", {}).get("use_reentrant"))
+
+
+def make_non_reentrant(module: Any) -> None:
+    """Have a layer that `is_reentrant` recomputed by the other kind, else as it was told to be."""
+    function = module._gradient_checkpointing_func
+    keywords = {**function.keywords, "use_reentrant": False}
+    module._gradient_checkpointing_func = functools.partial(function.func, *function.args, **keywords)
+
+
+# The Hub.
+
+
+@contextlib.contextmanager
+def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]:
+    """While this is open, what Trainer uploads of a folder to the Hub leaves out those of the others that lie in it."""
+    api = stock_module.hf_api()
+    stock = api.upload_folder
+    folder = os.path.realpath(folder)
+    inside = [os.path.relpath(os.path.realpath(os.path.join(folder, other)), folder) for other in others]
+    patterns = [f"{path}/*" for path in inside if not path.startswith(os.pardir)]
+
+    def upload_folder(*args: Any, **kwargs: Any) -> Any:
+        if os.path.realpath(kwargs["folder_path"]) == folder:
+            kwargs["ignore_patterns"] = [*(kwargs.get("ignore_patterns") or []), *patterns]
+        return stock(*args, **kwargs)
+
+    had_own = "upload_folder" in vars(api)
+    api.upload_folder = upload_folder
+    try:
+        yield
+    finally:
+        if had_own:
+            api.upload_folder = stock
+        else:
+            del api.upload_folder
 
 
 # Loading and saving.

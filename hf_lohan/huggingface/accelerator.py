@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import accelerate
 import torch
@@ -18,7 +18,7 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
-from hf_lohan.huggingface.guards import check_model
+from hf_lohan.huggingface.guards import check_accelerator, check_model
 from hf_lohan.huggingface.loading import reload_weights
 from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_together
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
@@ -141,16 +141,14 @@ class Accelerator(OffloadAwareAccelerator):
     ```
     """
 
+    default_offload: ClassVar[Any] = "lohan"
+    """Without a plugin."""
+
     def __init__(self, *args: Any, lohan_plugin: LohanPlugin | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.lohan_plugin = lohan_plugin or LohanPlugin()
-        if self.mixed_precision != "no":
-            raise ValueError(
-                f"mixed_precision={self.mixed_precision!r} wraps the forward in autocast, which offload replaces; set "
-                "mixed_precision='no' and LohanPlugin(bf16=True)"
-            )
-        if self.num_processes > 1:
-            raise ValueError(f"offload runs in one process for now, this launch has {self.num_processes}")
+        self.lohan_plugin = lohan_plugin or LohanPlugin(offload=self.default_offload)
+        if lohan_plugin is not None:  # else it may be there only to ask it for a device: see `_offload`
+            check_accelerator(self)
         self._loop_record: LoopRecord | None = None
         self.register_save_state_pre_hook(self._save_offloaded)
         self.register_load_state_pre_hook(self._load_offloaded)
@@ -161,12 +159,35 @@ class Accelerator(OffloadAwareAccelerator):
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
-        engine = None
+        engine = self.offload_engine
         for item in objects:
             if isinstance(item, nn.Module):
-                engine = engine_of(item) or self._offload(item, rules_of(optimizers))
+                engine = self._offload_one(item, engine, rules_of(optimizers))
         ours = self._take_over([item for item in optimizers if not isinstance(item, OffloadOptimizer)], engine)
         return super().prepare(*(ours.get(id(item), item) for item in objects), **kwargs)
+
+    def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
+        """As in accelerate. Offloads the model unless it is for evaluation only."""
+        if not evaluation_mode:
+            self._offload_one(model, self.offload_engine, rules_of([]))
+        return super().prepare_model(model, *args, evaluation_mode=evaluation_mode, **kwargs)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
+        """As in accelerate, for one over the store."""
+        check_given(optimizer)
+        if not isinstance(optimizer, OffloadOptimizer):
+            optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
+        return super().prepare_optimizer(optimizer, device_placement)
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """As in accelerate. Raises ValueError if no optimizer would take the gradients."""
+        engine = self.offload_engine
+        if engine is not None and engine.optimizer is None:
+            raise ValueError(
+                "the model is offloaded, but no optimizer of it was prepared, so nothing would be trained; pass the "
+                "optimizer to prepare(), too"
+            )
+        super().backward(loss, **kwargs)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Run a step's micro-batches, each of which calls its forward and `backward`, together: all of them through a
@@ -185,7 +206,18 @@ class Accelerator(OffloadAwareAccelerator):
             return [micro_batch() for micro_batch in micro_batches]
         return engine.run_micro_batches(micro_batches)
 
+    def _offload_one(self, model: nn.Module, engine: OffloadEngine | None, rules: Rules) -> OffloadEngine:
+        """The engine of `model`. `engine` is what this accelerator has so far."""
+        of_model = engine_of(model)
+        if of_model is None and engine is not None and not engine.is_closed:
+            raise ValueError(
+                f"an Accelerator offloads one model, and has {type(engine.model).__name__} already; leave "
+                f"{type(model).__name__} out of prepare, or call free_memory() first if it takes its place"
+            )
+        return of_model or self._offload(model, rules)
+
     def _offload(self, model: nn.Module, rules: Rules) -> OffloadEngine:
+        check_accelerator(self)
         check_model(model)
         plugin = self.lohan_plugin
         return offload_model(
@@ -204,7 +236,6 @@ class Accelerator(OffloadAwareAccelerator):
         """Ours by the id of the caller's."""
         if not optimizers:
             return {}
-        engine = engine or self.offload_engine
         if engine is None:
             raise ValueError("prepare the model together with its optimizer, or before it")
         taken, ours = take_over_together(optimizers, engine)

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
-from hf_lohan.compat.transformers_private import is_reentrant, run_layers_by
+from hf_lohan.compat.transformers_private import is_reentrant, make_non_reentrant, run_layers_by
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, device_for
 from hf_lohan.engine import (
@@ -77,7 +77,7 @@ def offload_model(
     """
     device = open_device(config, torch_device)
     config = resolved_here(config, device, default_ssd_path)
-    refuse_reentrant(model)
+    recompute_without_reentry(model)
     layout = lay_out(
         model,
         config,
@@ -119,6 +119,12 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
 
 _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
 """Engines of this process."""
+_num_attached = 0
+
+
+def num_offloaded() -> int:
+    """How many models this process has offloaded so far."""
+    return _num_attached
 
 
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
@@ -134,6 +140,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         step_began=lambda steps: plan.step_began(steps.clip_rate),
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
+    global _num_attached
+    _num_attached += 1
     _attached.add(engine)
     if getattr(model, "config", None) is not None:
         model.config.dtype = engine.layout.master.working_dtype
@@ -228,10 +236,14 @@ def enable_checkpointing(model: nn.Module) -> None:
     enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def refuse_reentrant(model: nn.Module) -> None:
-    """Raises ValueError if reentrant checkpointing is on: it fires gradient hooks twice."""
-    if any(is_reentrant(module) for module in model.modules()):
-        raise ValueError(
-            "reentrant activation checkpointing cannot be offloaded (a gradient would arrive twice); "
-            "enable it with use_reentrant=False"
+def recompute_without_reentry(model: nn.Module) -> None:
+    """Make reentrant checkpointing, if it is on, non-reentrant: it fires gradient hooks twice. What is computed is the
+    same."""
+    reentrant = [module for module in model.modules() if is_reentrant(module)]
+    for module in reentrant:
+        make_non_reentrant(module)
+    if reentrant:
+        logger.warning(
+            "use_reentrant=True: activation checkpointing is non-reentrant under offload, which computes the same; "
+            "use_reentrant=False says so"
         )

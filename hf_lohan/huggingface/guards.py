@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from transformers import TrainingArguments
 
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
 from hf_lohan.optim import OffloadOptimizer
+
+_OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+"""Who would place the weights, too."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -17,6 +22,8 @@ def check_arguments(args: TrainingArguments) -> None:
     optim = getattr(args.optim, "value", args.optim)
     checkpointing = getattr(args, "activation_checkpointing_kwargs", None)
     checkpointing = checkpointing or getattr(args, "gradient_checkpointing_kwargs", None) or {}
+    asked = "fp16" if args.fp16 else "bf16" if args.bf16 else "no"
+    launched = getattr(args, "mixed_precision", asked)
     refused = {
         "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
         "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
@@ -26,9 +33,6 @@ def check_arguments(args: TrainingArguments) -> None:
         ),
         f"optim_args={args.optim_args!r} would be ignored in part with optim={optim!r}; use learning_rate, "
         "weight_decay, adam_beta1 and so on": refused_optim_args(optim, args.optim_args),
-        "use_reentrant=True cannot be offloaded (a gradient would arrive twice); set use_reentrant=False": (
-            checkpointing.get("use_reentrant")
-        ),
         "activation checkpointing with offload=True is not supported under offload; leave it off": (
             checkpointing.get("offload")
         ),
@@ -36,12 +40,15 @@ def check_arguments(args: TrainingArguments) -> None:
         f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1": (
             args.world_size > 1
         ),
-        "use_liger_kernel=True reads weights behind the modules' backs; leave it off under offload": (
-            args.use_liger_kernel
+        "use_liger_kernel=True with its fused head reads the head's weights behind the module's back; set "
+        "liger_kernel_config={'fused_linear_cross_entropy': False}, which leaves Liger's other kernels": (
+            args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
         ),
-        "enable_jit_checkpoint=True is not needed under offload, which commits every step and ends on SIGTERM when "
-        "the step in progress is committed; leave it off": getattr(args, "enable_jit_checkpoint", False),
         "torch_compile=True cannot follow streamed weights; leave it off under offload": args.torch_compile,
+        f"mixed_precision={launched!r}, which the launcher set, wraps the forward in autocast, which offload replaces; "
+        "launch with --mixed_precision no, and set bf16=True in the training arguments for bfloat16": (
+            launched not in ("no", asked)
+        ),
     }
     for sentence, is_refused in refused.items():
         if is_refused:
@@ -75,6 +82,33 @@ def check_trl(settings: Mapping[str, Any]) -> None:
     for sentence, is_refused in refused.items():
         if is_refused:
             raise ValueError(sentence)
+
+
+def check_accelerator(accelerator: Accelerator) -> None:
+    """Raises ValueError for an `Accelerator` of a raw loop that was asked for what offload replaces or lacks."""
+    if accelerator.mixed_precision != "no":
+        raise ValueError(
+            f"mixed_precision={accelerator.mixed_precision!r} wraps the forward in autocast, which offload replaces; "
+            "set mixed_precision='no' (lohan launch --mixed_precision no), and load the model in bfloat16 or use "
+            "hf_lohan.Accelerator with LohanPlugin(bf16=True)"
+        )
+    if accelerator.distributed_type in _OTHERS:
+        raise ValueError(f"offload cannot be combined with {accelerator.distributed_type.value}; choose one of them")
+    if accelerator.num_processes > 1:
+        raise ValueError(
+            f"offload runs in one process for now, this launch has {accelerator.num_processes}; set num_processes: 1"
+        )
+    check_not_compiled(accelerator)
+
+
+def check_not_compiled(accelerator: Accelerator) -> None:
+    """Raises ValueError if the model would be compiled when it is prepared."""
+    backend = accelerator.state.dynamo_plugin.backend
+    if backend != DynamoBackend.NO:
+        raise ValueError(
+            f"dynamo_backend={backend.value.lower()!r} compiles the model, which cannot follow streamed weights; leave "
+            "it off (lohan launch --dynamo_backend no)"
+        )
 
 
 def check_model(model: Any) -> None:

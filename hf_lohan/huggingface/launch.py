@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import logging
 import os
 import subprocess
 from argparse import ArgumentParser, Namespace
@@ -12,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import accelerate
 from transformers import trainer as stock_module
 
 from hf_lohan.compat.accelerate_private import (
@@ -21,30 +23,41 @@ from hf_lohan.compat.accelerate_private import (
     load_config_from_file,
 )
 from hf_lohan.config import OffloadConfig
+from hf_lohan.huggingface.accelerator import Accelerator
+from hf_lohan.huggingface.attachment import num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.threads import usable_cpus
 
+logger = logging.getLogger(__name__)
+
 _OUR_MODULES = ("hf_lohan.huggingface",)
-_STOCK_MODULES = ("transformers", "transformers.trainer")
+_TRAINER_MODULES = ("transformers", "transformers.trainer")
+_ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
 _UNSAID: Any = object()
 
 
 @contextlib.contextmanager
 def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
-    """While this is open, `transformers.Trainer` and every class derived from it offload as `offload` says.
+    """While this is open, `transformers.Trainer`, `accelerate.Accelerator` and every class derived from them offload as
+    `offload` says. A warning follows if nothing was offloaded.
 
     Classes that are defined or imported inside keep their offloading base afterwards; those that were there before
-    get their old base back. `offload=` given to a Trainer wins, None (the stock Trainer) included.
+    get their old base back. `offload=` given to a Trainer wins, None (the stock Trainer) included, and so does
+    `lohan_plugin=` given to an Accelerator. Trainer's own accelerator stays what it is.
 
     Args:
         offload: anything that `OffloadConfig.load` takes. Raises ConfigError, before anything is changed.
     """
     config = OffloadConfig.load(offload)
+    num_before = num_offloaded()
     stock = stock_module.Trainer
     offloading = _offloading_class(stock, config)
     with contextlib.ExitStack() as undo:
-        for name in (*_STOCK_MODULES, *_OUR_MODULES):
+        for name in (*_TRAINER_MODULES, *_OUR_MODULES):
             _replace(undo, importlib.import_module(name), "Trainer", offloading)
+        accelerator = _offloading_accelerator(config)
+        for name in (*_ACCELERATOR_MODULES, *_OUR_MODULES):
+            _replace(undo, importlib.import_module(name), "Accelerator", accelerator)
         for name in _OUR_MODULES:
             _replace(undo, importlib.import_module(name), "OffloadTrainerMixin", _AlreadyMixedIn)
         for derived in stock.__subclasses__():
@@ -54,6 +67,11 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
                 with contextlib.suppress(TypeError):
                     _replace(undo, derived, "__bases__", bases)
         yield
+        if num_offloaded() == num_before:
+            logger.warning(
+                "nothing was offloaded: no model was trained by transformers.Trainer or prepared by "
+                "accelerate.Accelerator; what else trains has to use hf_lohan.Accelerator"
+            )
 
 
 class _AlreadyMixedIn:
@@ -72,6 +90,17 @@ def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
     OffloadingTrainer.__name__ = OffloadingTrainer.__qualname__ = stock.__name__
     OffloadingTrainer.__doc__ = stock.__doc__
     return OffloadingTrainer
+
+
+def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
+    class OffloadingAccelerator(Accelerator):
+        default_offload: ClassVar[OffloadConfig] = config
+
+    stock = accelerate.Accelerator
+    functools.update_wrapper(OffloadingAccelerator.__init__, stock.__init__)
+    OffloadingAccelerator.__name__ = OffloadingAccelerator.__qualname__ = stock.__name__
+    OffloadingAccelerator.__doc__ = stock.__doc__
+    return OffloadingAccelerator
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -99,7 +128,10 @@ def _parser() -> ArgumentParser:
     parser: ArgumentParser = launch_command_parser()
     parser.prog = "lohan launch"
     parser.usage = "lohan launch [--offload X] [--trace] [options of accelerate launch] script.py [its arguments]"
-    parser.description = "Run an unmodified script that uses transformers.Trainer through accelerate, offloaded."
+    parser.description = (
+        "Run an unmodified script that uses transformers.Trainer or accelerate.Accelerator through accelerate, "
+        "offloaded."
+    )
     parser.add_argument(
         "--offload",
         default="lohan",

@@ -27,7 +27,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import engine_of, offload_model, recompute_without_reentry, run_plan_of
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
@@ -107,6 +107,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             if isinstance(settings["model"], Path | str) and not self._makes_models:
                 settings["model"] = self._stream(settings["model"], args)
             super().__init__(**settings)
+        self._replace_jit_checkpoints()
 
     def _stream(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
         """`from_pretrained` of what is to be trained."""
@@ -191,9 +192,16 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint
         )
         self._termination = Termination()
+        self.last_whole_checkpoint = None
         with self._termination:
             try:
                 output = super().train(self._resume_point.folder, *args, **kwargs)
+            except Exception:
+                if not self._termination.is_requested:
+                    raise
+                # A signal to the whole process group ends the data loader's workers, too.
+                logger.warning("the step in progress was dropped: it failed after SIGTERM", exc_info=True)
+                output = None
             finally:
                 if self._record is not None:
                     self._record.close()
@@ -217,6 +225,8 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
         self._waiting_micro_batches = ()  # of a run that broke off
+        if self._offload_config is not None:
+            recompute_without_reentry(self.model)
         engine = self._ensure_engine()
         if engine is not None:
             self._keep_journal(engine, resume_from_checkpoint)
@@ -247,8 +257,12 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             return None
         return super()._run_epoch(*args, **kwargs)
 
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        super()._maybe_log_save_evaluate(*args, **kwargs)
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        if self._termination.is_requested and self.args.enable_jit_checkpoint:
+            self._save_once(model, trial)
         if self._record is not None:
             self._record.flush()
         if self._journal is not None:

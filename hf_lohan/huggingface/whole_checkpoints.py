@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
 from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.compat.transformers_private import uploads_without
 from hf_lohan.config import OffloadConfig
+from hf_lohan.report.run_data import FOLDER
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -32,6 +36,13 @@ class WholeCheckpoints(_TrainerBase):
     _push_is_due = False
     last_whole_checkpoint: str | None = None
     """The last one that was written."""
+
+    def _replace_jit_checkpoints(self) -> None:
+        """`enable_jit_checkpoint` asks for a checkpoint when SIGTERM comes: `_maybe_log_save_evaluate` sees to it.
+        Upstream's callback saves in the middle of a step as well, when a part of its updates is done."""
+        callback = self.pop_callback(JITCheckpointCallback)
+        if callback is not None:
+            callback.on_train_end(self.args, self.state, self.control)  # gives SIGTERM back
 
     def _get_output_dir(self, trial: Any) -> str:
         return self._unfinished_run_dir or super()._get_output_dir(trial)
@@ -66,11 +77,31 @@ class WholeCheckpoints(_TrainerBase):
                 use_mtime=True,
             )
 
+    def _save_once(self, model: Any, trial: Any) -> None:
+        """A checkpoint of this step, if it has none yet."""
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        if os.path.basename(self.last_whole_checkpoint or "") != name:
+            self._save_checkpoint(model, trial)
+            self.callback_handler.on_save(self.args, self.state, self.control)
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As upstream, and the same files: neither what is recorded of the run nor a store in its folder."""
+        with self._uploads_of_stock():
+            return super().push_to_hub(*args, **kwargs)
+
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self._unfinished_run_dir is None:
-            super()._push_from_checkpoint(checkpoint_folder)
+            with self._uploads_of_stock():
+                super()._push_from_checkpoint(checkpoint_folder)
         else:
             self._push_is_due = True  # uploads run on in the background: not from a folder that is about to move
+
+    def _uploads_of_stock(self) -> contextlib.AbstractContextManager[None]:
+        if self._offload_config is None:
+            return contextlib.nullcontext()
+        ssd = self._offload_config.ssd
+        stores = [] if ssd == "auto" else [path.path for path in ssd]  # that of "auto" has a name that is left out
+        return uploads_without([FOLDER, *stores], self.args.output_dir)
 
     def _name_best_checkpoint(self, run_dir: str, checkpoint: Path) -> None:
         """Upstream looked for the best checkpoint beside the unfinished one; say where it is, or is about to be."""

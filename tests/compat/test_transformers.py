@@ -115,7 +115,26 @@ def test_reentrant_checkpointing_is_seen() -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
     else:
         enable(activation_checkpointing_kwargs={"use_reentrant": True})
-    assert any(private.is_reentrant(module) for module in model.modules()), "_gradient_checkpointing_func moved"
+    reentrant = [module for module in model.modules() if private.is_reentrant(module)]
+    assert reentrant, "_gradient_checkpointing_func moved"
+    for module in reentrant:
+        private.make_non_reentrant(module)
+    model(**tiny_batch()).loss.backward()
+    assert not any(private.is_reentrant(module) for module in model.modules())
+
+
+def test_trainer_asks_a_shared_api_for_its_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    api = transformers.trainer.hf_api()
+    monkeypatch.setattr(api, "upload_folder", lambda **kwargs: asked.append(kwargs["ignore_patterns"]))
+    with private.uploads_without(["ours", tmp_path / "elsewhere", tmp_path / "run" / "store"], str(tmp_path / "run")):
+        transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path / "run"), ignore_patterns=["_*"])
+        transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path), ignore_patterns=None)
+    transformers.trainer.hf_api().upload_folder(folder_path=str(tmp_path / "run"), ignore_patterns=["_*"])
+    assert asked == [["_*", "ours/*", "store/*"], None, ["_*"]]
+    for name in ("push_to_hub", "_push_from_checkpoint"):
+        source = inspect.getsource(getattr(Trainer, name))
+        assert "hf_api().upload_folder(" in source and "folder_path=" in source, f"Trainer.{name} uploads otherwise"
 
 
 def test_models_are_built_from_configs() -> None:

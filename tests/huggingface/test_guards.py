@@ -16,14 +16,14 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
-from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
 def arguments(folder: Path, **changes: Any) -> SimpleNamespace:
     """Training arguments with values that could not all be given on this machine."""
     args = TrainingArguments(str(folder), use_cpu=True, report_to=[])
     values = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)}
-    assert not set(changes) - {*values, "world_size"}, "no such argument any more"
+    assert not set(changes) - {*values, "world_size", "mixed_precision"}, "no such argument any more"
     return SimpleNamespace(**{**values, "world_size": 1, **changes})
 
 
@@ -38,7 +38,11 @@ def refusal(call: Callable[[], object]) -> str:
 
 def test_the_defaults_are_fine(tmp_path: Path) -> None:
     check_arguments(TrainingArguments(str(tmp_path), use_cpu=True, report_to=[]))
-    check_arguments(arguments(tmp_path, optim="adamw_torch_fused", bf16=True))
+    check_arguments(arguments(tmp_path, optim="adamw_torch_fused", bf16=True, mixed_precision="bf16"))
+    check_arguments(arguments(tmp_path, enable_jit_checkpoint=True))
+    check_arguments(arguments(tmp_path, gradient_checkpointing_kwargs={"use_reentrant": True}))
+    kernels = {"fused_linear_cross_entropy": False, "rms_norm": True}
+    check_arguments(arguments(tmp_path, use_liger_kernel=True, liger_kernel_config=kernels))
     check_model(tiny_model("llama"))
     check_optimizers(tiny_model("llama"), (None, None), None)
 
@@ -62,10 +66,12 @@ def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: st
         ({"optim": "adamw_bnb_8bit"}, ["optim='adamw_bnb_8bit'"]),
         ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
         ({"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"}, ["would be ignored in part", "weight_decay"]),
-        ({"gradient_checkpointing_kwargs": {"use_reentrant": True}}, ["use_reentrant=True", "use_reentrant=False"]),
         ({"deepspeed": {"zero_optimization": {}}}, ["DeepSpeed"]),
         ({"world_size": 2}, ["has 2", "num_processes: 1"]),
-        ({"use_liger_kernel": True}, ["use_liger_kernel=True"]),
+        ({"use_liger_kernel": True}, ["use_liger_kernel=True", "{'fused_linear_cross_entropy': False}"]),
+        ({"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, ["'fused_linear_cross_entropy': False"]),
+        ({"mixed_precision": "bf16"}, ["mixed_precision='bf16'", "--mixed_precision no", "bf16=True"]),
+        ({"mixed_precision": "fp16", "bf16": True}, ["mixed_precision='fp16'"]),
         ({"torch_compile": True}, ["torch_compile=True"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
@@ -108,8 +114,7 @@ def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
     ("arguments_changes", "trainer_options", "words"),
     [
         ({"optim": "adafactor"}, {}, "optim='adafactor'"),
-        ({"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}, {},
-         "use_reentrant=True"),
+        ({"use_liger_kernel": True}, {}, "fused_linear_cross_entropy"),
         ({}, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.zeros(1))]), None)}, "Rprop cannot be offloaded"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})}, "AdamW with amsgrad=True"),
     ],
@@ -128,8 +133,20 @@ def test_without_offload_nothing_is_refused(tmp_path: Path) -> None:
     assert hf_lohan.Trainer(tiny_model("llama"), args).offload_engine is None
 
 
-def test_a_model_that_recomputes_reentrantly_is_refused(offload: Callable[..., OffloadEngine]) -> None:
-    model = tiny_model("llama").train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    assert "use_reentrant=False" in refusal(lambda: offload(model))
-    assert not any(parameter.isnan().any() for parameter in model.parameters())  # no weight was touched
+@pytest.mark.parametrize("activations", ["keep", "recompute"])
+def test_reentrant_recomputation_becomes_the_other_kind(
+    activations: str, offload: Callable[..., OffloadEngine], caplog: pytest.LogCaptureFixture
+) -> None:
+    models = [tiny_model("llama").train() for _ in range(2)]
+    for model in models:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+    stock, ours = models
+    engine = offload(ours, activations=activations)
+    assert caplog.text.count("use_reentrant=True") == 1
+    of_stock = torch.optim.AdamW(stock.parameters(), fused=True)
+    of_ours = hf_lohan.OffloadAdamW(ours.parameters(), engine=engine)
+    for model, optimizer in ((stock, of_stock), (ours, of_ours)):
+        model(**tiny_batch()).loss.backward()
+        optimizer.step()
+    for name, parameter in stock.named_parameters():
+        assert torch.equal(engine.parameters.read_parameter(name), parameter), name

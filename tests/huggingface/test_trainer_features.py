@@ -1,0 +1,160 @@
+"""What TrainingArguments offer beside the numbers: pushes, searches, checkpoints on SIGTERM."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from huggingface_hub.utils import filter_repo_objects
+from transformers import TrainerCallback, TrainingArguments
+
+import hf_lohan
+from hf_lohan.huggingface import engine_of
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
+
+
+def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:
+    return [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(count)]
+
+
+@pytest.fixture
+def make_trainer() -> Iterator[Callable[..., Any]]:
+    """Stock, or offloaded; engines are closed when the test ends."""
+    made: list[Any] = []
+
+    def make(folder: Path, *, offload: Any = BUDGETS, options: dict[str, Any] | None = None, **settings: Any) -> Any:
+        settings = {"max_steps": 4, "logging_steps": 1, "per_device_train_batch_size": 2, **settings}
+        args = TrainingArguments(str(folder), use_cpu=True, report_to=[], disable_tqdm=True, **settings)
+        options = {"train_dataset": rows(), "eval_dataset": rows(2), **(options or {})}
+        if "model_init" not in options:
+            options["model"] = tiny_model("llama", num_layers=2)
+        made.append(hf_lohan.Trainer(args=args, offload=offload, **options))
+        return made[-1]
+
+    yield make
+    for trainer in made:
+        if trainer.model is not None and (engine := engine_of(trainer.model)) is not None:
+            engine.close()
+
+
+class Uploads:
+    """In the Hub's place: which files each upload would have sent, by their path in the repository."""
+
+    def __init__(self) -> None:
+        self.sent: list[set[str]] = []
+
+    def create_repo(self, repo_id: str, **kwargs: Any) -> Any:
+        return SimpleNamespace(repo_id=f"somebody/{repo_id}")
+
+    def upload_folder(
+        self, *, folder_path: str, path_in_repo: str = "", ignore_patterns: list[str] | None = None, **kwargs: Any
+    ) -> Any:
+        paths = [path.relative_to(folder_path) for path in Path(folder_path).rglob("*") if path.is_file()]
+        kept = filter_repo_objects([path.as_posix() for path in paths], ignore_patterns=ignore_patterns)
+        self.sent.append({os.path.join(path_in_repo, path) for path in kept})
+        return SimpleNamespace(done=lambda: True, is_done=lambda: True)
+
+
+@pytest.mark.parametrize("strategy", ["every_save", "checkpoint"])
+def test_what_is_pushed_is_what_the_stock_trainer_pushes(
+    strategy: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent = []
+    for folder, offload in (("stock", None), ("ours", {**BUDGETS, "ssd": str(tmp_path / "ours" / "run" / "ssd")})):
+        hub = Uploads()
+        monkeypatch.setattr(transformers.trainer, "hf_api", lambda hub=hub: hub)
+        trainer = make_trainer(
+            tmp_path / folder / "run", offload=offload, push_to_hub=True, save_steps=2, hub_strategy=strategy
+        )
+        trainer.train()
+        trainer.push_to_hub()
+        sent.append(hub.sent)
+    stock, ours = sent
+    assert (tmp_path / "ours" / "run" / "lohan" / "summary.json").is_file()
+    assert len(stock) == len(ours) == (3 if strategy == "every_save" else 5)
+    for theirs, files in zip(stock, ours, strict=True):
+        of_states = {name for name in files if name.startswith("last-checkpoint/lohan")}
+        assert files - of_states == theirs
+        assert bool(of_states) == ("last-checkpoint/optimizer.pt" in theirs), "with them a run goes on from there"
+
+
+class SignalsItself(TrainerCallback):
+    def __init__(self, event: str, step: int) -> None:
+        self._step = step
+        setattr(self, event, self._signal)
+
+    def _signal(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self._step:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize(
+    ("event", "settings", "last"),
+    [
+        ("on_pre_optimizer_step", {}, 3),
+        ("on_step_begin", {"max_grad_norm": 0.0}, 3),
+        ("on_step_end", {"save_steps": 2}, 2),
+        ("on_log", {}, 2),
+    ],
+)
+def test_sigterm_leaves_a_checkpoint_if_one_is_asked_for(
+    event: str, settings: dict[str, Any], last: int, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    options = {"callbacks": [SignalsItself(event, 2)]}
+    settings = {"enable_jit_checkpoint": True, **settings}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    before = signal.getsignal(signal.SIGTERM)
+    trainer = make_trainer(tmp_path / "run", options=options, **settings)
+    with pytest.raises(SystemExit) as exit_info:
+        trainer.train()
+    assert exit_info.value.code == 143
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert [path.name for path in sorted((tmp_path / "run").glob("checkpoint-*"))] == [f"checkpoint-{last}"]
+    resumed = make_trainer(tmp_path / "elsewhere", **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{last}"))
+    assert losses(resumed) == losses(whole)
+
+
+def losses(trainer: Any) -> list[tuple[float, float]]:
+    return [(row["loss"], row["grad_norm"]) for row in trainer.state.log_history if "loss" in row]
+
+
+def test_each_training_begins_with_a_new_model(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """`model_init`: the store of the model before is used anew."""
+    trainer = make_trainer(tmp_path, options={"model_init": lambda: tiny_model("llama", num_layers=2)}, save_steps=4)
+    trainer.train()
+    first, model = losses(trainer), trainer.model
+    trainer.train()
+    assert losses(trainer) == first and trainer.model is not model
+    assert engine_of(model).is_closed and not engine_of(trainer.model).is_closed
+
+
+def test_a_hyperparameter_search_finds_what_the_stock_trainer_finds(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    import optuna
+
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    found = []
+    for folder, offload in (("stock", None), ("ours", BUDGETS)):
+        made = {"model_init": lambda trial: tiny_model("llama", num_layers=2)}
+        trainer = make_trainer(tmp_path / folder, offload=offload, options=made, save_strategy="no", max_steps=2)
+        best = trainer.hyperparameter_search(
+            hp_space=lambda trial: {"learning_rate": trial.suggest_float("learning_rate", 1e-4, 1e-1, log=True)},
+            n_trials=3,
+            direction="minimize",
+            backend="optuna",
+            sampler=optuna.samplers.RandomSampler(seed=1),
+        )
+        found.append((best.run_id, best.objective, best.hyperparameters))
+    assert found[0] == found[1]
