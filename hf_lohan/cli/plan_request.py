@@ -10,6 +10,7 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
+from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
@@ -82,6 +83,7 @@ def plan_run(request: PlanRequest) -> PlannedRun:
     model_config = read_model_config(request.model)
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype)
+    config = activations_kept_if_needed(model, config)
     is_joint = config.vertical_micro_batches and request.num_micro_batches > 1
     shape = StepShape(
         request.batch_size,

@@ -15,6 +15,7 @@ from hf_lohan.config.values import (
     check_choice,
     check_count,
     check_flag,
+    check_flag_or_auto,
     check_number,
     check_piece_size,
     check_size,
@@ -74,6 +75,10 @@ class OffloadConfig:
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
     outputs of its matrix products and attention to host memory and the SSD, and makes only the cheap rest again; "keep"
     keeps it all on the device; "auto" takes for each what makes the step shortest, planned at the first forward."""
+
+    chunked_loss: bool | Literal["auto"] = AUTO
+    """Whether the loss takes the logits some tokens at a time, so that all of them are never there: "auto" is where
+    they would take more than a sixteenth of `gpu_memory`. The loss is then the same but for the order of its sums."""
 
     schedule: Schedule = "optimized"
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
@@ -163,7 +168,7 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `activations`, `durability` and `clip`."""
+        space), `resident_records`, `activations`, `chunked_loss`, `durability` and `clip`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -176,7 +181,7 @@ class OffloadConfig:
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
-_DECIDED_LATER = ("resident_records", "activations", "durability", "clip")
+_DECIDED_LATER = ("resident_records", "activations", "chunked_loss", "durability", "clip")
 
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
 
@@ -190,6 +195,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
     "activations": partial(check_choice, allowed=get_args(Activations)),
+    "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
     "durability": partial(check_choice, allowed=get_args(Durability)),
     "clip": partial(check_choice, allowed=get_args(Clip)),

@@ -117,6 +117,16 @@ def check_flag(name: str, value: object) -> bool:
     raise ConfigError(f"{name}: {value!r} is not allowed; give true or false")
 
 
+def check_flag_or_auto(name: str, value: object) -> bool | Literal["auto"]:
+    """True, False or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    try:
+        return check_flag(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or 'auto'") from None
+
+
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
         return value

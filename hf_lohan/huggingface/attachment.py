@@ -34,8 +34,8 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import Rules, adamw_everywhere
-from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, lay_out
+from hf_lohan.model import ChunkedHead, Rules, adamw_everywhere, chunked_head_of
+from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 
 _ENGINE_ATTRIBUTE = "_lohan_engine"
 _PLAN_ATTRIBUTE = "_lohan_run_plan"
+_HEAD_ATTRIBUTE = "_lohan_chunked_head"
 
 
 def engine_of(model: nn.Module) -> OffloadEngine | None:
@@ -76,8 +77,9 @@ def offload_model(
     model, the budgets or the paths do not allow it, before a weight is touched.
     """
     device = open_device(config, torch_device)
-    config = resolved_here(config, device, default_ssd_path)
+    config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path))
     recompute_without_reentry(model)
+    refuse_chunks(model, config)
     layout = lay_out(
         model,
         config,
@@ -161,6 +163,10 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
             "float32 here, or on a GPU"
         )
     setattr(model, _PLAN_ATTRIBUTE, plan)
+    chunked_head = chunked_head_of(model, chunked_loss_of(config))
+    if chunked_head is not None:
+        chunked_head.attach()
+        setattr(model, _HEAD_ATTRIBUTE, chunked_head)
     engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
 
@@ -193,6 +199,13 @@ def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
     return plan
 
 
+def chunked_head_at(model: nn.Module) -> ChunkedHead | None:
+    """What takes an attached model's logits in chunks where they are large, if anything does."""
+    head = getattr(model, _HEAD_ATTRIBUTE, None)
+    assert head is None or isinstance(head, ChunkedHead)
+    return head
+
+
 _REFUSED_METHODS = {
     "resize_token_embeddings": "resize the embeddings before the model is offloaded",
     "load_state_dict": "resume from a checkpoint, or load the weights before the model is offloaded",
@@ -223,17 +236,41 @@ def enable_recompute(model: nn.Module, engine: OffloadEngine) -> None:
     enable_checkpointing(model)
 
 
-def enable_checkpointing(model: nn.Module) -> None:
-    """Non-reentrant, as transformers does it; a warning where the model cannot."""
-    enable: Any = getattr(model, "activation_checkpointing_enable", None)
-    if enable is not None:
-        enable(activation_checkpointing_kwargs={"use_reentrant": False})
-        return
-    enable = getattr(model, "gradient_checkpointing_enable", None)  # its name before transformers 5.23
-    if enable is None or not getattr(model, "supports_gradient_checkpointing", False):
-        logger.warning("%s cannot recompute activations; they are kept", type(model).__name__)
-        return
-    enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> OffloadConfig:
+    """The configuration with `activations: keep` for a class that cannot make its activations again, and a log line."""
+    if config.activations == "keep" or _can_recompute(model):
+        return config
+    logger.warning(
+        "%s cannot recompute its layers (it says so by supports_gradient_checkpointing), so activations: %s becomes "
+        "keep: what they leave for backward stays on the device",
+        type(model).__name__,
+        config.activations,
+    )
+    return replace(config, activations="keep")
+
+
+def _can_recompute(model: nn.Module) -> bool:
+    can_enable = any(hasattr(model, f"{kind}_checkpointing_enable") for kind in ("activation", "gradient"))
+    return can_enable and bool(getattr(model, "supports_gradient_checkpointing", False))
+
+
+def enable_checkpointing(model: Any) -> None:
+    """Non-reentrant, as transformers does it, for a model that can."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
+    else:  # its name before transformers 5.23
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def refuse_chunks(model: Any, config: OffloadConfig) -> None:
+    """Raises ValueError if `chunked_loss: true` asks for what the model's head does not allow."""
+    chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
+    if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
+        head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        raise ValueError(
+            f"chunked_loss: true needs a head that is a torch.nn.Linear, and that of {type(model).__name__} is "
+            f"{'not there' if head is None else type(head).__name__}; set chunked_loss: auto or false"
+        )
 
 
 def recompute_without_reentry(model: nn.Module) -> None:

@@ -23,7 +23,13 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.adapters import adapted, adapted_skeleton
-from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
+from hf_lohan.huggingface.attachment import (
+    activations_kept_if_needed,
+    attach,
+    open_device,
+    open_tiers_or_take_over,
+    refuse_chunks,
+)
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.model import adamw_everywhere
 from hf_lohan.planning import lay_out
@@ -90,6 +96,8 @@ def from_pretrained(
             skeleton, names = adapted_skeleton(skeleton, peft_config)
     if not is_trained:
         skeleton.requires_grad_(False)
+    config = activations_kept_if_needed(skeleton, config)
+    refuse_chunks(skeleton, config)
     lay_out_for_this = partial(
         lay_out,
         config=config,

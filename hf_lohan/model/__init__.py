@@ -5,7 +5,17 @@ all of the block's records; `layout` says which records and pools that takes und
 a byte: blocks are named and measured, and everything above speaks of them.
 """
 
-from hf_lohan.model.block import Block, Chunk, ChunkPiece, ParamSlice, lay_out_block, ranges, round_up
+from hf_lohan.model.block import (
+    PARAM_ALIGN_NUMEL,
+    Block,
+    Chunk,
+    ChunkPiece,
+    ParamSlice,
+    lay_out_block,
+    ranges,
+    round_up,
+)
+from hf_lohan.model.chunked_head import ChunkedHead, ChunkedLoss, chunked_head_of
 from hf_lohan.model.discovery import (
     DiscoveryError,
     ModelBlocks,
@@ -20,9 +30,12 @@ from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
 from hf_lohan.model.trace import signature_of
 
 __all__ = [
+    "PARAM_ALIGN_NUMEL",
     "Block",
     "Chunk",
     "ChunkPiece",
+    "ChunkedHead",
+    "ChunkedLoss",
     "DiscoveryError",
     "ModelBlocks",
     "Operation",
@@ -32,6 +45,7 @@ __all__ = [
     "TracedModel",
     "adamw_everywhere",
     "anchor_name",
+    "chunked_head_of",
     "discover_blocks",
     "dtype_name",
     "hidden_matrices",

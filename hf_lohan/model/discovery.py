@@ -69,11 +69,44 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     if not layers:
         layers = _outermost({name: m for name, m in named.items() if type(m).__name__ in no_split})
     if not layers:
+        layers = _listed(model)
+    if not layers:
         raise DiscoveryError(
-            f"{type(model).__name__} has no {_LAYER_BASE_CLASS} layers and no _no_split_modules, so it cannot be cut "
-            "into blocks; use a transformers causal LM"
+            f"{type(model).__name__} has no {_LAYER_BASE_CLASS} layers, no _no_split_modules and no list of modules of "
+            "one class, so it cannot be cut into blocks; use a transformers causal LM"
         )
     return layers
+
+
+def _listed(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the longest outermost lists of modules of one class. Two lists side by side may be halves of the
+    layers: attentions in one, feed-forwards in the other."""
+    lists = {
+        name: {f"{name}.{key}": child for key, child in module.named_children()}
+        for name, module in model.named_modules()
+        if isinstance(module, nn.ModuleList) and _is_of_layers(module)
+    }
+    lists = {name: lists[name] for name in _outermost({name: model.get_submodule(name) for name in lists})}
+    numels = {name: sum(p.numel() for child in lists[name].values() for p in child.parameters()) for name in lists}
+    most = max(numels.values(), default=0)
+    return {
+        name: child
+        for list_name, children in lists.items()
+        if numels[list_name] > most * _RESIDENT_FRACTION
+        for name, child in children.items()
+    }
+
+
+def _is_of_layers(modules: nn.ModuleList) -> bool:
+    """Whether its children, several of one class, are called and have weights."""
+    classes = {type(child) for child in modules}
+    called = all(_is_callable(child) for child in modules)
+    return len(modules) > 1 and len(classes) == 1 and called and all(any(True for _ in m.parameters()) for m in modules)
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether it can be called; lists and dicts of modules cannot."""
+    return type(module).forward is not nn.Module.forward
 
 
 def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
@@ -118,7 +151,8 @@ def discover_blocks(
         return master_format(working_dtype or parameter.dtype, moment_dtype, rule_of.get(parameter, ADAMW))
 
     adapters = _adapters(list(names), layers)
-    owned: set[nn.Parameter] = set(adapters)
+    shared = _in_several(layers, set(adapters))
+    owned: set[nn.Parameter] = {*adapters, *shared}
     blocks: list[Block] = []
 
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
@@ -134,6 +168,11 @@ def discover_blocks(
             (_, _, most), *others = _by_form(name, fresh, form_of)
             add(name, SizeClass.LAYER, most)
             odd.update({other_name: alike for other_name, _, alike in others})
+    if not blocks:
+        raise DiscoveryError(
+            f"the layers of {type(model).__name__} ({next(iter(layers))} and so on) have no weights of their own, so "
+            "there is nothing to stream; train it in memory"
+        )
     outer = _modules_outside(model, layers)
     # As it is without padding for states, whose form must not decide which blocks there are.
     largest_layer = max(round_up(max(part.stop for part in block.slices), RECORD_ALIGN_NUMEL) for block in blocks)
@@ -152,6 +191,8 @@ def discover_blocks(
         add_or_keep(name, fresh, is_kept=not is_leaf)
     if small:
         add("resident", SizeClass.RESIDENT, list(small))
+    if shared:
+        add("shared", SizeClass.RESIDENT, shared)
     if adapters:
         add("adapters", SizeClass.RESIDENT, adapters)
 
@@ -167,6 +208,12 @@ def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> l
     is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
     has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())
     return trainable if is_few and has_base else []
+
+
+def _in_several(layers: dict[str, nn.Module], others: set[nn.Parameter]) -> list[nn.Parameter]:
+    """Weights that several layers have in common: they stay on the device."""
+    num_users = Counter(p for layer in layers.values() for p in layer.parameters() if p not in others)
+    return [p for p, number in num_users.items() if number > 1]
 
 
 def _by_form(
@@ -204,8 +251,7 @@ def _needs(
     for name, module in layers.items():
         needed = dict.fromkeys(owned[p] for p in module.parameters())
         needs[module] = tuple(sorted(needed, key=lambda block: block.size_class is not SizeClass.LAYER))
-        if sum(block.size_class is SizeClass.LAYER for block in needs[module]) > 1:
-            raise DiscoveryError(f"{name} shares weights with another layer, which cannot be offloaded yet")
+        assert sum(block.size_class is SizeClass.LAYER for block in needs[module]) <= 1, f"{name} needs other layers"
     for name, module in outer.items():
         user = _nearest_with_forward(name, model)
         fresh = tuple(owned[p] for p in module.parameters(recurse=False))

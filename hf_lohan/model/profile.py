@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
+from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.operations import BlockTrace
 from hf_lohan.model.trace import ModelTrace
@@ -39,6 +40,7 @@ def trace_model(
     sequence_length: int,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
+    chunked_loss: ChunkedLoss | None = None,
 ) -> TracedModel:
     """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
 
@@ -47,6 +49,7 @@ def trace_model(
 
     Args:
         device: where the forward would run: kernels have different names there. Only a device that this torch has.
+        chunked_loss: when the loss takes the logits in chunks.
         fused_attention: attention as on an accelerator, whose fused kernels have dropout; the CPU's have none.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -58,6 +61,9 @@ def trace_model(
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
         trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()))
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
+        chunked_head = chunked_head_of(model, chunked_loss)
+        if chunked_head is not None:
+            stack.callback(chunked_head.attach())
         if fused_attention:
             stack.enter_context(_AttentionWithoutDropout())
         stack.enter_context(trace())

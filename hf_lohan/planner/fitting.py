@@ -108,7 +108,7 @@ def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: Traini
     batch = max(0, model.batch_size * room_bytes // shrinking_bytes) if shrinking_bytes else model.batch_size
     smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
-    chunks = "cut the loss in chunks, or " if outer_bytes > layer_bytes else ""
+    chunks = "set chunked_loss: true, or " if outer_bytes > layer_bytes else ""
     return (
         f"{who} needs {_shown(held_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
         f"tokens, and with the slots and what is kept that is {_shown(needed)}, more than the "

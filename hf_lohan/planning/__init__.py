@@ -5,8 +5,17 @@ of the batch's shapes on fake tensors and puts both together with what the hardw
 run's first forward and once more when its first steps were timed.
 """
 
-from hf_lohan.planning.layout import OffloadLayout, lay_out
+from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
 
-__all__ = ["OffloadLayout", "PlannedStep", "RunPlan", "StepShape", "lay_out", "plan_step", "trace_blocks"]
+__all__ = [
+    "OffloadLayout",
+    "PlannedStep",
+    "RunPlan",
+    "StepShape",
+    "chunked_loss_of",
+    "lay_out",
+    "plan_step",
+    "trace_blocks",
+]

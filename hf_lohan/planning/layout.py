@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
-from hf_lohan.model import Block, Chunk, Rules, StoredForm, adamw_everywhere, stored_form
+from hf_lohan.model import Block, Chunk, ChunkedLoss, Rules, StoredForm, adamw_everywhere, stored_form
 from hf_lohan.planner import (
     BudgetError,
     PoolPlan,
@@ -30,6 +30,14 @@ _STAGING_SHARE = 4
 """At most one part in so many of the memory for activations is buffers on the way to the SSD."""
 _ACTIVATION_SHARE = 4
 """Of `cpu_memory` one part in so many is for swapped activations, where any may be."""
+_LOGITS_SHARE = 16
+"""Logits, in float32, that take more than one part in so many of `gpu_memory` are taken in chunks."""
+_SMALL_LOGITS_BYTES = 64 << 20
+"""Never a reason to change the order of a sum."""
+_CHUNK_SHARE = 64
+_MOST_CHUNK_BYTES = 256 << 20
+"""A chunk's logits in float32 take one part in so many of `gpu_memory`, and at most so much: larger products are not
+faster."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +107,17 @@ def resolved_here(config: OffloadConfig, device: Device, default_ssd_path: str |
         device_memory_bytes=device.total_memory_bytes(),
         num_cpus=usable_cpus(),
         default_ssd_path=str(default_ssd_path),
+    )
+
+
+def chunked_loss_of(config: OffloadConfig) -> ChunkedLoss | None:
+    """When a run's loss takes its logits in chunks; None: never. `config` must be resolved."""
+    assert isinstance(config.gpu_memory, int)
+    if config.chunked_loss is False:
+        return None
+    return ChunkedLoss(
+        over_bytes=0 if config.chunked_loss is True else max(config.gpu_memory // _LOGITS_SHARE, _SMALL_LOGITS_BYTES),
+        chunk_bytes=min(_MOST_CHUNK_BYTES, config.gpu_memory // _CHUNK_SHARE),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.model import TracedModel, discover_blocks, signature_of, trace_model
+from hf_lohan.model import ChunkedLoss, TracedModel, chunked_head_of, discover_blocks, signature_of, trace_model
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
@@ -24,7 +24,7 @@ from hf_lohan.planner import (
     fits_without_offloading,
     plan_offload,
 )
-from hf_lohan.planning.layout import OffloadLayout, lay_out
+from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
@@ -87,13 +87,16 @@ def plan_step(
     not fit is said by the plan.
     """
 
-    def trace(batch_size: int) -> TracedModel:
+    chunked_loss = chunked_loss_of(config)
+
+    def trace(batch_size: int, chunked_loss: ChunkedLoss | None = chunked_loss) -> TracedModel:
         return trace_blocks(
             model,
             batch_size=batch_size,
             sequence_length=shape.sequence_length,
             device=device,
             fused_attention=fused_attention,
+            chunked_loss=chunked_loss,
         )
 
     traced = trace(shape.batch_size)
@@ -104,7 +107,7 @@ def plan_step(
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         setup = training_setup(config, layout, shape, durability)
         plan = plan_offload(profile, hardware, setup)
-        in_memory = fits_without_offloading(traced.profile, hardware.device.memory_bytes)
+        in_memory = fits_without_offloading(trace(shape.batch_size, None).profile, hardware.device.memory_bytes)
         plan = replace(plan, in_memory=in_memory)
         return PlannedStep(shape=shape, profile=profile, hardware=hardware, setup=setup, plan=plan)
 
@@ -184,14 +187,18 @@ def trace_blocks(
     sequence_length: int,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
+    chunked_loss: ChunkedLoss | None = None,
 ) -> TracedModel:
     """What a forward of a causal LM does (on meta, or in memory and not yet offloaded), cut into the runtime's blocks.
 
     Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
     """
+    chunked_head = chunked_head_of(model, chunked_loss)
+    if chunked_head is None or not chunked_head.applies_to(batch_size * sequence_length):
+        chunked_loss = None  # what was traced without it is the same
     said = vars(model.config) if hasattr(model, "config") else {}
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
-    key = (signature_of(model), repr(settings), batch_size, sequence_length, str(device), fused_attention)
+    key = (signature_of(model), repr(settings), batch_size, sequence_length, str(device), fused_attention, chunked_loss)
     if key not in _traced:
         _check_positions(model, sequence_length)
         if len(_traced) >= _MOST_TRACED:
@@ -203,6 +210,7 @@ def trace_blocks(
             sequence_length=sequence_length,
             device=device,
             fused_attention=fused_attention,
+            chunked_loss=chunked_loss,
         )
     return _traced[key]
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import Chunk, ChunkPiece, ranges, round_up
+from hf_lohan.model import PARAM_ALIGN_NUMEL, Chunk, ChunkPiece, ranges, round_up
 from hf_lohan.optim import MasterFormat, Segment, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
@@ -227,7 +227,11 @@ def update_in_parts(
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
     """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
-    as torch's optimizers leave them out: no decay, no decay of moments, no step."""
+    as torch's optimizers leave them out: no decay, no decay of moments, no step.
+
+    A run ends behind a parameter that is no whole number of vectors: its last elements are rounded as scalars are, in
+    torch's kernel as in ours.
+    """
     if gradient.chunk.block.needs_whole:
         pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
         return [_whole(piece, group_of, step_counts) for piece in pieces]
@@ -243,7 +247,7 @@ def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: Step
             segments[-1] = Segment(last.start, piece.stop_in_chunk, group, step)
         else:
             segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, group, step))
-        joins = True
+        joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0
     return segments
 
 

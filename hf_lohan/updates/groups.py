@@ -34,10 +34,14 @@ class ParamGroups:
                         f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
                         "embeddings to the model before it is offloaded"
                     )
-                if not part.trainable:
-                    raise ValueError(f"{part.name} was frozen when the model was offloaded and has no optimizer state")
-                self._rules[part].settings_of(group)
-                index[part] = number
+                if part.trainable:
+                    self._rules[part].settings_of(group)
+                    index[part] = number
+                elif parameter.requires_grad:  # else it stays as it is, as under torch
+                    raise ValueError(
+                        f"{part.name} was frozen when the model was offloaded and has no optimizer state; let it "
+                        "require a gradient before the model is offloaded"
+                    )
         for part in self._slices:
             if part.trainable and part.parameter.requires_grad and part not in index:
                 raise ValueError(

@@ -77,10 +77,14 @@ def test_parameters_that_are_not_in_the_store_are_refused(build_engine: EngineFa
         OffloadAdamW([*model.parameters(), foreign], engine=engine)
 
 
-def test_parameters_that_were_frozen_are_refused(build_engine: EngineFactory) -> None:
+def test_parameters_that_were_frozen_may_be_in_a_group_and_are_refused_when_they_no_longer_are(
+    build_engine: EngineFactory,
+) -> None:
     model = tiny_model("llama")
     model.lm_head.requires_grad_(False)
     engine = build_engine(model)
+    OffloadAdamW(model.parameters(), engine=engine)
+    model.lm_head.requires_grad_(True)
     with pytest.raises(ValueError, match=r"lm_head\.weight was frozen"):
         OffloadAdamW(model.parameters(), engine=engine)
 

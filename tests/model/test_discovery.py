@@ -105,6 +105,32 @@ def test_of_nested_candidates_the_outermost_is_a_layer() -> None:
     assert list(find_layers(Whole(["Part", "Linear"]))) == ["parts.0", "parts.1"]
 
 
+def test_weights_that_layers_have_in_common_are_in_one_block_and_stay() -> None:
+    model = Whole(["Part"])
+    model.parts[1].second = model.parts[0].second
+    found = discover_blocks(model)
+    (shared,) = found.shared
+    assert shared.size_class is SizeClass.RESIDENT
+    assert {part.name for part in shared.slices} == {"parts.0.second.weight", "parts.0.second.bias"}
+    assert all(shared in found.needs[layer] for layer in found.layers)
+    model.parts[1].first = model.parts[0].first
+    with pytest.raises(DiscoveryError, match=r"^the layers of Whole .* no weights of their own"):
+        discover_blocks(model)
+
+
+class Called(Part):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(hidden))
+
+
+def test_without_a_layer_class_the_longest_lists_of_modules_are_the_layers() -> None:
+    model = nn.Module()
+    model.attentions = nn.ModuleList([Called(), Called()])
+    model.norms = nn.ModuleList([nn.LayerNorm(4), nn.LayerNorm(4)])
+    model.feed_forwards = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+    assert list(find_layers(model)) == ["attentions.0", "attentions.1", "feed_forwards.0", "feed_forwards.1"]
+
+
 @pytest.mark.parametrize("no_split", [None, [], ["Elsewhere"]])
 def test_a_model_without_layers_is_refused_by_name(no_split: list[str] | None) -> None:
     with pytest.raises(DiscoveryError, match=r"^Whole has no"):

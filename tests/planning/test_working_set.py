@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_lohan.model import ChunkedLoss, chunked_head_of
 from hf_lohan.planner import ModelProfile
 from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
 from hf_lohan.planning import trace_blocks
@@ -89,3 +90,17 @@ def test_the_head_holds_the_logits_three_times() -> None:
     logits_bytes = 4 * BATCH_SIZE * 64 * 8192
     assert 3 * logits_bytes <= outer_working_bytes(profile) <= 3.5 * logits_bytes
     assert outer_working_bytes(profile) > layer_working_bytes(profile)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_in_chunks_are_planned_as_they_are_held(dtype: torch.dtype) -> None:
+    chunked_loss = ChunkedLoss(over_bytes=1 << 20, chunk_bytes=1 << 19)
+    model = tiny_model("llama", vocab_size=32768).to(dtype).train()
+    sizes = {"batch_size": BATCH_SIZE, "sequence_length": 64}
+    whole = planned_peak(trace_blocks(model, **sizes).profile)
+    planned = planned_peak(trace_blocks(model, **sizes, chunked_loss=chunked_loss).profile)
+    head = chunked_head_of(model, chunked_loss)
+    assert head is not None
+    head.attach()
+    measured = peak_of_a_step(model, 64)
+    assert 0.5 * planned <= measured <= planned < whole / 1.5

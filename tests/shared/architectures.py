@@ -45,6 +45,8 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "gptj": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
     "gpt2": ("GPT2Config", GPT),
     "gpt_bigcode": ("GPTBigCodeConfig", GPT),
+    "ctrl": ("CTRLConfig", {**GPT, "dff": 64}),  # no layer class: a list of modules
+    "granite_swa": ("GraniteSWAConfig", GROUPED),  # vectors of four elements
     "mpt": ("MptConfig", {**COMMON, "d_model": 32, "n_layers": NUM_LAYERS, "n_heads": 4}),
     "opt": ("OPTConfig", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 32}),
     "opt_projected": ("OPTConfig", {**SIZES, "ffn_dim": 64, "word_embed_proj_dim": 16}),

@@ -47,8 +47,14 @@ def segments(
 
 
 def test_neighbours_of_one_kind_are_one_run() -> None:
-    _, chunk = block_of(64, 100, 32)
+    _, chunk = block_of(64, 96, 32)
     assert segments(chunk, {0, 1, 2}) == [Segment(0, chunk.pieces[-1].stop_in_chunk, GROUP, 1)]
+
+
+def test_a_run_ends_behind_a_parameter_that_is_no_whole_number_of_vectors() -> None:
+    _, chunk = block_of(64, 100, 32)
+    ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
+    assert segments(chunk, {0, 1, 2}) == [Segment(0, ends[1][1], GROUP, 1), Segment(*ends[2], GROUP, 1)]
 
 
 def test_a_parameter_without_gradient_parts_a_run() -> None:

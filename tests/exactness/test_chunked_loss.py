@@ -1,0 +1,121 @@
+"""`chunked_loss: true` under the Trainer: what is trained is what whole logits train, but for the order of sums."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import SMALL_BUDGETS, Trajectory, arguments, dataset, logged, train_offloaded, train_stock
+from transformers import Trainer as StockTrainer
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+CHUNKED = {**SMALL_BUDGETS, "chunked_loss": True}
+RELATIVE = 1e-5
+"""Of losses and norms, in steps whose weights differ by what AdamW makes of rounding."""
+
+
+def assert_nearly_equal(ours: Trajectory, stock: Trajectory) -> None:
+    assert len(ours.losses) == len(stock.losses) > 0
+    assert ours.losses == pytest.approx(stock.losses, rel=RELATIVE)
+    assert ours.norms == pytest.approx(stock.norms, rel=10 * RELATIVE)
+    for name, weight in stock.weights.items():
+        assert torch.allclose(ours.weights[name], weight, rtol=0, atol=2e-5), name
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "smoothed": {"label_smoothing_factor": 0.1, "gradient_accumulation_steps": 2},
+    "together": {"gradient_accumulation_steps": 2},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # the second has a tied head
+def test_a_run_is_that_of_whole_logits(family: str, case: str, tmp_path: Path) -> None:
+    settings = {"max_steps": 4, **CASES[case]}
+    offload = {**CHUNKED, "cpu_memory": "6MiB", "vertical_micro_batches": case == "together"}
+    stock = train_stock(family, tmp_path / "stock", {}, **settings)
+    assert_nearly_equal(train_offloaded(family, tmp_path / "ours", {}, offload=offload, **settings), stock)
+
+
+def test_adapters_beside_a_frozen_head_train_alike(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        model = tiny_model("llama")
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "up_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(model, config)
+
+    settings = {"max_steps": 4, "learning_rate": 1e-2}
+    stock = StockTrainer(adapted(), arguments(tmp_path / "stock", **settings), train_dataset=dataset())
+    stock.train()
+    ours = hf_lohan.Trainer(
+        adapted(), arguments(tmp_path / "ours", **settings), train_dataset=dataset(), offload=CHUNKED
+    )
+    ours.train()
+    assert logged(ours)[0] == pytest.approx(logged(stock)[0], rel=RELATIVE)
+    ours.offload_engine.close()
+
+
+def test_evaluation_has_whole_logits_and_training_reads_true_ones_or_none(tmp_path: Path) -> None:
+    read: list[Any] = []
+
+    class Reading(hf_lohan.Trainer):
+        """Looks at the logits of training, as those do who log its accuracy."""
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            loss, outputs = super().compute_loss(model, inputs, return_outputs=True, **kwargs)
+            if model.training:
+                with torch.no_grad():
+                    read.append((inputs["input_ids"], outputs.logits.float()))
+                with pytest.raises(RuntimeError, match="set chunked_loss: false"):
+                    outputs.logits.softmax(-1)
+            return (loss, outputs) if return_outputs else loss
+
+    trainer = Reading(
+        tiny_model("llama"),
+        arguments(tmp_path, max_steps=2, learning_rate=0.0, weight_decay=0.0),
+        train_dataset=dataset(),
+        eval_dataset=dataset(4),
+        offload=CHUNKED,
+    )
+    trainer.train()
+    model = tiny_model("llama")
+    assert len(read) == 2
+    for ids, logits in read:
+        assert torch.equal(logits, model(input_ids=ids).logits)
+    predicted = torch.from_numpy(trainer.predict(dataset(4)).predictions)
+    rows = torch.tensor(dataset(4)["input_ids"][:])
+    with torch.no_grad():
+        assert torch.allclose(predicted, model(input_ids=rows).logits, atol=1e-6)
+    trainer.offload_engine.close()
+
+
+def test_a_head_that_is_no_plain_product_is_refused_by_name(tmp_path: Path) -> None:
+    class Head(torch.nn.Linear):
+        pass
+
+    model = tiny_model("llama")
+    model.lm_head.__class__ = Head
+    trainer = hf_lohan.Trainer(model, arguments(tmp_path), train_dataset=dataset(), offload=CHUNKED)
+    with pytest.raises(ValueError, match=r"^chunked_loss: true needs a head .* LlamaForCausalLM is Head; set"):
+        trainer.train()
+
+
+def test_small_logits_keep_the_bits_of_stock(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    expected = model(**tiny_batch()).loss
+    trainer = hf_lohan.Trainer(
+        tiny_model("llama"),
+        arguments(tmp_path, max_steps=1, learning_rate=0.0, weight_decay=0.0),
+        train_dataset=dataset(),
+        offload=SMALL_BUDGETS,
+    )
+    trainer.train()
+    assert torch.equal(trainer.model(**tiny_batch()).loss, expected)
+    trainer.offload_engine.close()
