@@ -36,6 +36,7 @@ from hf_lohan.huggingface.attachment import (
     recompute_without_reentry,
     run_plan_of,
 )
+from hf_lohan.huggingface.epoch_random import EpochRandomNumbers
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
@@ -96,6 +97,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
+        self._epoch_random: EpochRandomNumbers | None = None
         self._termination = Termination()
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
@@ -252,11 +254,17 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)
+        if self._epoch_random is not None:
+            self.remove_callback(self._epoch_random)
+        self._epoch_random = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, resume_from_checkpoint)
+        self.add_callback(self._epoch_random)
 
     def _write_journal_files(self, folder: str) -> None:
         super()._save_optimizer_and_scheduler(folder)
         self._save_scaler(folder)
         self._save_rng_state(folder)
+        if self._epoch_random is not None:
+            self._epoch_random.write_to_journal(folder)
         save_buffers(self.model, folder)
         self._write_step_facts(folder)
 
@@ -354,6 +362,8 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         engine = self.offload_engine
         if engine is not None:
             save_optimizer_states(engine, output_dir)
+            if self._epoch_random is not None:
+                self._epoch_random.write_to_checkpoint(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine

@@ -25,6 +25,7 @@ OVERRIDDEN = {
     "_load_best_model": "def ",
     "_load_from_checkpoint": "def ",
     "_load_optimizer_and_scheduler": "def ",
+    "_load_rng_state": "def _run_epoch",
     "_maybe_log_save_evaluate": "def _run_epoch",
     "_move_model_to_device": "def __init__",
     "_prepare_for_training": "def ",
