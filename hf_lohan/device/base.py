@@ -6,7 +6,7 @@ import contextlib
 import enum
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -119,6 +119,11 @@ class Device(ABC):
     def in_this_lane(self) -> AbstractContextManager[object]:
         """To be entered by another thread whose compute is to go where the calling thread's goes."""
         return contextlib.nullcontext()
+
+    def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        """What ``function`` makes of a host tensor, on the host: computed where that is fastest, beside the lanes, when
+        this returns. Its memory is torch's own. To be called by one thread."""
+        return function(value)
 
     @abstractmethod
     def rng_state(self) -> Tensor:

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -71,6 +71,7 @@ class CudaDevice(Device):
         self._pinning_refused = False
         self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}
         self._clock: _Clock | None = None
+        self._aside: torch.cuda.Stream | None = None
 
     def _stream(self, lane: Lane) -> torch.cuda.Stream:
         return self._copy_streams.get(lane) or torch.cuda.current_stream(self.torch_device)
@@ -130,6 +131,11 @@ class CudaDevice(Device):
     def in_this_lane(self) -> AbstractContextManager[object]:
         stream: AbstractContextManager[object] = torch.cuda.stream(self._stream(Lane.COMPUTE))
         return stream
+
+    def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+        self._aside = self._aside or torch.cuda.Stream(self.torch_device)
+        with torch.cuda.stream(self._aside):
+            return function(value.to(self.torch_device)).cpu()
 
     def rng_state(self) -> Tensor:
         return torch.cuda.get_rng_state(self.torch_device)

@@ -8,7 +8,7 @@ from hf_lohan.optim.adamw import AdamWGroup
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
 from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
-from hf_lohan.optim.rules import ADAMW, OPTIMIZERS, RULE_KEY, UpdateRule, rule_for
+from hf_lohan.optim.rules import ADAMW, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
 from hf_lohan.optim.segments import Segment, within
 from hf_lohan.optim.update import update_records_
 
@@ -18,6 +18,7 @@ __all__ = [
     "RULE_KEY",
     "SCALE_BLOCK_NUMEL",
     "AdamWGroup",
+    "Aside",
     "JointOptimizer",
     "MasterFormat",
     "MomentDtype",
@@ -26,6 +27,7 @@ __all__ = [
     "Segment",
     "UpdateRule",
     "encode_master_",
+    "here",
     "master_format",
     "rule_for",
     "update_records_",

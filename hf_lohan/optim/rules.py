@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from hf_lohan.compat.torch_private import muon
+from hf_lohan.compat.torch_private import adjusted_muon_lr, newton_schulz
 from hf_lohan.optim.adamw import AdamWGroup, adamw_
 from hf_lohan.optim.segments import Segment
 
@@ -32,6 +32,13 @@ Settings = tuple[tuple[str, Any], ...]
 """Names and values, as torch's functions take them."""
 States = Mapping[str, Tensor]
 """By kind, of the elements that are updated."""
+Aside = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
+"""Calls a function with a tensor, wherever matrix products are fast."""
+
+
+def here(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+    """The `Aside` that is none."""
+    return function(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,10 +86,16 @@ class UpdateRule:
         return _FAMILIES[self.name].settings_of(group)
 
     @torch.no_grad()
-    def update_(self, master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+    def update_(
+        self, master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside = here
+    ) -> None:
         """Update a float32 chunk [numel] and its states [numel], by kind, in place; elements outside the segments
-        stay as they are. A cut at a multiple of 32 elements, segments beginning at such, changes no bit."""
-        _FAMILIES[self.name].update_(master, gradient, states, segments)
+        stay as they are. A cut at a multiple of 32 elements, segments beginning at such, changes no bit, unless the
+        rule needs parameters whole: then each segment is one, and matrix products run ``aside``."""
+        if self.needs_whole:
+            _FAMILIES[self.name].update_(master, gradient, states, segments, aside)
+        else:
+            _FAMILIES[self.name].update_(master, gradient, states, segments)
 
 
 RULE_KEY = "optimizer"
@@ -111,7 +124,7 @@ class _Family:
     settings_of: Callable[[Mapping[str, Any]], Hashable]
     kinds: Callable[[Mapping[str, Any]], tuple[str, ...]]
     """What a param group needs."""
-    update_: Callable[[Tensor, Tensor, States, Sequence[Segment]], None]
+    update_: Callable[..., None]
     needs_whole: bool = False
 
 
@@ -228,14 +241,21 @@ def _muon_settings(group: Mapping[str, Any]) -> Settings:
     return (*_settings(*names)(group), ("ns_coefficients", tuple(group["ns_coefficients"])))
 
 
-def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
+def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside) -> None:
+    """As `torch.optim.Muon`, which begins Newton-Schulz with rounding to bfloat16: here that is done before the matrix
+    moves, and the rest of it ``aside``."""
     for segment in segments:
         assert segment.shape is not None, "Newton-Schulz needs whole matrices"
+        group, shape = _as_keywords(segment.group), torch.Size(segment.shape)
         matrix, of_matrix, momentum = (
-            flat[segment.start : segment.stop].view(segment.shape)
-            for flat in (master, gradient, states["momentum_buffer"])
+            flat[segment.start : segment.stop].view(shape) for flat in (master, gradient, states["momentum_buffer"])
         )
-        muon([matrix], [of_matrix], [momentum], foreach=False, has_complex=False, **_as_keywords(segment.group))
+        momentum.lerp_(of_matrix, 1 - group["momentum"])
+        update = of_matrix.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        settings = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
+        update = aside(partial(newton_schulz, **settings), update.bfloat16())
+        matrix.mul_(1 - group["lr"] * group["weight_decay"])
+        matrix.add_(update, alpha=-adjusted_muon_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
 _FAMILIES: dict[str, _Family] = {

@@ -12,6 +12,7 @@ from hf_lohan.optim.adamw import adamw_
 from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
 from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
 from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
+from hf_lohan.optim.rules import Aside, here
 from hf_lohan.optim.segments import Segment, within
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
@@ -30,12 +31,13 @@ def update_records_(
     *,
     position: int,
     private: Sequence[Tensor],
+    aside: Aside = here,
 ) -> None:
     """Update the records of ``form``, by kind, in place from their float32 ``gradient`` [numel]. ``position``: of the
     first parameter in its block's records.
 
     ``private`` is `MasterFormat.num_private_buffers` uint8 tensors, each of 4 * numel bytes or more (for moments that
-    are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes.
+    are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes. ``aside``: see `UpdateRule.update_`.
     """
     if form.moment_codec is not None:
         adamw_in_tiles_(records, gradient, segments, form, position=position, workspace=private[0])
@@ -44,10 +46,10 @@ def update_records_(
         master = private[0][:num_bytes].view(torch.float32)
         scratch = private[1][:num_bytes].view(torch.int32)
         decode_master_(master, records["param"], records["master_residual"])
-        form.rule.update_(master, gradient, records, segments)
+        form.rule.update_(master, gradient, records, segments, aside)
         encode_master_(master, records["param"], records["master_residual"], scratch)
     else:
-        form.rule.update_(records["param"], gradient, records, segments)
+        form.rule.update_(records["param"], gradient, records, segments, aside)
 
 
 @torch.no_grad()

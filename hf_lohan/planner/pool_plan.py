@@ -22,9 +22,9 @@ from typing import Any
 MASTER_ITEMSIZE_BYTES = 4
 """Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
 
-WHOLE_UPDATE_ITEMSIZE_BYTES = 12
-"""Muon has beside a matrix [m, n] its float32 update, and in bfloat16 that before and after a round of Newton-Schulz,
-with two matrices [m, m]; m is at most n."""
+WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
+"""For each element of a matrix that is updated whole: its float32 update, and in bfloat16 that before and after a round
+of Newton-Schulz with two matrices that are no larger; the latter also on a device that has memory of its own."""
 
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
@@ -94,7 +94,12 @@ class PoolRequest:
     @property
     def whole_bytes(self) -> int:
         """What the update of such a parameter takes beside its buffers."""
-        return self.whole_numel * WHOLE_UPDATE_ITEMSIZE_BYTES
+        return self.whole_numel * WHOLE_UPDATE_BYTES
+
+    @property
+    def whole_device_bytes(self) -> int:
+        """What it takes beside the slots."""
+        return self.whole_numel * WHOLE_DEVICE_BYTES if self.stages_params else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +118,8 @@ class PoolPlan:
     slot_bytes: dict[SizeClass, int]
     num_slots: dict[SizeClass, int]
     whole_bytes: int = 0
-    """What optimizers that need parameters whole take beside the buffers."""
+    whole_device_bytes: int = 0
+    """What optimizers that need parameters whole take beside the buffers, and beside the slots."""
 
     @property
     def buffer_bytes(self) -> int:
@@ -127,7 +133,8 @@ class PoolPlan:
 
     @property
     def gpu_pool_bytes(self) -> int:
-        return sum(self.slot_bytes[size_class] * count for size_class, count in self.num_slots.items())
+        slots_bytes = sum(self.slot_bytes[size_class] * count for size_class, count in self.num_slots.items())
+        return slots_bytes + self.whole_device_bytes
 
     def to_mapping(self) -> dict[str, Any]:
         """For JSON."""
@@ -193,6 +200,7 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
         slot_bytes=slot_bytes,
         num_slots=num_slots,
         whole_bytes=request.whole_bytes,
+        whole_device_bytes=request.whole_device_bytes,
     )
 
 
@@ -208,6 +216,7 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
         SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
     }
     minimum = sum(slot_bytes[size_class] * num_slots[size_class] for size_class in SizeClass)
+    minimum += request.whole_device_bytes
     if minimum > request.gpu_memory_bytes:
         raise BudgetError(
             f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "

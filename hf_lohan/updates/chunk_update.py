@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import PARAM_ALIGN_NUMEL, Chunk, ChunkPiece, ranges, round_up
-from hf_lohan.optim import MasterFormat, Segment, update_records_, within
+from hf_lohan.optim import Aside, MasterFormat, Segment, here, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
@@ -56,6 +56,7 @@ class ChunkUpdater:
         self._states = setup.states
         self._gradients, self._num_arrival_buffers = setup.gradients, setup.num_arrival_buffers
         self._timeline = setup.device.timeline
+        self._aside = setup.device.compute_aside
         self._handover = handover
         self._failed = failed
         self._threads = KernelThreads(torch.get_num_threads())
@@ -124,6 +125,7 @@ class ChunkUpdater:
                 private=[buffer.bytes for buffer in update.private],
                 checksums_of=partial(self._store.checksums, block),
                 granule_numel=gradient.chunk.block.granule_numel,
+                aside=self._aside,
             )
         assert gradient.buffer is not None
         for buffer in update.private if update.is_guess else (gradient.buffer, *update.private):
@@ -174,13 +176,14 @@ def update_in_parts(
     private: Sequence[Tensor],
     checksums_of: Callable[[str, Tensor], Checksums],
     granule_numel: int = GRANULE_NUMEL,
+    aside: Aside = here,
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place from its float32 ``gradient`` [numel], which is scaled. ``reads``
     filled these; they have arrived, and are verified here. Returns checksums of the records' granules by kind.
 
     ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
-    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule. Raises CorruptionError; what
-    the records hold then is of no use.
+    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`.
+    Raises CorruptionError; what the records hold then is of no use.
     """
     numel = records["param"].numel()
 
@@ -217,7 +220,7 @@ def update_in_parts(
     if form.rule.needs_whole:  # kernels large enough to share all threads
         threads.map(scale, parts)
         use_all_cores()
-        update_records_(records, gradient, segments, form, position=position, private=private)
+        update_records_(records, gradient, segments, form, position=position, private=private, aside=aside)
         found = threads.map(hash_, parts)
     else:
         found = threads.map(update, parts)

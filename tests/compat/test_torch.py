@@ -35,12 +35,18 @@ def test_the_fused_adam_kernel_takes_what_that_of_adamw_takes() -> None:
     assert of_adam == of_adamw, "torch._fused_adam_ has other arguments than torch._fused_adamw_"
 
 
-def test_muon_is_a_function_of_lists() -> None:
-    settings = torch.optim.Muon([nn.Parameter(torch.zeros(1, 1))], lr=0.1).param_groups[0]
-    matrix, momentum = torch.eye(4), torch.zeros(4, 4)
-    named = {name: value for name, value in settings.items() if name != "params"}
-    private.muon([matrix], [torch.ones(4, 4)], [momentum], foreach=False, has_complex=False, **named)
-    assert momentum.any() and not torch.equal(matrix, torch.eye(4)), "torch.optim._muon.muon does not write in place"
+def test_muon_is_made_of_its_parts() -> None:
+    """`torch.optim.Muon` does with them what the rule does; its own matrix is rounded to bfloat16 by the first."""
+    parameter = nn.Parameter(torch.zeros(8, 4))
+    parameter.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    muon = torch.optim.Muon([parameter], lr=0.1, weight_decay=0.0, nesterov=False, momentum=0.0)
+    group = muon.param_groups[0]
+    muon.step()
+    settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+    update = private.newton_schulz(parameter.grad.bfloat16(), *settings)
+    adjusted = private.adjusted_muon_lr(0.1, None, parameter.shape)
+    expected = torch.zeros(8, 4).add_(update, alpha=-adjusted)
+    assert torch.equal(parameter, expected), "torch.optim.Muon computes otherwise"
 
 
 def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
