@@ -71,7 +71,7 @@ PRIVATE_NAMES = {
     "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
     "HF_DEACTIVATE_ASYNC_LOAD",
     # TRL's
-    "_buffered_inputs", "_last_world_entropy", "_total_train_tokens", "create_model_from_path",
+    "_buffered_inputs", "_last_world_entropy", "_total_train_tokens",
     # torch's
     "_C", "_backward_hooks", "_buffers", "_cdata", "_execution_engine", "_forward_hooks", "_forward_pre_hooks",
     "_fused_adam_", "_fused_adamw_", "_is_mkldnn_bf16_supported", "_modules", "_opname", "_opt_called", "_parameters",

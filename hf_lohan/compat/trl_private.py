@@ -10,12 +10,14 @@ from functools import partial
 from types import ModuleType
 from typing import Any
 
+import torch
+
 MAKES_MODELS = "create_model_from_path"
 """What a module of TRL calls with a path, a model class or None, and keywords for `from_pretrained`."""
+ADDS_ADAPTERS = "get_peft_model"
+"""What it calls with the model and the config of its adapters."""
 STEP_FACTS = ("_total_train_tokens", "_step", "entropy_coef", "_last_world_entropy")
 """What trainers of TRL count from step to step, and a checkpoint of theirs forgets."""
-GENERATIONS = "_buffered_inputs"
-"""What GRPO generated for steps to come."""
 
 
 def _modules_that_make_models(trainer_class: type) -> list[ModuleType]:
@@ -30,17 +32,16 @@ def makes_models(trainer_class: type) -> bool:
 
 
 @contextlib.contextmanager
-def models_made_by(trainer_class: type, make: Callable[..., Any]) -> Iterator[None]:
-    """Within, a trainer of TRL that is being made has `make` make its models. It is given the function of TRL's that
-    would have made the model, and that one's arguments."""
-    stock = {module: getattr(module, MAKES_MODELS) for module in _modules_that_make_models(trainer_class)}
-    try:
-        for module, function in stock.items():
-            setattr(module, MAKES_MODELS, partial(make, function))
+def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callable[..., Any]) -> Iterator[None]:
+    """Within, a trainer of TRL that is being made has `make` make its models, and `adapt` add adapters to them. Both
+    are given the function that would have done so, and that one's arguments."""
+    with contextlib.ExitStack() as stack:
+        for module in _modules_that_make_models(trainer_class):
+            for name, ours in ((MAKES_MODELS, make), (ADDS_ADAPTERS, adapt)):
+                stock = getattr(module, name)
+                stack.callback(setattr, module, name, stock)
+                setattr(module, name, partial(ours, stock))
         yield
-    finally:
-        for module, function in stock.items():
-            setattr(module, MAKES_MODELS, function)
 
 
 def default_arguments(trainer_class: type, model: Any) -> Any:
@@ -52,6 +53,30 @@ def default_arguments(trainer_class: type, model: Any) -> Any:
                 name = model if isinstance(model, str) else model.config.name_or_path
                 return config_class(f"{name.rpartition('/')[-1]}-{base._name}")  # type: ignore[attr-defined]
     return None
+
+
+def generations(trainer: Any) -> Any:
+    """What GRPO generated and is not done with, a list with a batch for each micro-batch. None: the next step generates
+    anew."""
+    args = trainer.args
+    if getattr(trainer, "_buffered_inputs", None) is None:
+        return None
+    is_used_up = trainer._step % (args.steps_per_generation * trainer.num_iterations) == 0
+    return None if is_used_up else trainer._buffered_inputs
+
+
+def restore_generations(trainer: Any, batches: Any) -> None:
+    """Let GRPO go on with them."""
+    trainer._buffered_inputs = batches
+
+
+def trained_on(trainer: Any, inputs: Any) -> Any:
+    """The batch of the last micro-batch: what the trainer was given, or what GRPO has generated from it."""
+    batches = getattr(trainer, "_buffered_inputs", None)
+    if batches is None:
+        return inputs
+    batch = batches[(trainer._step - 1) % len(batches)]
+    return {"input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)}
 
 
 def step_facts(trainer: Any) -> dict[str, Any]:

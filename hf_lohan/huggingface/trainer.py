@@ -24,7 +24,7 @@ from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
-from hf_lohan.compat.trl_private import default_arguments
+from hf_lohan.compat.trl_private import default_arguments, trained_on
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files.directories import keep_from_others
@@ -312,9 +312,9 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         record = self._record
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
-        record.count_tokens(inputs)
         run: Callable[[], Tensor] = functools.partial(super().training_step, model, inputs, *args, **kwargs)
         if record.engine.config.vertical_micro_batches:
+            record.count_tokens(inputs)
             waiting = (*self._waiting_micro_batches, run)
             if not self.accelerator.sync_gradients:
                 self._waiting_micro_batches = waiting
@@ -323,6 +323,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             loss = run() if len(waiting) == 1 else torch.stack(record.engine.run_micro_batches(waiting)).sum()
         else:
             loss = run()
+            record.count_tokens(trained_on(self, inputs))
         record.announce()
         return loss
 

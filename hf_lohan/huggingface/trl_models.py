@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainingArguments
 
-from hf_lohan.compat.trl_private import makes_models, models_made_by, restore_step_facts, step_facts
+from hf_lohan.compat.transformers_private import build_from_config
+from hf_lohan.compat.trl_private import (
+    generations,
+    makes_models,
+    models_made_by,
+    restore_generations,
+    restore_step_facts,
+    step_facts,
+)
 from hf_lohan.config import OffloadConfig, SsdPath
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine
@@ -39,7 +47,7 @@ REFERENCE_FOLDER = "ref"
 """Of the reference's store, in each folder of the policy's."""
 _GPU_SHARE, _CPU_SHARE = 2, 4
 """The reference may take one part in so many of each budget. What it does not take is the policy's."""
-_FACTS_NAME = "trl_facts.json"
+_FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
 
 
 class TrlModels(_TrainerBase):
@@ -69,21 +77,35 @@ class TrlModels(_TrainerBase):
         if given is not None and engine_of(given) is None:
             self._keep_reference(args, functools.partial(_drain_frozen, given))
         makes_policy = iter([True] if isinstance(settings["model"], str) else [])
+        awaiting_adapters: dict[int, Callable[..., Any]] = {}
 
         def make(stock: Callable[..., Any], path: str, architecture: Any = None, **kwargs: Any) -> Any:
             if not next(makes_policy, False):
                 return self._make_reference(args, path, architecture, kwargs)
-            if settings.get("peft_config") is not None:
-                logger.warning(
-                    "%s is loaded into RAM first: adapters must be there before the model is offloaded", path
-                )
-                return stock(path, architecture, **{**kwargs, "device_map": None})
             if needs_reference(type(self), settings):
                 self._make_reference(args, path, architecture, kwargs)
-            return self._stream(path, args, **_loading(path, architecture, kwargs))
+            loading = _loading(path, architecture, kwargs)
+            if settings.get("peft_config") is None:
+                return self._stream(path, args, **loading)
+            skeleton = _skeleton(path, loading)
+            awaiting_adapters[id(skeleton)] = functools.partial(self._stream_adapted, skeleton, path, args, loading)
+            return skeleton
 
-        with models_made_by(type(self), make):
+        def adapt(stock: Callable[..., Any], model: Any, peft_config: Any, **kwargs: Any) -> Any:
+            return awaiting_adapters.get(id(model), functools.partial(stock, model))(peft_config, **kwargs)
+
+        with models_made_by(type(self), make, adapt):
             yield
+
+    def _stream_adapted(
+        self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
+    ) -> Any:
+        """Adapters must be there before the engine is, and TRL adds them to a model that it has: it had the skeleton,
+        whose configs it may have changed."""
+        model = self._stream(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
+        if hasattr(skeleton, "generation_config"):
+            model.get_base_model().generation_config = skeleton.generation_config
+        return model
 
     # The reference model.
 
@@ -131,11 +153,16 @@ class TrlModels(_TrainerBase):
         facts = step_facts(self)
         if facts:
             (Path(folder) / _FACTS_NAME).write_text(json.dumps(facts), encoding="utf-8")
+            batches = generations(self)
+            if batches is not None:
+                torch.save(batches, Path(folder) / _GENERATIONS_NAME)
 
     def _read_step_facts(self, folder: str) -> None:
-        path = Path(folder) / _FACTS_NAME
-        if path.exists():
-            restore_step_facts(self, json.loads(path.read_text(encoding="utf-8")))
+        facts, batches = Path(folder) / _FACTS_NAME, Path(folder) / _GENERATIONS_NAME
+        if facts.exists():
+            restore_step_facts(self, json.loads(facts.read_text(encoding="utf-8")))
+        if batches.exists():
+            restore_generations(self, torch.load(batches, map_location=self.args.device, weights_only=True))
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
@@ -160,6 +187,16 @@ def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[st
     if architecture is None:
         architecture = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
     return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **rest}
+
+
+def _skeleton(path: str, loading: Mapping[str, Any]) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32)
+    if getattr(skeleton, "generation_config", None) is not None:
+        with contextlib.suppress(OSError):  # a checkpoint may have none
+            skeleton.generation_config = GenerationConfig.from_pretrained(path)
+    return skeleton
 
 
 def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) -> nn.Module:

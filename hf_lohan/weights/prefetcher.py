@@ -54,6 +54,7 @@ class Prefetcher:
         """The pass is complete: its order is what the next one will follow."""
         with self._ring.lock:
             self._schedule.end()
+            self._ring.changed.notify_all()  # a pass may go on that it came in between
 
     def cancel_pass(self) -> None:
         """The pass broke off."""

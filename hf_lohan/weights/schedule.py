@@ -69,6 +69,8 @@ class LoadSchedule:
         self._again: list[int] = []
         self._used: list[Block] = []
         self._last_use: dict[Block, int] = {}
+        self._waiting: tuple[_PassOrder, int, list[Block], dict[Block, int]] | None = None
+        """A training pass between its forward and its backward, while one without gradients comes in between."""
 
     def foresee(self, *, is_training: bool) -> None:
         """A training pass (forward and backward) or an evaluation comes next."""
@@ -77,7 +79,10 @@ class LoadSchedule:
         self._again.clear()
 
     def begin(self, *, is_training: bool) -> None:
-        """It begins."""
+        """It begins. One without gradients may come between a training forward and its backward, for a loss that asks
+        the model itself for its reference: the training pass goes on behind it."""
+        if not is_training and self._is_training and self._used:
+            self._waiting = self._order, self._place, self._used, self._last_use
         self.foresee(is_training=is_training)
         self._is_training = is_training
         self._forget_uses()
@@ -99,18 +104,26 @@ class LoadSchedule:
         """The pass is complete: the next one of its kind follows its order."""
         if self._used and self._used != self._orders[self._is_training].uses:
             self._orders[self._is_training] = _PassOrder(self._used, self._num_slots)
+        waiting = self._waiting
         self.cancel()
+        if waiting is not None:
+            self._order, self._place, self._used, self._last_use = waiting
+            self._is_training = True
+            # All that it needs from here on, as if it were loaded for the first time: others had the slots.
+            self._num_loads = len(self._order.loads)
+            self._again = list(range(self._place, len(self._order.uses)))
 
     def cancel(self) -> None:
         """Nothing is learned from the pass, and nothing is needed for it any more."""
         self._order = self._nothing
         self._place = self._num_loads = 0
         self._again.clear()  # places in an order that is no longer followed
+        self._waiting = None
         self._forget_uses()
 
     def _forget_uses(self) -> None:
         self._used = []
-        self._last_use.clear()
+        self._last_use = {}
 
     def next_use(self, block: Block) -> int:
         """Place in the pass; `NEVER` if it does not need the block any more."""

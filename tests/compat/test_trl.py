@@ -22,23 +22,33 @@ def test_a_trainer_makes_its_models_by_the_function_that_is_replaced(kind: str) 
     trainer_class = getattr(trl, f"{kind}Trainer")
     source = inspect.getsource(trainer_class.__init__)
     assert f"{private.MAKES_MODELS}(" in source, f"trl.{kind}Trainer loads checkpoints into memory by another function"
+    assert f"model = {private.ADDS_ADAPTERS}(model, peft_config" in source, f"trl.{kind}Trainer adds adapters elsewhere"
     assert private.makes_models(trainer_class) and not private.makes_models(Trainer)
 
 
-def test_models_are_made_by_whom_we_say_and_only_within() -> None:
+@pytest.mark.parametrize("name", [private.MAKES_MODELS, private.ADDS_ADAPTERS])
+def test_models_are_made_and_adapted_by_whom_we_say_and_only_within(name: str) -> None:
     module = sys.modules[trl.DPOTrainer.__module__]
-    stock = getattr(module, private.MAKES_MODELS)
+    stock = getattr(module, name)
     asked: list[Any] = []
 
     class Derived(trl.DPOTrainer):  # type: ignore[misc, name-defined]
         pass
 
-    with private.models_made_by(Derived, lambda *given, **named: asked.append((given, named))):
-        getattr(module, private.MAKES_MODELS)("a/path", dtype="float32")
-    assert asked == [((stock, "a/path"), {"dtype": "float32"})]
-    assert getattr(module, private.MAKES_MODELS) is stock
-    parameters = list(inspect.signature(stock).parameters)
-    assert parameters == ["model_id", "architecture", "kwargs"], "a model is made of other arguments now"
+    def ours(*given: Any, **named: Any) -> None:
+        asked.append((given, named))
+
+    with private.models_made_by(Derived, ours, ours):
+        getattr(module, name)("first", second="second")
+    assert asked == [((stock, "first"), {"second": "second"})]
+    assert getattr(module, name) is stock
+
+
+def test_models_are_made_and_adapted_of_the_arguments_that_are_taken() -> None:
+    module = sys.modules[trl.SFTTrainer.__module__]
+    made, adapted = (getattr(module, name) for name in (private.MAKES_MODELS, private.ADDS_ADAPTERS))
+    assert list(inspect.signature(made).parameters) == ["model_id", "architecture", "kwargs"]
+    assert list(inspect.signature(adapted).parameters)[:2] == ["model", "peft_config"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

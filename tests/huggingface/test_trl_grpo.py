@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import TrainerCallback
 
+import hf_lohan
 from hf_lohan.huggingface import engine_of
 
 pytest.importorskip("trl")
 import trl_runs
-from trl_runs import both, prompts
+from trl_runs import BUDGETS, arguments, both, prompts, run
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
@@ -65,3 +69,39 @@ def test_adapters_generate_and_learn_as_in_memory(checkpoint: Path, tmp_path: Pa
         },
     )
     trl_runs.assert_same(ours, stock)
+
+
+class Killed(Exception):
+    pass
+
+
+class KilledInStep3(TrainerCallback):  # type: ignore[misc]
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise Killed
+
+
+def test_a_run_goes_on_with_what_was_generated_for_the_step_that_was_killed(checkpoint: Path, tmp_path: Path) -> None:
+    settings = {**SETTINGS, "max_steps": 5, "steps_per_generation": 3, "logging_steps": 5}
+    given = {"model": str(checkpoint), "reward_funcs": vowels, "train_dataset": prompts()}
+    whole = run("GRPO", arguments("GRPO", tmp_path / "a", **settings), offload=BUDGETS, **given)
+    trl_runs.close(whole)
+    args = arguments("GRPO", tmp_path / "b", **settings)
+    with pytest.raises(Killed):
+        run("GRPO", args, offload=BUDGETS, callbacks=[KilledInStep3()], **given)
+    resumed = hf_lohan.trl.GRPOTrainer(args=args, offload=BUDGETS, **given)
+    resumed.train(resume_from_checkpoint="last_step")
+    assert trl_runs.comparable(resumed.state.log_history)[0] == whole.logs[0]
+    weights = trl_runs.weights_of(resumed.model)
+    assert all(torch.equal(weights[name], weight) for name, weight in whole.weights.items())
+    resumed.offload_engine.close()
+
+
+def test_the_record_counts_the_tokens_that_were_trained_on(checkpoint: Path, tmp_path: Path) -> None:
+    args = arguments("GRPO", tmp_path, **SETTINGS)
+    done = run(
+        "GRPO", args, offload=BUDGETS, model=str(checkpoint), reward_funcs=vowels, train_dataset=prompts()
+    )
+    trl_runs.close(done)
+    steps = [json.loads(line) for line in (tmp_path / "lohan" / "steps.jsonl").read_text().splitlines()]
+    assert all(step["num_tokens"] > 4 * 4 for step in steps)

@@ -42,6 +42,16 @@ def test_a_streamed_model_learns_as_in_memory(settings: dict[str, Any], checkpoi
     trl_runs.assert_same(ours, stock)
 
 
+def test_the_base_of_adapters_is_streamed(checkpoint: Path, tmp_path: Path) -> None:
+    trainer = hf_lohan.trl.SFTTrainer(
+        str(checkpoint), arguments("SFT", tmp_path), train_dataset=texts(2), peft_config=trl_runs.lora(),
+        offload=trl_runs.BUDGETS,
+    )  # fmt: skip
+    assert trainer.offload_engine is not None, "it is in the store before anybody trains"
+    assert {part.trainable for part in trainer.offload_engine.parameter_slices} == {False, True}
+    trainer.offload_engine.close()
+
+
 def test_adapters_learn_as_in_memory(checkpoint: Path, tmp_path: Path) -> None:
     ours, stock = both(
         "SFT",

@@ -49,6 +49,30 @@ def test_another_order_corrects_the_next_pass_of_its_kind_alone() -> None:
     assert all_loads(schedule).startswith("b0 b1 b2")
 
 
+def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_its_backward() -> None:
+    schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
+    schedule.begin(is_training=True)
+    for used in LAYERS:
+        schedule.use(used)
+    schedule.begin(is_training=False)
+    assert schedule.next_load(lambda _block: False) == (0, LAYERS[0])
+    for used in LAYERS:
+        schedule.use(used)
+    schedule.end()
+    loaded = []
+    for used in reversed(LAYERS):
+        load = schedule.next_load(lambda _block: False)
+        assert load is not None
+        loaded.append(load[1].name)
+        schedule.use(used)
+    assert loaded == ["b5", "b4", "b3", "b2", "b1", "b0"]
+    schedule.end()
+    schedule.foresee(is_training=False)
+    assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
+    schedule.foresee(is_training=True)
+    assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5 b3 b2 b1 b0"
+
+
 def test_what_made_room_out_of_turn_is_loaded_again() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
     schedule.begin(is_training=False)
