@@ -123,6 +123,7 @@ class OffloadEngine:
             step=self._step,
             plan=self._plan,
             lifetime=self._lifetime,
+            block_of=self._block_of,
         )
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)

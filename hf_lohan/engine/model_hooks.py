@@ -48,7 +48,7 @@ class ModelHooks:
 
     def saving(self) -> saved_tensors_hooks:
         """A context in which autograd saves handles of weights."""
-        return saved_weight_hooks(self._parts.ring, _told(self._fetch_in_backward), self._parts.activations)
+        return saved_weight_hooks(self._parts.ring, _told(self._fetch_saved), self._parts.activations)
 
     def remove(self) -> None:
         """Take them off the model."""
@@ -120,6 +120,11 @@ class ModelHooks:
     def _before_backward(self, blocks: tuple[Block, ...], _gradient: Tensor | None = None) -> None:
         for block in blocks:
             self._fetch_in_backward(block)
+
+    def _fetch_saved(self, block: Block, element: int) -> Slot:
+        slot = self._fetch_in_backward(block)
+        self._pass.refuse_new_weight(block, element)
+        return slot
 
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._forward_pass.enter_backward()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,6 +46,7 @@ class PassParts:
     step: StepTransaction
     plan: FollowedPlan
     lifetime: Lifetime
+    block_of: Mapping[ParamSlice, Block]
 
 
 class StepClock:
@@ -109,6 +110,7 @@ class ModelPass:
         self.spans = ComputeSpans(parts.device)
         self._saving: contextlib.AbstractContextManager[Any] | None = None
         self._phase = Phase.IDLE
+        self._loads_before_gradient: dict[Block, int] = {}
 
     @property
     def phase(self) -> Phase:
@@ -133,6 +135,7 @@ class ModelPass:
             self._parts.step.abandon_broken()
         # Only now: an interrupt may end this, and then it is done again.
         self._phase = Phase.IDLE
+        self._loads_before_gradient.clear()
 
     # Forward.
 
@@ -192,14 +195,28 @@ class ModelPass:
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
-        self._parts.ring.gradients_away.note()
+        self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.take(part, parameter)
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
         """A parameter's gradient of the step is complete."""
+        self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.send(part, gradient)
+
+    def refuse_new_weight(self, block: Block, element: int) -> None:
+        """Raises RuntimeError if an element of a block that backward needs was loaded anew after it had been updated:
+        autograd does not know of uses that need no gradient of the weight."""
+        before = self._loads_before_gradient.get(block)
+        if before is not None and before != self._parts.ring.num_loads(block):
+            part = next(part for part in block.slices if part.start <= element < part.stop)
+            self._parts.step.refuse_new_weight(part)
+
+    def _note_gradient(self, part: ParamSlice) -> None:
+        self._parts.ring.gradients_away.note()
+        block = self._parts.block_of[part]
+        self._loads_before_gradient.setdefault(block, self._parts.ring.num_loads(block))
 
     def _end_backward(self, before_end: Callable[[], None]) -> None:
         self.spans.end()
@@ -207,6 +224,7 @@ class ModelPass:
         self._parts.arrivals.flush()
         self.in_use.release_all()
         self._phase = Phase.IDLE
+        self._loads_before_gradient.clear()
         self.clock.end_backward()
         self._parts.prefetcher.end_pass()
 

@@ -86,8 +86,8 @@ class StepTransaction:
         """Raises RuntimeError if the store holds a weight as it will be after the step, which is not finished."""
         if self._pipeline.has_begun_to_update(part):
             raise RuntimeError(
-                f"{part.name} was read between backward and step() of a step whose updates run in backward, where it "
-                "is new already; read it behind step(), or set max_grad_norm > 0 to keep gradients until then"
+                f"{part.name} is needed once more in a step whose updates run in backward, and it is new already; read "
+                "it behind step(), or set max_grad_norm > 0 to keep gradients until then"
             )
 
     def undo_guesses(self) -> None:

@@ -82,9 +82,10 @@ class SavedActivations(Protocol):
 
 
 def saved_weight_hooks(
-    ring: SlotRing, fetch: Callable[[Block], Slot], activations: SavedActivations
+    ring: SlotRing, fetch: Callable[[Block, int], Slot], activations: SavedActivations
 ) -> saved_tensors_hooks:
-    """A context for the forward. `fetch` must bring a block to the device, during backward.
+    """A context for the forward. `fetch` must bring a block to the device, during backward, for what begins at one of
+    its elements.
 
     `.data` swapping alone would leak every weight: autograd saves views of them, and a view keeps no handle.
     """
@@ -109,9 +110,9 @@ def saved_weight_hooks(
         if isinstance(saved, WatchedTensor):
             return saved.get()
         if isinstance(saved, ViewHandle):
-            return saved.of(fetch(saved.stand_in.block).weights)
+            return saved.of(fetch(saved.stand_in.block, saved.stand_in.part.start).weights)
         if not isinstance(saved, WeightHandle):
             return activations.unpack(saved)
-        return torch.as_strided(fetch(saved.block).weights, saved.size, saved.stride, saved.offset)
+        return torch.as_strided(fetch(saved.block, saved.offset).weights, saved.size, saved.stride, saved.offset)
 
     return saved_tensors_hooks(pack, unpack)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -67,6 +68,7 @@ class SlotRing:
         self.stand_ins = StandIns(device)
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
+        self._num_loads: Counter[Block] = Counter()
         self._high_water_bytes = 0
 
     def _all(self) -> list[Slot]:
@@ -140,6 +142,10 @@ class SlotRing:
                     slot.num_pins = 0
             self.changed.notify_all()
 
+    def num_loads(self, block: Block) -> int:
+        """How often it has come."""
+        return self._num_loads[block]
+
     def slot_of(self, block: Block) -> Slot:
         return self._holder[block]
 
@@ -168,6 +174,7 @@ class SlotRing:
     def claim(self, slot: Slot, block: Block) -> None:
         """Take `slot` for `block`, whose load comes next."""
         self._empty(slot)
+        self._num_loads[block] += 1
         slot.block, slot.is_loading = block, True
         slot.weights = slot.weights.view(torch.uint8).view(block.master.working_dtype)
         self._holder[block] = slot

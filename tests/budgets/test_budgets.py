@@ -93,6 +93,19 @@ def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: i
     assert all(math.isfinite(loss) for loss in result["losses"])
 
 
+def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(
+    deep_checkpoint: Path, idle_bytes: int, tmp_path: Path
+) -> None:
+    cpu_bytes, gpu_bytes = 40 * MIB, 20 * MIB
+    checkpoint_bytes = sum(path.stat().st_size for path in deep_checkpoint.glob("*.safetensors"))
+    assert checkpoint_bytes > 5 * cpu_bytes
+    result = run("merge", deep_checkpoint, tmp_path, cpu_bytes, gpu_bytes)
+    print(result, idle_bytes)
+    assert result["peak_bytes"] <= idle_bytes + cpu_bytes + gpu_bytes
+    merged = sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
+    assert abs(merged - checkpoint_bytes) < MIB
+
+
 @pytest.mark.slow
 def test_streamed_load_of_a_gigabyte(idle_bytes: int, tmp_path: Path) -> None:
     model = tiny_model("llama", num_layers=16, hidden_size=1024, intermediate_size=4096)

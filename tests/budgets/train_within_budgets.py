@@ -2,6 +2,7 @@
 
     python train_within_budgets.py idle                                    anonymous memory after the imports alone
     python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
+    python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
     python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
 """
 
@@ -26,6 +27,18 @@ def dataset(length: int = 32) -> Dataset:
     return Dataset.from_dict({"input_ids": rows, "labels": rows})
 
 
+def merge(checkpoint: str, output_dir: str, offload: dict[str, int]) -> None:
+    from peft import LoraConfig
+
+    adapters = LoraConfig(
+        r=8, init_lora_weights=False, target_modules=["q_proj", "up_proj", "down_proj"], task_type="CAUSAL_LM"
+    )
+    model = hf_lohan.from_pretrained(
+        checkpoint, offload, torch_device="cpu", default_ssd_path=f"{output_dir}/store", peft_config=adapters
+    )
+    model.merge_and_unload().save_pretrained(f"{output_dir}/merged")
+
+
 def main(mode: str, *rest: str) -> dict[str, object]:
     torch.set_num_threads(2)
     if mode == "idle":
@@ -35,6 +48,10 @@ def main(mode: str, *rest: str) -> dict[str, object]:
     max_grad_norm, activations, batch_size, length = [*more, *("1.0", "recompute", "1", "32")[len(more) :]]
     peak = AnonymousMemoryPeak()
     peak.start()
+    if mode == "merge":
+        merge(checkpoint, output_dir, {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)})
+        peak.stop()
+        return {"peak_bytes": peak.peak_bytes}
     args = TrainingArguments(
         output_dir=output_dir,
         use_cpu=True,

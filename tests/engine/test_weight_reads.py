@@ -78,6 +78,13 @@ IN_FORWARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "chunks": lambda m, h: torch.cat([h @ w.t() for w in _weight(m, HEAD).chunk(4)], -1).logsumexp(-1).mean(),
     "embedding": lambda m, h: (nn.functional.embedding(torch.arange(8), _weight(m, EMBEDDING)).mean() * h).sum(),
     "detached": lambda m, h: (h @ _weight(m, HEAD).detach().t()).logsumexp(-1).mean(),
+    "detached, in turns": lambda m, h: (
+        (h @ _weight(m, HEAD).detach().t()).logsumexp(-1).mean()
+        + (h @ _weight(m, EMBEDDING).detach().t()).logsumexp(-1).mean()
+        + (h @ _weight(m, LAYER).detach().t()).square().mean()
+        + (h @ _weight(m, LAYER.replace("1", "3")).detach().t()).square().mean()
+        + (h @ _weight(m, LAYER.replace("1", "2")).detach().t()).square().mean()
+    ),
     "a layer's": lambda m, h: (h @ _weight(m, LAYER).t()).square().mean(),
     "two blocks'": lambda m, h: (_weight(m, HEAD).sum() * _weight(m, EMBEDDING).mean() * h).mean(),
     "a function that saves it": lambda m, h: _KeepsWeight.apply(_flat(h), _weight(m, HEAD)),
@@ -109,24 +116,27 @@ class _ReadsMore(nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         hidden = self.inner.model(input_ids=inputs["input_ids"]).last_hidden_state
+        more = self.read(self.inner, hidden)  # its backward comes when that of the rest has begun
         output = self.inner(**inputs)
-        output.loss = output.loss + 0.1 * self.read(self.inner, hidden)
+        output.loss = output.loss + 0.1 * more
         return output
 
 
 def _make_twins(build_engine: EngineFactory, wrap: Callable[[Any], Any], **settings: Any) -> Twins:
     stock, offloaded = (wrap(tiny_model("llama", num_layers=4)) for _ in range(2))
-    return Twins(stock, build_engine(offloaded, gpu_memory="600KiB", **settings))
+    return Twins(stock, build_engine(offloaded, **{"gpu_memory": "600KiB", **settings}))
 
 
 @pytest.mark.parametrize("read", IN_FORWARD.values(), ids=IN_FORWARD)
+@pytest.mark.parametrize("clips", [True, False], ids=["clipped", "updated in backward"])
 def test_a_read_within_the_forward_is_exact(
-    read: Callable[[Any, Tensor], Tensor], build_engine: EngineFactory
+    clips: bool, read: Callable[[Any, Tensor], Tensor], build_engine: EngineFactory
 ) -> None:
-    twins = _make_twins(build_engine, lambda inner: _ReadsMore(inner, read))
+    twins = _make_twins(build_engine, lambda inner: _ReadsMore(inner, read), hold_gradients=clips)
     for seed in range(3):
         twins.backward(seed)
-        twins.clip(1.0)
+        if clips:
+            twins.clip(1.0)
         twins.step()
     twins.assert_equal()
 
@@ -237,6 +247,13 @@ def test_a_read_between_a_backward_that_updates_and_its_step_is_refused(build_en
         _weight(twins.model, LAYER).norm()
     twins.step()
     assert torch.equal(_weight(twins.model, LAYER).norm(), _weight(twins.stock, LAYER).norm())
+
+
+def test_a_weight_that_is_needed_after_it_was_updated_in_backward_is_refused(build_engine: EngineFactory) -> None:
+    wrap = lambda inner: _ReadsMore(inner, IN_FORWARD["detached, in turns"])  # noqa: E731
+    twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # one slot for head and embedding
+    with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
+        twins.backward(0)
 
 
 def test_a_parameter_of_a_class_of_its_own_is_read_as_well(build_engine: EngineFactory) -> None:

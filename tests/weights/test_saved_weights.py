@@ -68,7 +68,7 @@ def test_the_graph_holds_no_tensor_over_a_slot(
     decoys: dict[Block, Slot] = {}
 
     def noting_hooks(ring: Any, _fetch: Any, activations: Any) -> Any:
-        def decoy(block: Block) -> Slot:
+        def decoy(block: Block, _element: int) -> Slot:
             return decoys.setdefault(block, Slot(torch.zeros(block.numel), block.size_class, block))
 
         hooks = saved_weight_hooks(ring, decoy, activations)
@@ -97,7 +97,7 @@ def test_a_handle_finds_the_weight_in_whatever_slot_it_is(build_engine: Callable
     engine = build_engine(tiny_model("llama").train())
     ring, block = engine._ring, engine.layout.blocks[1]
     slot = engine._prefetcher.acquire(block)
-    hooks = saved_weight_hooks(ring, lambda wanted: elsewhere, engine.activations)
+    hooks = saved_weight_hooks(ring, lambda wanted, element: elsewhere, engine.activations)
     part = block.slices[1]
     view = slot.weights[part.start : part.stop].view(part.shape).t()[3:]
     handle = hooks.pack_hook(view)
