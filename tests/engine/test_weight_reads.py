@@ -251,7 +251,7 @@ def test_a_read_between_a_backward_that_updates_and_its_step_is_refused(build_en
 
 def test_a_weight_that_is_needed_after_it_was_updated_in_backward_is_refused(build_engine: EngineFactory) -> None:
     wrap = lambda inner: _ReadsMore(inner, IN_FORWARD["detached, in turns"])  # noqa: E731
-    twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # one slot for head and embedding
+    twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # one slot for both
     with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
         twins.backward(0)
 
