@@ -20,6 +20,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
+from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.compat.transformers_private import log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
@@ -71,12 +73,18 @@ class StepJournal(TrainerCallback):
     """
 
     def __init__(
-        self, trainer: Any, engine: OffloadEngine, write_files: Callable[[str], None], termination: Termination
+        self,
+        trainer: Any,
+        engine: OffloadEngine,
+        write_files: Callable[[str], None],
+        termination: Termination,
+        epoch: EpochRandomNumbers,
     ) -> None:
         self._trainer = trainer
         self._engine = engine
         self._write_files = write_files
         self._termination = termination
+        self._epoch = epoch
         self._last_checkpoint: str | None = None
         self._has_saved = False
         self._seen_step = -1
@@ -89,6 +97,7 @@ class StepJournal(TrainerCallback):
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
         """This run goes on from `point`. `checkpoint` is the folder as upstream found it: its step is committed as one
         of this run."""
+        self._epoch.resume(checkpoint)
         if point.commit is not None:
             facts = point.commit.facts
             self._resumed = facts[_TRAINER_FACTS]
@@ -108,6 +117,13 @@ class StepJournal(TrainerCallback):
         begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
         self._engine.commits.request(begun, even_in_place=True)
         self._loaded = None
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._epoch.begin()
+
+    def add_to_checkpoint(self, folder: str) -> None:
+        """What a checkpoint needs beside upstream's files and the optimizer's states."""
+        self._epoch.write(os.path.join(folder, FOLDER_NAME))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._has_saved = True
@@ -141,6 +157,7 @@ class StepJournal(TrainerCallback):
         state = self._trainer.state
         with tempfile.TemporaryDirectory() as folder:
             self._write_files(folder)
+            self._epoch.write(folder)
             self._without_history(state).save_to_json(os.path.join(folder, TRAINER_STATE_NAME))
             if self._loaded is not None:  # Trainer takes up its random numbers when training has begun
                 for path in self._loaded.glob("rng_state*.pth"):

@@ -18,6 +18,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
 from hf_lohan.checkpoint.model_description import describe_model, load_buffers, save_buffers
 from hf_lohan.checkpoint.optimizer_states import load_master_residuals, load_optimizer_states, save_optimizer_states
 from hf_lohan.checkpoint.resume_point import ResumePoint
@@ -36,7 +37,6 @@ from hf_lohan.huggingface.attachment import (
     recompute_without_reentry,
     run_plan_of,
 )
-from hf_lohan.huggingface.epoch_random import EpochRandomNumbers
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
@@ -97,7 +97,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
-        self._epoch_random: EpochRandomNumbers | None = None
         self._termination = Termination()
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
@@ -251,20 +250,15 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         if self._journal is not None:
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
-        self._journal = StepJournal(self, engine, self._write_journal_files, self._termination)
+        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state)
+        self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)
-        if self._epoch_random is not None:
-            self.remove_callback(self._epoch_random)
-        self._epoch_random = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, resume_from_checkpoint)
-        self.add_callback(self._epoch_random)
 
     def _write_journal_files(self, folder: str) -> None:
         super()._save_optimizer_and_scheduler(folder)
         self._save_scaler(folder)
         self._save_rng_state(folder)
-        if self._epoch_random is not None:
-            self._epoch_random.write_to_journal(folder)
         save_buffers(self.model, folder)
         self._write_step_facts(folder)
 
@@ -363,8 +357,8 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
         engine = self.offload_engine
         if engine is not None:
             save_optimizer_states(engine, output_dir)
-            if self._epoch_random is not None:
-                self._epoch_random.write_to_checkpoint(output_dir)
+            if self._journal is not None:
+                self._journal.add_to_checkpoint(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         engine = self.offload_engine
