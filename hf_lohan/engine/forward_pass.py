@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -56,8 +57,10 @@ class OneForward:
 
     def __init__(self, model_pass: ModelPass) -> None:
         self._pass = model_pass
+        self._thread = 0
 
     def begin_model(self) -> None:
+        self._thread = threading.get_ident()
         self._pass.begin_forward(is_training=torch.is_grad_enabled())
 
     def save_by(self, saving: AbstractContextManager[Any]) -> None:
@@ -77,6 +80,11 @@ class OneForward:
             self._pass.in_use.leave(block)
 
     def enter_to_read(self, block: Block) -> None:
+        if threading.get_ident() != self._thread:
+            raise RuntimeError(
+                f"weights of {block.name} were read by another thread while the model runs; read them on the thread "
+                "that trains, between steps"
+            )
         self._pass.in_use.enter(block, for_operation=True)
 
     def weight(self, part: ParamSlice) -> Tensor:

@@ -16,7 +16,7 @@ from hf_lohan.engine.gathering import Gathering
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.weights.absent_parameter import AbsentTensor, refusal
+from hf_lohan.weights.absence import ViewOf, refusal
 
 
 class WeightReads:
@@ -51,11 +51,11 @@ class WeightReads:
         }
         self._gathering = Gathering(self._place, parts, model_pass, access, settle)
 
-    def note_view(self, view: AbsentTensor) -> None:
+    def note_view(self, view: Tensor, view_of: ViewOf) -> None:
         """See `Absence`."""
-        block, part = self._place[view.view_of.parameter]
+        block, part = self._place[view_of.parameter]
         if part.is_whole:
-            self._parts.ring.stand_ins.note_view(view, block, part, view.view_of.steps)
+            self._parts.ring.stand_ins.note_view(view, block, part, view_of.steps)
 
     def copied(self, parameter: nn.Parameter) -> nn.Parameter:
         """See `Absence`."""

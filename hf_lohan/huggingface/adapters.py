@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.weights import gathered_parameters
-from hf_lohan.weights.absent_parameter import AbsentParameter, AbsentTensor, GradientsAway
+from hf_lohan.weights.absence import GradientsAway, ViewOf
+from hf_lohan.weights.absent_parameter import AbsentParameter
 
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
@@ -76,7 +77,7 @@ class _StoredBase:
     def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         raise RuntimeError("weights can be gathered when the model is loaded, not before")
 
-    def note_view(self, view: AbsentTensor) -> None:
+    def note_view(self, view: Tensor, view_of: ViewOf) -> None:
         """Nothing is saved of it: there is no forward yet."""
 
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from operator import itemgetter
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import tree_leaves, tree_map, without_torch_function
+from hf_lohan.weights.absence import Absence, Brought, ViewOf, gradient_refusal, refusal
 
 _VIEWS = frozenset((
     *("adjoint", "as_strided", "broadcast_to", "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as"),
@@ -37,66 +37,6 @@ _MEMORY = frozenset((
 ))  # fmt: skip
 """Look at the memory itself, or would hold all of a model at once."""
 _TORCH_GRAD: Any = Tensor.grad
-
-class GradientsAway:
-    """Whether gradients of a step are not where torch puts them: between a backward and its step."""
-
-    def __init__(self) -> None:
-        self._is_any = False
-
-    def __bool__(self) -> bool:
-        return self._is_any
-
-    def note(self) -> None:
-        """One went."""
-        self._is_any = True
-
-    def clear(self) -> None:
-        """The step has taken them, or forgotten them."""
-        self._is_any = False
-
-
-class Brought(Protocol):
-    """Weights that were brought for one operation."""
-
-    def weight(self, parameter: nn.Parameter) -> Tensor:
-        """What to use in place of an absent parameter; asked for each use, since each has a gradient of its own."""
-
-    def kept(self, output: Any) -> Any:
-        """What the operation gave, in memory of its own where it would be a view of what is taken away again."""
-
-
-class Absence(Protocol):
-    """Who has taken parameters away, and can bring them."""
-
-    gradients_away: GradientsAway
-
-    def reading(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[Brought]:
-        """Brings absent parameters for one operation. Raises where no true number can be given."""
-
-    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
-        """An ordinary parameter that stays. Raises where that could be a whole model."""
-
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """Within, absent parameters are ordinary ones; what is changed of them is stored when it ends."""
-
-    def note_view(self, view: AbsentTensor) -> None:
-        """A view of an absent parameter was made, which autograd may save."""
-
-
-@dataclass(frozen=True, eq=False)
-class ViewOf:
-    """What an `AbsentTensor` is a view of, and how to see the weights as it does."""
-
-    parameter: nn.Parameter
-    steps: tuple[Callable[[Any], Any], ...]
-
-    def of(self, weights: Tensor) -> Tensor:
-        """The same view of the parameter's weights."""
-        for step in self.steps:
-            weights = step(weights)
-        return weights
-
 
 class AbsentTensor(Tensor):
     """A view of an absent parameter, as `.data`, `detach` or `w.t()` give it: made of the weights when it is read."""
@@ -178,7 +118,7 @@ class AbsentParameter(nn.Parameter):
     @grad.setter
     def grad(self, value: Tensor | None) -> None:
         if value is not None:
-            raise RuntimeError(_gradient_refusal("setting .grad"))
+            raise RuntimeError(gradient_refusal("setting .grad"))
         _TORCH_GRAD.__set__(self, None)
 
 
@@ -213,23 +153,6 @@ def _absent_class(present: type[nn.Parameter]) -> type[nn.Parameter]:
     return AbsentParameter if present is nn.Parameter else type(present.__name__, (AbsentParameter, present), {})
 
 
-def refusal(name: str) -> str:
-    """Why a call cannot have weights, and what to call instead."""
-    return (
-        f"a weight of an offloaded model is in the store, where {name} cannot reach it; save the model with "
-        "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "
-        "hf_lohan.engine_of(model).parameters.read_parameter(name), change them within "
-        "hf_lohan.gathered_parameters(...), and change dtype or device before the model is offloaded"
-    )
-
-
-def _gradient_refusal(name: str) -> str:
-    return (
-        f"a gradient of an offloaded model went to the optimizer, where {name} cannot reach it; clip with "
-        "accelerator.clip_grad_norm_ or max_grad_norm, and scale the loss instead of gradients"
-    )
-
-
 def _name_of(func: Callable[..., Any]) -> str:
     name = func.__name__
     if name in ("__get__", "__set__"):
@@ -249,7 +172,7 @@ def _look_at_gradient(func: Callable[..., Any], args: tuple[Any, ...], kwargs: M
     if seen is NotImplemented:
         seen = _form(name, func, args, kwargs)
     if seen is NotImplemented:
-        raise RuntimeError(_gradient_refusal(name))
+        raise RuntimeError(gradient_refusal(name))
     return seen
 
 
@@ -333,7 +256,7 @@ def _view(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, 
         remembered._view_of = ViewOf(before.parameter, (*before.steps, *steps))
         absence = _absence_of(before.parameter)
         if absence is not None:
-            absence.note_view(remembered)
+            absence.note_view(remembered, remembered.view_of)
         return remembered
 
     made = func(*args, **kwargs)

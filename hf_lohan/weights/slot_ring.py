@@ -14,7 +14,8 @@ from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.updates import WeightLoan
-from hf_lohan.weights.absent_parameter import AbsentParameter, GradientsAway
+from hf_lohan.weights.absence import GradientsAway
+from hf_lohan.weights.absent_parameter import AbsentParameter
 from hf_lohan.weights.stand_ins import StandIns
 
 

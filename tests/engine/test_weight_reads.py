@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -254,6 +255,21 @@ def test_a_weight_that_is_needed_after_it_was_updated_in_backward_is_refused(bui
     twins = _make_twins(build_engine, wrap, hold_gradients=False, gpu_memory="412KiB")  # one slot for both
     with pytest.raises(RuntimeError, match=r"is new already.*max_grad_norm"):
         twins.backward(0)
+
+
+def test_another_thread_may_not_read_while_the_model_runs(build_engine: EngineFactory) -> None:
+    def read_elsewhere(model: Any, hidden: Tensor) -> Tensor:
+        with ThreadPoolExecutor(1) as other:
+            return hidden.mean() * other.submit(_weight(model, HEAD).norm).result()
+
+    twins = _make_twins(build_engine, lambda inner: _ReadsMore(inner, read_elsewhere))
+    with pytest.raises(RuntimeError, match="by another thread"):
+        twins.losses(0)
+    twins.model.read = IN_FORWARD["linear"]
+    twins.stock.read = IN_FORWARD["linear"]
+    twins.backward(0)
+    twins.step()
+    twins.assert_equal()
 
 
 def test_a_parameter_of_a_class_of_its_own_is_read_as_well(build_engine: EngineFactory) -> None:
