@@ -1,0 +1,76 @@
+#!/usr/bin/env python
+"""Supervised fine-tuning with TRL on local text, in memory or with its training state on SSD.
+
+    python scripts/sft.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
+        --train_file notes.jsonl --eval_file heldout.jsonl --packing --output_dir outputs/sft
+
+This is TRL's own script with other data: all flags of `trl.SFTConfig` and `trl.ModelConfig` are taken, LoRA's among
+them, and `--config file.yaml`. Without --offload it is a plain TRL run. Prints the held-out loss before and after.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import text_data
+from trl import ModelConfig, SFTConfig, TrlParser, get_peft_config
+
+from hf_lohan.trl import SFTTrainer  # in place of `from trl import SFTTrainer`
+
+
+@dataclass
+class RunArguments:
+    """Which text, and where the training state lives."""
+
+    train_file: list[str] = field(metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."})
+    eval_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, held out."})
+    max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first documents only."})
+    offload: str | None = field(
+        default=None,
+        metadata={"help": 'A YAML file (see configs/) or "lohan" (all automatic). Without: everything in memory.'},
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> dict[str, float]:
+    """Train, evaluate and save; returns the held-out losses. Bad input ends it with one line and exit status 1."""
+    parser = TrlParser((RunArguments, SFTConfig, ModelConfig))
+    run_args, args, model_args = parser.parse_args_and_config(argv, fail_with_unknown_args=True)
+    try:
+        trainer = prepare(run_args, args, model_args)
+    except (ValueError, OSError) as error:
+        sys.exit(f"error: {error}")
+    losses = {}
+    if trainer.eval_dataset is not None:
+        losses["before"] = trainer.evaluate()["eval_loss"]
+    trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
+    if trainer.eval_dataset is not None:
+        losses["after"] = trainer.evaluate()["eval_loss"]
+        print(f"held-out loss: {losses['before']:.4f} before, {losses['after']:.4f} after")
+    trainer.save_model()
+    return losses
+
+
+def prepare(run_args: RunArguments, args: SFTConfig, model_args: ModelConfig) -> SFTTrainer:
+    """A trainer ready to run. Raises ValueError or OSError on bad input."""
+    args.model_init_kwargs = {
+        "dtype": model_args.dtype,
+        "attn_implementation": model_args.attn_implementation,
+        **(args.model_init_kwargs or {}),
+    }
+    held_out = text_data.read_documents(run_args.eval_file) if run_args.eval_file else None
+    if held_out is not None and run_args.max_eval_samples is not None:
+        held_out = held_out.select(range(min(run_args.max_eval_samples, len(held_out))))
+    return SFTTrainer(
+        model=model_args.model_name_or_path,
+        args=args,
+        train_dataset=text_data.read_documents(run_args.train_file),
+        eval_dataset=held_out,
+        peft_config=get_peft_config(model_args),
+        offload=run_args.offload,  # the one argument more
+    )
+
+
+if __name__ == "__main__":
+    main()
