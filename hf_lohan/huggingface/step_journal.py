@@ -33,7 +33,8 @@ _TRAINER_FACTS = "trainer"
 
 class Termination:
     """SIGTERM, which schedulers and shutdowns send. While entered, the first one only asks; a second one acts as it
-    always did.
+    always did. What fails between the two is logged and goes no further: a signal to the whole process group ends the
+    data loader's workers as well, and the step in progress fails without them.
 
     Leaves a handler that somebody else installed alone, and does nothing outside the main thread, where Python
     cannot handle signals.
@@ -49,10 +50,14 @@ class Termination:
             self._previous = signal.signal(signal.SIGTERM, self._on_signal)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _trace: object) -> bool:
         if self._previous is not None:
             signal.signal(signal.SIGTERM, self._previous)
             self._previous = None
+        is_over = self.is_requested and isinstance(error, Exception)
+        if is_over:
+            logger.warning("the step in progress was dropped: it failed after SIGTERM", exc_info=error)
+        return is_over
 
     def exit(self) -> NoReturn:
         """End the process as the shell reports one that SIGTERM ended."""

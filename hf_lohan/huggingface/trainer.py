@@ -203,16 +203,10 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint
         )
         self._termination = Termination()
-        self.last_whole_checkpoint = None
+        self.last_whole_checkpoint = output = None
         with self._termination:
             try:
                 output = super().train(self._resume_point.folder, *args, **kwargs)
-            except Exception:
-                if not self._termination.is_requested:
-                    raise
-                # A signal to the whole process group ends the data loader's workers, too.
-                logger.warning("the step in progress was dropped: it failed after SIGTERM", exc_info=True)
-                output = None
             finally:
                 if self._record is not None:
                     self._record.close()

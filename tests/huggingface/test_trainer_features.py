@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -123,6 +124,32 @@ def test_sigterm_leaves_a_checkpoint_if_one_is_asked_for(
     resumed = make_trainer(tmp_path / "elsewhere", **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "run" / f"checkpoint-{last}"))
     assert losses(resumed) == losses(whole)
+
+
+class EndsItsGroup(TrainerCallback):
+    """Signals the process and the workers of its data loader, as who signals a process group."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            for pid in (os.getpid(), *(child.pid for child in multiprocessing.active_children())):
+                assert pid is not None
+                os.kill(pid, signal.SIGTERM)
+
+
+def test_sigterm_to_all_processes_ends_the_run_as_one_to_it_alone(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = {"dataloader_num_workers": 2, "max_steps": 6, "save_strategy": "no"}
+    whole = make_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    trainer = make_trainer(tmp_path / "run", options={"callbacks": [EndsItsGroup()]}, **settings)
+    with pytest.raises(SystemExit) as exit_info:
+        trainer.train()
+    assert exit_info.value.code == 143
+    assert hf_lohan.last_step(tmp_path / "run") in (2, 3)
+    again = make_trainer(tmp_path / "run", **settings)
+    again.train(resume_from_checkpoint=True)
+    assert losses(again) == losses(whole)
 
 
 def losses(trainer: Any) -> list[tuple[float, float]]:
