@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
-from torch.optim import _muon
+from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._pytree import tree_flatten as tree_flatten
 from torch.utils._pytree import tree_leaves as tree_leaves
@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 
 fused_adamw_: Callable[..., None] = torch._fused_adamw_
 fused_adam_: Callable[..., None] = torch._fused_adam_
+adafactor: Callable[..., None] = _adafactor.adafactor
 newton_schulz: Callable[..., Tensor] = _muon._zeropower_via_newtonschulz
 adjusted_muon_lr: Callable[..., float] = _muon._adjust_lr
 

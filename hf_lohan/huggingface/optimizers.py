@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 from transformers import TrainingArguments
 
@@ -32,7 +33,7 @@ _OPTIM_ARGS = {
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
 """What upstream takes from `optim_args`. (Weight decay comes from `weight_decay`, whatever stands there.)"""
-OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, *_LIONS)
+OPTIM_NAMES = ("adamw_torch", "adamw_torch_fused", *_OPTIM_ARGS, "adafactor", *_LIONS)
 """Values of `TrainingArguments.optim` that can be honoured."""
 
 
@@ -112,7 +113,7 @@ def choice_of(
     group = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings).param_groups[0]
     defaults = {key: value for key, value in group.items() if key != "params"}
     rule = _rule_of(name, [defaults])
-    return OptimizerChoice(rule, {RULE_KEY: name, **defaults}, rest() if rule.needs_whole else None)
+    return OptimizerChoice(rule, {RULE_KEY: name, **defaults}, rest() if name == "Muon" else None)
 
 
 def check_given(optimizer: torch.optim.Optimizer) -> None:
@@ -184,6 +185,8 @@ def take_over_together(
 
 
 def _name_of(optimizer_class: Any) -> str:
+    if optimizer_class is transformers.Adafactor:
+        return "TransformersAdafactor"
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     is_lion = name == "Lion" and optimizer_class.__module__.partition(".")[0] == "lion_pytorch"
     if name not in OPTIMIZERS or not (is_lion or getattr(torch.optim, name, None) is optimizer_class):

@@ -148,7 +148,10 @@ def discover_blocks(
     rule_of = rules(model)
 
     def form_of(parameter: nn.Parameter) -> MasterFormat:
-        return master_format(working_dtype or parameter.dtype, moment_dtype, rule_of.get(parameter, ADAMW))
+        rule = rule_of.get(parameter, ADAMW)
+        if parameter.requires_grad:
+            rule.refuse_shape(names[parameter], tuple(parameter.shape))
+        return master_format(working_dtype or parameter.dtype, moment_dtype, rule)
 
     adapters = _adapters(list(names), layers)
     shared = _in_several(layers, set(adapters))

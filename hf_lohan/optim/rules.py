@@ -20,6 +20,7 @@ from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
 from hf_lohan.compat.torch_private import adjusted_muon_lr, newton_schulz
+from hf_lohan.optim.adafactor import factors_fit, torch_adafactor_, transformers_adafactor_
 from hf_lohan.optim.adamw import AdamWGroup, adamw_
 from hf_lohan.optim.segments import Segment
 
@@ -55,6 +56,19 @@ class UpdateRule:
     def needs_whole(self) -> bool:
         """Whether each segment has to be one whole parameter."""
         return _FAMILIES[self.name].needs_whole
+
+    @property
+    def multiplies_matrices(self) -> bool:
+        """Whether it needs memory where matrix products run."""
+        return self.name == "Muon"
+
+    def refuse_shape(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raises ValueError for a parameter that the rule has no room for."""
+        if not _FAMILIES[self.name].takes(shape):
+            raise ValueError(
+                f"{self.name} keeps more of {name}, of shape {list(shape)}, than that has elements, which is not "
+                "supported under offload; freeze it, or use another optimizer"
+            )
 
     def __str__(self) -> str:
         """"SGD(momentum_buffer)"."""
@@ -126,6 +140,8 @@ class _Family:
     """What a param group needs."""
     update_: Callable[..., None]
     needs_whole: bool = False
+    takes: Callable[[tuple[int, ...]], bool] = lambda _shape: True
+    """Parameters of which shapes."""
 
 
 def _always(*kinds: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
@@ -258,6 +274,38 @@ def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[
         matrix.add_(update, alpha=-adjusted_muon_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
+# Adafactor: parameter by parameter.
+
+
+def _torch_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+    eps1, eps2 = group["eps"]
+    return (*_settings("d", "beta2_decay", "weight_decay")(group), ("eps1", eps1), ("eps2", eps2))
+
+
+def _transformers_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+    names = ("clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step", "warmup_init")
+    lr = None if group["lr"] is None else float(group["lr"])
+    return (("lr", lr), ("eps", tuple(group["eps"])), *((name, group[name]) for name in names))
+
+
+def _transformers_adafactor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
+    return ("variance",) if group["beta1"] is None else ("variance", "exp_avg")
+
+
+def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment], Aside], None]:
+    def update_(
+        master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside
+    ) -> None:
+        for segment in segments:
+            assert segment.shape is not None, "rows and columns are of whole parameters"
+            part = slice(segment.start, segment.stop)
+            of_part = {kind: state[part] for kind, state in states.items() if kind not in ("param", "master_residual")}
+            weight, of_weight = master[part].view(segment.shape), gradient[part].view(segment.shape)
+            step_(weight, of_weight, of_part, segment.step, _as_keywords(segment.group))
+
+    return update_
+
+
 _FAMILIES: dict[str, _Family] = {
     "AdamW": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adamw_),
     "Adam": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adam_),
@@ -271,6 +319,16 @@ _FAMILIES: dict[str, _Family] = {
     ),
     "Lion": _Family(_settings("betas", "weight_decay"), _always("exp_avg"), _in_tiles(_lion_)),
     "Muon": _Family(_muon_settings, _always("momentum_buffer"), _muon_, needs_whole=True),
+    "Adafactor": _Family(
+        _torch_adafactor_settings, _always("variance"), _whole(torch_adafactor_), needs_whole=True, takes=factors_fit
+    ),
+    "TransformersAdafactor": _Family(
+        _transformers_adafactor_settings,
+        _transformers_adafactor_kinds,
+        _whole(transformers_adafactor_),
+        needs_whole=True,
+        takes=factors_fit,
+    ),
 }
 OPTIMIZERS = tuple(_FAMILIES)
 """Names of those that there is a rule for."""

@@ -23,8 +23,8 @@ MASTER_ITEMSIZE_BYTES = 4
 """Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
 
 WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
-"""For each element of a matrix that is updated whole: its float32 update, and in bfloat16 that before and after a round
-of Newton-Schulz with two matrices that are no larger; the latter also on a device that has memory of its own."""
+"""For each element of a matrix that is updated whole: its float32 update, and that in bfloat16 before and after a round
+of Newton-Schulz with two matrices that are no larger; the latter also on the device."""
 
 MAX_CHUNK_NUMEL = 4 * 1024 * 1024
 GOOD_CHUNK_NUMEL = 256 * 1024
@@ -85,10 +85,10 @@ class PoolRequest:
     """Chunks are this large or twice, four times, ... as large: whole granules."""
     whole_numel: int = 0
     """Elements of the largest parameter that its optimizer needs whole, in one chunk, with what lies in its unit."""
+    multiplies_whole: bool = False  # on the device
 
     @property
     def least_chunk_numel(self) -> int:
-        """The smallest chunk that may be chosen."""
         return max(self.min_chunk_numel, self.whole_numel)
 
     @property
@@ -99,7 +99,7 @@ class PoolRequest:
     @property
     def whole_device_bytes(self) -> int:
         """What it takes beside the slots."""
-        return self.whole_numel * WHOLE_DEVICE_BYTES if self.stages_params else 0
+        return self.whole_numel * WHOLE_DEVICE_BYTES if self.stages_params and self.multiplies_whole else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -150,6 +150,7 @@ def lay_out(
         stages_params=not memory_is_host,
         min_chunk_numel=max(block.granule_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
+        multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
     )
     activation_bytes = config.cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     try:

@@ -18,7 +18,10 @@ one. (It does so above 64 KiB.)"""
 RECORD_ALIGN_NUMEL = 2048
 """Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
 DEFAULT_STRIPE_BYTES = 4 << 20
-_STATE_KINDS = ("exp_avg", "exp_avg_sq", "moment_scales", "momentum_buffer", "square_avg", "grad_avg", "sum")
+_STATE_KINDS = (
+    *("exp_avg", "exp_avg_sq", "moment_scales"),
+    *("momentum_buffer", "square_avg", "grad_avg", "sum", "variance"),
+)
 KINDS = ("param", "master_residual", *_STATE_KINDS, "gradient", "activation")
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 PARAMS_PER_ELEMENT = {"moment_scales": 16}

@@ -49,7 +49,13 @@ def test_the_defaults_are_fine(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("optim", "optim_args"),
-    [("sgd", "momentum=0.9,nesterov=true"), ("adagrad", None), ("rmsprop", "alpha=0.9"), ("lion_32bit", None)],
+    [
+        ("sgd", "momentum=0.9,nesterov=true"),
+        ("adagrad", None),
+        ("rmsprop", "alpha=0.9"),
+        ("lion_32bit", None),
+        ("adafactor", None),
+    ],
 )
 def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: str | None, tmp_path: Path) -> None:
     check_arguments(arguments(tmp_path, optim=optim, optim_args=optim_args))
@@ -61,7 +67,7 @@ def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: st
         ({"fp16": True}, ["fp16=True", "bf16=True"]),
         ({"fp16_full_eval": True}, ["fp16_full_eval=True"]),
         ({"bf16_full_eval": True}, ["bf16_full_eval=True"]),
-        ({"optim": "adafactor"}, ["optim='adafactor'", "adamw_torch_fused"]),
+        ({"optim": "lomo"}, ["optim='lomo'", "adamw_torch_fused"]),
         ({"optim": "galore_adamw"}, ["optim='galore_adamw'", "sgd"]),
         ({"optim": "adamw_bnb_8bit"}, ["optim='adamw_bnb_8bit'"]),
         ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
@@ -113,7 +119,7 @@ def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
 @pytest.mark.parametrize(
     ("arguments_changes", "trainer_options", "words"),
     [
-        ({"optim": "adafactor"}, {}, "optim='adafactor'"),
+        ({"optim": "lomo"}, {}, "optim='lomo'"),
         ({"use_liger_kernel": True}, {}, "fused_linear_cross_entropy"),
         ({}, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.zeros(1))]), None)}, "Rprop cannot be offloaded"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})}, "AdamW with amsgrad=True"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import Adafactor
 
 from hf_lohan.optim import RULE_KEY, Segment, UpdateRule, master_format, rule_for, update_records_
 from hf_lohan.optim.rules import TILE_NUMEL
@@ -106,6 +107,41 @@ def test_cuts_change_no_bit(make: Callable[[Any], torch.optim.Optimizer]) -> Non
             update_records_(flat.records, gradient.clone(), segments, flat.form, position=0, private=[])
     for kind, record in flats[0].records.items():
         assert torch.equal(record, flats[1].records[kind]), kind
+
+
+ADAFACTORS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "torch": lambda params: torch.optim.Adafactor(params, lr=0.05, weight_decay=0.1),
+    "transformers": lambda params: Adafactor(params, lr=0.05, relative_step=False, scale_parameter=False),
+    "transformers-own-rate": lambda params: Adafactor(params, beta1=0.9, weight_decay=0.1, warmup_init=True),
+}
+
+
+@pytest.mark.parametrize("make", ADAFACTORS.values(), ids=ADAFACTORS.keys())
+@pytest.mark.parametrize("shape", [(48, 33), (3, 16, 32), (77,)], ids=str)
+def test_adafactor_on_whole_parameters(make: Callable[[Any], torch.optim.Optimizer], shape: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(shape, generator=random))
+    stock, numel = make([parameter]), parameter.numel()
+    name = "Adafactor" if isinstance(stock, torch.optim.Adafactor) else "TransformersAdafactor"
+    group = {**stock.param_groups[0], RULE_KEY: name}
+    form = master_format(torch.float32, rule=rule_for(name, [group]))
+    records = {kind: torch.zeros(numel) for kind in form.state_kinds}
+    records["param"] = parameter.detach().flatten().clone()
+    for step in range(1, 9):
+        parameter.grad = torch.randn(shape, generator=random) * step
+        segments = [Segment(0, numel, form.rule.settings_of(group), step, shape)]
+        gradient = parameter.grad.flatten().clone()
+        update_records_(records, gradient, segments, form, position=0, private=[])
+        stock.step()
+        assert torch.equal(records["param"], parameter.flatten()), f"step {step}"
+
+
+def test_a_parameter_smaller_than_its_rows_and_columns_is_refused() -> None:
+    rule = UpdateRule("Adafactor", ("variance",))
+    rule.refuse_shape("fine", (2, 2))
+    rule.refuse_shape("fine", (7,))
+    with pytest.raises(ValueError, match=r"Adafactor keeps more of score\.weight, of shape \[1, 64\]"):
+        rule.refuse_shape("score.weight", (1, 64))
 
 
 def test_a_rule_can_be_written_down() -> None:
