@@ -39,13 +39,12 @@ from hf_lohan.huggingface.attachment import (
 )
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
-from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
+from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
-from hf_lohan.model import ChunkedHead, Rules
-from hf_lohan.optim import OffloadOptimizer
+from hf_lohan.model import ChunkedHead
 from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import STORE_FOLDER
 
@@ -77,7 +76,7 @@ def named_arguments(
     return {**by_position, **named}
 
 
-class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
+class OffloadTrainerMixin(TrlModels, WholeCheckpoints, StoredOptimizers):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -87,9 +86,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
     `model` may then also be the path of a checkpoint, which is streamed into the store. Raises ValueError for
     arguments that offloading cannot honour exactly.
     """
-
-    optimizer: Any
-    optimizer_cls_and_kwargs: Any
 
     label_smoother: Any
 
@@ -131,7 +127,7 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             bf16=args.bf16,
             default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
             hold_gradients=_holds_gradients(args, config),
-            optimizer=choose_optimizer(args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs),
+            optimizer=self._optimizer_choice(args),
             **kwargs,
         )
 
@@ -166,15 +162,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
             self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), tqdm.write))
             self.add_callback(self._recorded_run)
         return engine
-
-    def _rules(self) -> Rules:
-        """Whose states the store is to have."""
-        if self.optimizer is None:
-            return self._optimizer_choice().rules
-        return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
-
-    def _optimizer_choice(self) -> OptimizerChoice:
-        return choose_optimizer(self.args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs)
 
     @property
     def _record(self) -> RunRecord | None:
@@ -277,22 +264,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints):
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
         self._ensure_engine()
         return super().evaluation_loop(*args, **kwargs)
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        engine = self._ensure_engine()
-        if engine is None:
-            return super().create_optimizer(*args, **kwargs)
-        asked = self.optimizer_cls_and_kwargs
-        if self.optimizer is None:
-            # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
-            self.optimizer_cls_and_kwargs = self._optimizer_choice().over(engine)
-        try:
-            super().create_optimizer(*args, **kwargs)
-        finally:
-            self.optimizer_cls_and_kwargs = asked
-        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), OffloadOptimizer):
-            self.optimizer = take_over(self.optimizer, engine)
-        return self.optimizer
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:
