@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -62,7 +63,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "writes": f"{format_bytes(step.ssd_write_bytes_per_step)} to the SSDs a step",
     }
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
-    for line in (heading(planned), summary(planned), *figures, without_offloading(planned)):
+    for line in (heading(planned), summary(planned), *figures, hiding(planned), without_offloading(planned)):
         console.print(line, soft_wrap=True)
 
 
@@ -74,7 +75,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
-    for line in (*_records(planned), *_wear(planned)):
+    for line in (*_records(planned), *_wear(planned), hiding(planned)):
         console.print(line, soft_wrap=True)
     if planned.plan.in_memory.fits:
         console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
@@ -187,9 +188,31 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
     if life is None:
         yield f"A step writes {written} to the SSDs."
     else:
-        yield f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {life.days:.3g} days on end."
+        yield (
+            f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {count(life.tokens)} tokens, "
+            f"{life.days:.3g} days on end."
+        )
     if planned.plan.durability == "checkpoint":
         yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
+
+
+def hiding(planned: PlannedRun) -> str:
+    """From how many tokens a step on the drives are hidden, and what the present number costs against that."""
+    step = planned.plan.prediction
+    enough = step.ssd_hides_from_tokens
+    if enough is None:
+        return "The SSDs are busy with activations for longer than the device computes, whatever the batch."
+    at_once = step.num_tokens // planned.plan.num_micro_batches
+    if at_once >= enough:
+        return f"The SSDs hide behind computing from {count(enough)} tokens a step on; this one has {count(at_once)}."
+    length = planned.profile.sequence_length
+    whole = f"{times(math.ceil(enough / length), 'sequence')} of {length}"
+    apart = planned.plan.num_micro_batches > 1
+    together = ", in micro-batches that share the weights (vertical_micro_batches: true)" if apart else ""
+    return (
+        f"The SSDs would hide behind computing from {count(enough)} tokens a step on ({whole}{together}). Here the "
+        f"weights move for {count(at_once)}: the device waits {100 * (1 - at_once / enough):.0f}% of its time."
+    )
 
 
 def without_offloading(planned: PlannedRun) -> str:

@@ -91,6 +91,7 @@ class DriveLife:
     """How long the drive that wears out first lasts, if training never stops."""
 
     steps: float
+    tokens: float
     days: float
 
 
@@ -103,4 +104,6 @@ def drive_life(hardware: HardwareProfile, prediction: StepPrediction) -> DriveLi
         for ssd in hardware.ssd
         if ssd.endurance_bytes and written_bytes
     ]
-    return DriveLife(min(steps), min(steps) * prediction.step_s / DAY_S) if steps else None
+    if not steps:
+        return None
+    return DriveLife(min(steps), min(steps) * prediction.num_tokens, min(steps) * prediction.step_s / DAY_S)

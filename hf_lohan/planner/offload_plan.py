@@ -146,6 +146,9 @@ class StepPrediction:
     """FLOP_r of a step: products and attention made again in backward."""
     ssd_read_bytes_per_step: int
     ssd_write_bytes_per_step: int
+    ssd_hides_from_tokens: float | None
+    """T*: with so many tokens for each time that the weights move, the drives are busy as long as the device. None:
+    each token keeps them busier."""
     tier_bytes: dict[Tier, dict[str, int]]
     fits: bool
 

@@ -66,6 +66,7 @@ class Load:
 
 
 _AMOUNTS = [field.name for field in fields(Load)]
+_SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
 def _load(**amounts: float | Values) -> Load:
@@ -120,6 +121,7 @@ class StepCosts:
     """The cost model of one model on one machine under one setup."""
 
     def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+        self._model = model
         self._hardware = hardware
         self._setup = setup
         self._forward_s = sum(block_forward_s(block, hardware) for block in model.blocks)
@@ -251,8 +253,24 @@ class StepCosts:
             spilled_bytes=int(choice.spilled_bytes.item()),
             ssd_read_bytes_per_step=round(whole.ssd_read_bytes.item()),
             ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
+            ssd_hides_from_tokens=self._ssd_hides_from(choice, clip, decided["num_tokens"]),
             **decided,
         )
+
+    def _ssd_hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> float | None:
+        """T* = S / (c - a), for weights that move once a step: S seconds of the drives for weights, states and
+        gradients; a token takes c of computing and a of the drives for activations. With B bytes a parameter and no
+        activations on the drives it is B F / (8 BW), whatever the model's size."""
+        once = replace(self._setup, num_micro_batches=1)
+        nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
+        costs = StepCosts(self._model, self._hardware, once)
+        loads = [phase.load for phase in costs.phases(nothing, clip)]
+        read_bytes, write_bytes = (sum(getattr(load, name) for load in loads) for name in _SSD_AMOUNTS)
+        tokens_at_once = num_tokens / self._setup.num_micro_batches
+        compute_s = sum(load.compute_s for load in loads)
+        spare_s = (compute_s - self._ssd_s(choice.spilled_bytes, choice.spilled_bytes)).item()
+        fixed_s = float(self._ssd_s(read_bytes, write_bytes).item())
+        return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
 
     def _in_all(self, phases: list[Phase]) -> Lanes:
         hardware = self._hardware

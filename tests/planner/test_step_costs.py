@@ -204,3 +204,26 @@ def test_filling_the_pipeline_takes_one_block_of_each_other_lane() -> None:
     step = predict(machine(), paper_setup(counts_fill=True), model, swapped_bytes=300)
     compute_s, d2h_s, h2d_s, read_s = 2020 / 100, 300 / 50, 400 / 50, 400 / 20
     assert step.forward_s == pytest.approx(compute_s + (d2h_s + h2d_s + read_s) / 2)
+
+
+@settings(max_examples=100, deadline=None)
+@given(rates, rates, tiny_models)
+def test_drives_hide_behind_computing_from_a_number_of_tokens_on(
+    flops_per_s: float, rate: float, model: ModelProfile
+) -> None:
+    """30 bytes a parameter over what a token computes for it, whatever the model's size: LoHan's weights are read twice
+    and written once, its states read and written."""
+    model = replace(model, blocks=tuple(replace(block, flops=2.0 * block.num_params) for block in model.blocks))
+    hardware = machine(
+        flops_per_s=flops_per_s, link_bytes_per_s=1e9, ssd_read_bytes_per_s=rate, ssd_write_bytes_per_s=rate
+    )
+    step = plan_offload(model, hardware, paper_setup(activations="recompute", activation_cpu_bytes=10**9)).prediction
+    compute_s = step.forward.compute_s + step.backward.compute_s
+    ssd_s = (2 + 2 + 12 + 14) * model.num_params / rate
+    assert step.ssd_hides_from_tokens == pytest.approx(step.num_tokens * ssd_s / compute_s)
+
+
+def test_what_hides_the_drives_does_not_depend_on_how_often_the_weights_move() -> None:
+    setup = paper_setup(num_micro_batches=1)
+    once, often = (predict(machine(), replace(setup, num_micro_batches=number), swapped_bytes=0) for number in (1, 8))
+    assert often.ssd_hides_from_tokens == pytest.approx(once.ssd_hides_from_tokens)
