@@ -68,15 +68,11 @@ OF_CLASS: dict[str, dict[str, Any]] = {
         "decoder_config": {"hidden_size_global": 32},
     },
     "CohereCompassForCausalLM": {"rope_parameters": {"full_attention": _ROPE, "sliding_attention": _ROPE}},
-    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0}},
+    "DbrxForCausalLM": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
+    "DeepseekV2ForCausalLM": _MOE,
     "Dots1ForCausalLM": _MOE,
-    "Dots3NoteForCausalLM": {"use_sliding_window": False},
+    "Dots3NoteForCausalLM": {"use_sliding_window": False, "layer_types": ["indexed_attention"] * 4},
     "Gemma3nForCausalLM": {"intermediate_size": 64, "num_kv_shared_layers": 2, "laurel_rank": 8, "altup_num_inputs": 2},
-    "Gemma4AssistantForCausalLM": {
-        "backbone_hidden_size": 32,
-        "text_config": {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 4},
-    },
-    "Gemma4UnifiedAssistantForCausalLM": {"backbone_hidden_size": 32, "text_config": {"num_kv_shared_layers": 4}},
     "GPTNeoForCausalLM": {"attention_types": [[["global", "local"], 2]]},
     "GraniteMoeHybridForCausalLM": {"mamba_n_heads": 8},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 2},
@@ -128,10 +124,7 @@ def tiny_config(model_class: Any) -> PretrainedConfig:
 
 
 def _tiny(config_class: type[PretrainedConfig], own: dict[str, Any]) -> PretrainedConfig:
-    try:
-        settings = vars(config_class())
-    except ValueError:  # its own defaults are not allowed
-        settings = dict.fromkeys(own)
+    settings = vars(config_class())
     chosen: dict[str, Any] = {name: value for name, value in SIZES.items() if _is_size(name, settings)}
     if "qk_rope_head_dim" in settings:
         chosen.pop("head_dim", None)  # it follows

@@ -18,6 +18,8 @@ from hf_lohan.store import RECORD_ALIGN_NUMEL
 logger = logging.getLogger(__name__)
 
 _LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # by name: this room does not import transformers
+_REVERSIBLE = frozenset({"ReformerModel"})
+"""Classes whose backward runs the layers' parts anew, in a function of their own."""
 _ADAPTER_FRACTION = 1 / 16
 """Trainable parameters that are a smaller part of the model than this are adapters."""
 _RESIDENT_FRACTION = 1 / 16
@@ -52,7 +54,12 @@ class ModelBlocks:
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers by name. Raises DiscoveryError where none can be told."""
+    """The decoder layers by name. Raises DiscoveryError where none can be told, or where they cannot stream."""
+    if reversible := {type(module).__name__ for module in model.modules()} & _REVERSIBLE:
+        raise DiscoveryError(
+            f"{reversible.pop()} keeps no activations and runs its layers backwards in a backward of its own, which "
+            "streamed weights cannot follow; train it in memory, or take a model without reversible layers"
+        )
     named = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
     no_split = set(getattr(model, "_no_split_modules", None) or ())
     for module in named.values():
