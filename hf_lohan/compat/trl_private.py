@@ -31,6 +31,11 @@ def makes_models(trainer_class: type) -> bool:
     return bool(_modules_that_make_models(trainer_class))
 
 
+def has_fused_head(trainer_class: type) -> bool:
+    """Whether its loss gives the head's weight to a function of TRL's."""
+    return any(hasattr(module, "add_fused_lm_head") for module in _modules_that_make_models(trainer_class))
+
+
 @contextlib.contextmanager
 def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callable[..., Any]) -> Iterator[None]:
     """Within, a trainer of TRL that is being made has `make` make its models, and `adapt` add adapters to them. Both

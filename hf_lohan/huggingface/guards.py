@@ -55,9 +55,11 @@ def check_arguments(args: TrainingArguments) -> None:
             raise ValueError(sentence)
 
 
-def check_trl(settings: Mapping[str, Any]) -> None:
-    """Raises ValueError for what a trainer of TRL is to be made of, by name, that cannot be honoured under offload."""
+def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
+    """Raises ValueError for what a trainer of TRL is to be made of, by name, that cannot be honoured under offload.
+    ``is_joint``: the micro-batches of a step are to run together."""
     args = settings["args"]
+    is_joint = is_joint and args.gradient_accumulation_steps > 1
     device_map = (getattr(args, "model_init_kwargs", None) or {}).get("device_map")
     refused = {
         "activation_offloading=True is not needed under offload, which keeps, swaps or recomputes activations as it "
@@ -75,6 +77,10 @@ def check_trl(settings: Mapping[str, Any]) -> None:
         f"device_map={device_map!r} places the whole model; leave it out of model_init_kwargs under offload": (
             device_map
         ),
+        "vertical_micro_batches: true would run micro-batches together that GRPO generates one after the other; set it "
+        "to false": is_joint and hasattr(args, "num_generations"),
+        "vertical_micro_batches: true cannot tell apart what micro-batches add to the gradient of TRL's fused head; set "
+        "it to false, or train adapters": is_joint and trains_fused_head,
         "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
             settings.get("quantization_config")
         ),

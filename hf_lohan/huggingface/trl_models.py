@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Tra
 from hf_lohan.compat.transformers_private import build_from_config
 from hf_lohan.compat.trl_private import (
     generations,
+    has_fused_head,
     makes_models,
     models_made_by,
     restore_generations,
@@ -69,8 +70,10 @@ class TrlModels(_TrainerBase):
         if not self._makes_models:
             yield
             return
-        check_trl(settings)
-        args = settings["args"]
+        assert self._offload_config is not None
+        args, is_joint = settings["args"], self._offload_config.vertical_micro_batches
+        trains_fused_head = has_fused_head(type(self)) and not _has_adapters(settings)
+        check_trl(settings, is_joint=is_joint, trains_fused_head=trains_fused_head)
         if isinstance(settings["model"], Path):
             settings["model"] = str(settings["model"])
         given = settings.get("ref_model")
@@ -169,12 +172,15 @@ def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
     """Whether a trainer of TRL will make a model beside the one that it trains: not with adapters, which can be
     switched off."""
     args = settings["args"]
-    has_adapters = settings.get("peft_config") is not None or hasattr(settings["model"], "peft_config")
-    if settings.get("ref_model") is not None or has_adapters:
+    if settings.get("ref_model") is not None or _has_adapters(settings):
         return False
     if hasattr(args, "precompute_ref_log_probs"):
         return not args.precompute_ref_log_probs
     return hasattr(args, "num_generations") and args.beta != 0.0
+
+
+def _has_adapters(settings: Mapping[str, Any]) -> bool:
+    return settings.get("peft_config") is not None or hasattr(settings["model"], "peft_config")
 
 
 def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_model
@@ -14,7 +16,7 @@ from hf_lohan.testing.models import tiny_model
 pytest.importorskip("trl")
 import trl_runs
 from tiny_tokenizer import tiny_tokenizer
-from trl_runs import both, judgements, preferences
+from trl_runs import arguments, both, judgements, preferences, run
 
 
 @pytest.fixture(scope="module")
@@ -92,3 +94,20 @@ def test_with_adapters_that_are_switched_off_for_the_reference(
     )
     trl_runs.assert_same(ours, stock)
     assert ours.trainer.ref_model is None
+
+
+@pytest.mark.parametrize("how", ["reference", "precomputed", "adapters"])
+def test_policy_and_reference_are_one_model_at_first_in_bfloat16(how: str, checkpoint: Path, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"bf16": True, "max_steps": 2, "precompute_ref_log_probs": how == "precomputed"}
+    done = run(
+        "DPO",
+        arguments("DPO", tmp_path, **settings),
+        offload=trl_runs.BUDGETS,
+        model=str(checkpoint),
+        train_dataset=preferences(),
+        peft_config=trl_runs.lora() if how == "adapters" else None,
+    )
+    assert done.logs[0]["rewards/margins"] == 0.0 and done.logs[0]["loss"] == pytest.approx(math.log(2), rel=1e-6)
+    assert done.logs[1]["rewards/margins"] != 0.0
+    assert {weight.dtype for weight in done.weights.values()} == {torch.bfloat16}
+    trl_runs.close(done)

@@ -51,6 +51,24 @@ def test_what_reaches_for_all_weights(
     assert words in refusal(kind, arguments(kind, tmp_path, **settings, **more), model=str(checkpoint))
 
 
+@pytest.mark.parametrize(
+    ("kind", "adapters", "words"),
+    [("SFT", False, "TRL's fused head"), ("DPO", False, "TRL's fused head"), ("GRPO", True, "that GRPO generates")],
+)
+def test_micro_batches_that_cannot_run_together(
+    kind: str, adapters: bool, words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    more = {"num_generations": 2} if kind == "GRPO" else {}
+    message = refusal(
+        kind,
+        arguments(kind, tmp_path, gradient_accumulation_steps=2, **more),
+        {**trl_runs.BUDGETS, "vertical_micro_batches": True},
+        model=str(checkpoint),
+        peft_config=trl_runs.lora() if adapters else None,
+    )
+    assert "vertical_micro_batches" in message and words in message
+
+
 def test_a_quantized_model(checkpoint: Path, tmp_path: Path) -> None:
     args = arguments("SFT", tmp_path)
     assert "quantization_config" in refusal("SFT", args, model=str(checkpoint), quantization_config=object())

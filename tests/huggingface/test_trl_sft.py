@@ -52,12 +52,13 @@ def test_the_base_of_adapters_is_streamed(checkpoint: Path, tmp_path: Path) -> N
     trainer.offload_engine.close()
 
 
-def test_adapters_learn_as_in_memory(checkpoint: Path, tmp_path: Path) -> None:
+def test_adapters_learn_as_in_memory_with_micro_batches_that_run_together(checkpoint: Path, tmp_path: Path) -> None:
     ours, stock = both(
         "SFT",
         tmp_path,
-        {},
+        {"gradient_accumulation_steps": 2, "max_steps": 2},
         lambda: {"model": str(checkpoint), "train_dataset": texts(), "peft_config": trl_runs.lora()},
+        vertical_micro_batches=True,
     )
     trl_runs.assert_same(ours, stock)
 
