@@ -79,8 +79,8 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
         ),
         "vertical_micro_batches: true would run micro-batches together that GRPO generates one after the other; set it "
         "to false": is_joint and hasattr(args, "num_generations"),
-        "vertical_micro_batches: true cannot tell apart what micro-batches add to the gradient of TRL's fused head; set "
-        "it to false, or train adapters": is_joint and trains_fused_head,
+        "vertical_micro_batches: true cannot tell apart what micro-batches add to the gradient of TRL's fused head; "
+        "set it to false, or train adapters": is_joint and trains_fused_head,
         "quantization_config: a quantized model cannot be offloaded; load it in float32 or bfloat16": (
             settings.get("quantization_config")
         ),
