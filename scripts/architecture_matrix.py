@@ -57,7 +57,7 @@ class Outcome:
 # One class, in a child.
 
 
-def try_class(name: str, folder: Path) -> Outcome:
+def try_class(name: str, folder: Path, activations: str = "recompute") -> Outcome:
     """Train the class in memory and offloaded, and compare."""
     from tiny_configs import tiny_model_of
 
@@ -70,7 +70,7 @@ def try_class(name: str, folder: Path) -> Outcome:
     except Exception as error:
         return Outcome(name, FAILED, f"in memory: {one_line(error)}")
     try:
-        kept, found = train_offloaded(tiny_model_of(name), make_batch, folder)
+        kept, found = train_offloaded(tiny_model_of(name), make_batch, folder, activations)
     except (ValueError, RuntimeError) as error:
         if is_refusal(error):
             return Outcome(name, REFUSED, one_line(error))
@@ -125,7 +125,7 @@ def train_in_memory(model: Any, make_batch: Batches) -> Trained:
     return losses, norms, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def train_offloaded(model: Any, make_batch: Batches, folder: Path) -> tuple[bool, Trained]:
+def train_offloaded(model: Any, make_batch: Batches, folder: Path, activations: str) -> tuple[bool, Trained]:
     """First whether its activations were kept."""
     import torch
     from accelerate.state import AcceleratorState, GradientState
@@ -136,7 +136,7 @@ def train_offloaded(model: Any, make_batch: Batches, folder: Path) -> tuple[bool
     GradientState._reset_state()
     prepared = None
     for gpu_bytes in (1 << shift for shift in range(19, 29)):
-        settings = {"gpu_memory": gpu_bytes, "cpu_memory": "64MiB", "prefetch_blocks": 1, "activations": "recompute"}
+        settings = {"gpu_memory": gpu_bytes, "cpu_memory": "64MiB", "prefetch_blocks": 1, "activations": activations}
         plugin = hf_lohan.LohanPlugin(offload={**settings, "ssd": str(folder), "io_threads": 2, "cpu_threads": 1})
         accelerator = hf_lohan.Accelerator(cpu=True, lohan_plugin=plugin)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
@@ -188,7 +188,7 @@ def one_line(error: BaseException) -> str:
     return (text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}")[:300]
 
 
-def run_child(names: list[str]) -> None:
+def run_child(activations: str, names: list[str]) -> None:
     """A line of JSON before and after each class."""
     os.nice(NICENESS)
     import torch
@@ -200,7 +200,7 @@ def run_child(names: list[str]) -> None:
         print(json.dumps({"begins": name}), flush=True)
         with tempfile.TemporaryDirectory(prefix="lohan-matrix-") as folder:
             try:
-                outcome = try_class(name, Path(folder) / "store")
+                outcome = try_class(name, Path(folder) / "store", activations)
             except Exception as error:
                 outcome = Outcome(name, FAILED, f"no tiny model: {one_line(error)}")
         print(json.dumps(asdict(outcome)), flush=True)
@@ -216,18 +216,18 @@ def class_names() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower)
 
 
-def outcomes_of(names: list[str]) -> Iterator[Outcome]:
+def outcomes_of(names: list[str], activations: str = "recompute") -> Iterator[Outcome]:
     """One child at a time, for some classes each; a child that dies takes one class with it."""
     waiting = list(names)
     while waiting:
         batch = waiting[:CLASSES_PER_CHILD]
-        done = yield from child_outcomes(batch)
+        done = yield from child_outcomes(batch, activations)
         waiting = [name for name in waiting if name not in done]
 
 
-def child_outcomes(names: list[str]) -> Iterator[Outcome]:
+def child_outcomes(names: list[str], activations: str) -> Iterator[Outcome]:
     """Returns the classes that are done with."""
-    command = [sys.executable, __file__, "--child", *names]
+    command = [sys.executable, __file__, "--child", activations, *names]
     done: set[str] = set()
     running, began_s = names[0], time.monotonic()
     with tempfile.TemporaryFile("w+") as errors:
@@ -305,6 +305,7 @@ cannot make them again. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {c
 def main(
     only: Annotated[str, typer.Option(help="a regular expression: classes whose names have a match")] = "",
     results: Annotated[Path | None, typer.Option(help="JSON: found before, brought up to date")] = None,
+    activations: Annotated[str, typer.Option(help="as in the configuration; the page is of `recompute`")] = "recompute",
     page: Annotated[Path, typer.Option(help="the page to write, if all classes are known")] = PAGE,
 ) -> None:
     """Try classes, print what comes out, and write the page once every class is known."""
@@ -313,7 +314,7 @@ def main(
     names = class_names()
     asked = [name for name in names if re.search(only, name)]
     began_s = time.monotonic()
-    for outcome in outcomes_of(asked):
+    for outcome in outcomes_of(asked, activations):
         known[outcome.model_class] = outcome
         print(f"{outcome.model_class:45s} {outcome.what:24s} {outcome.why}", flush=True)
     found = [known[name] for name in names if name in known]
@@ -321,7 +322,7 @@ def main(
         results.write_text(json.dumps([asdict(one) for one in found], indent=1))
     counts = Counter(one.what for one in found)
     print(", ".join(f"{counts[what]} {what}" for what in ORDER), f"in {time.monotonic() - began_s:.0f} s")
-    if len(found) == len(names):
+    if len(found) == len(names) and activations == "recompute":
         page.write_text(page_of(found), encoding="utf-8")
     if counts[WRONG] or counts[FAILED]:
         raise typer.Exit(1)
@@ -329,6 +330,6 @@ def main(
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--child"]:
-        run_child(sys.argv[2:])
+        run_child(sys.argv[2], sys.argv[3:])
     else:
         typer.run(main)

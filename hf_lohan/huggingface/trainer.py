@@ -14,8 +14,6 @@ import transformers
 from torch import Tensor, nn
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import TrainingArguments
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-from transformers.trainer_pt_utils import LabelSmoother
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
@@ -31,7 +29,6 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import (
-    chunked_head_at,
     engine_of,
     offload_model,
     recompute_without_reentry,
@@ -40,11 +37,11 @@ from hf_lohan.huggingface.attachment import (
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
+from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
-from hf_lohan.model import ChunkedHead
 from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import STORE_FOLDER
 
@@ -76,7 +73,7 @@ def named_arguments(
     return {**by_position, **named}
 
 
-class OffloadTrainerMixin(TrlModels, WholeCheckpoints, StoredOptimizers):
+class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -86,8 +83,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints, StoredOptimizers):
     `model` may then also be the path of a checkpoint, which is streamed into the store. Raises ValueError for
     arguments that offloading cannot honour exactly.
     """
-
-    label_smoother: Any
 
     def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
         self._offload_config: OffloadConfig | None = None
@@ -285,30 +280,6 @@ class OffloadTrainerMixin(TrlModels, WholeCheckpoints, StoredOptimizers):
             record.count_tokens(trained_on(self, inputs))
         record.announce()
         return loss
-
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """As upstream. Where the logits are taken in chunks, smoothed labels are, too."""
-        head = self._head_that_smooths(inputs)
-        if head is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        smoother, self.label_smoother = self.label_smoother, None
-        try:
-            with head.smoothing(smoother.epsilon):
-                return super().compute_loss(model, inputs, *args, **kwargs)
-        finally:
-            self.label_smoother = smoother
-
-    def _head_that_smooths(self, inputs: dict[str, Any]) -> ChunkedHead | None:
-        """None where upstream smooths: logits that are small, evaluation, a loss or a smoother of somebody's own."""
-        head = chunked_head_at(self.model) if self._offload_config is not None else None
-        is_upstreams = type(self.label_smoother) is LabelSmoother and self.compute_loss_func is None
-        ids, labels = inputs.get("input_ids"), inputs.get("labels")
-        if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
-            return None
-        model: Any = self.model
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # upstream's smoother, too
-        return head if shifts and head.applies_to(ids.numel()) and self.model_accepts_loss_kwargs else None
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeAlias
@@ -161,18 +162,27 @@ def _only_a_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _same_tokens(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> Tensor | None:
     """The hidden states of a view that has whole tokens."""
     pending = logits._pending
-    vocabulary, width = pending.vocabulary, pending.hidden.shape[-1]
-    if name in ("view", "reshape", "flatten"):
-        try:
-            with torch.no_grad(), without_torch_function():
-                shape = getattr(logits, name)(*args).shape
-        except (RuntimeError, TypeError):
-            return None  # torch says why, of the logits themselves
-        return pending.hidden.reshape(*shape[:-1], width) if shape and shape[-1] == vocabulary else None
+    if name in ("view", "reshape"):
+        shape = _shape_of_view(pending.shape, args[0] if len(args) == 1 else args)
+        whole = shape is not None and shape[-1] == pending.vocabulary
+        return pending.hidden.reshape(*shape[:-1], pending.hidden.shape[-1]) if shape and whole else None
+    if name == "flatten" and args == (0, 1) and len(pending.shape) == 3:
+        return pending.hidden.flatten(0, 1)
     if name == "__getitem__" and _leaves_tokens_whole(args[0], len(pending.shape)):
         index = args[0]
         return pending.hidden[index]
     return None
+
+
+def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
+    """What ``sizes`` comes to; None if it is no shape, or one that does not fit: then torch says why."""
+    sizes = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, tuple | list) else []
+    if not sizes or not all(isinstance(size, int) for size in sizes):
+        return None
+    known = math.prod(size for size in sizes if size != -1)
+    if -1 in sizes and known > 0:
+        sizes[sizes.index(-1)] = shape.numel() // known
+    return sizes if math.prod(sizes) == shape.numel() else None
 
 
 def _leaves_tokens_whole(index: Any, num_dims: int) -> bool:

@@ -95,7 +95,7 @@ def test_the_head_holds_the_logits_three_times() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_logits_in_chunks_are_planned_as_they_are_held(dtype: torch.dtype) -> None:
     chunked_loss = ChunkedLoss(over_bytes=1 << 20, chunk_bytes=1 << 19)
-    model = tiny_model("llama", vocab_size=32768).to(dtype).train()
+    model = tiny_model("llama", vocab_size=40960).to(dtype).train()
     sizes = {"batch_size": BATCH_SIZE, "sequence_length": 64}
     whole = planned_peak(trace_blocks(model, **sizes).profile)
     planned = planned_peak(trace_blocks(model, **sizes, chunked_loss=chunked_loss).profile)
