@@ -119,6 +119,20 @@ def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 @contextmanager
+def structure_kept(model: nn.Module) -> Iterator[None]:
+    """Behind it the model's modules have the children, and the kinds (attributes that are strings), that they had
+    before: some forwards replace a submodule, whose making draws random numbers."""
+    before = [(module, dict(module._modules), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, children, settings in before:
+            module._modules.clear()
+            module._modules.update(children)
+            vars(module).update({name: value for name, value in settings.items() if isinstance(value, str)})
+
+
+@contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
     """Within, calling the model or a module of it calls none of its forward hooks so far."""
     before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}

@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters
+from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of
@@ -55,7 +55,7 @@ def trace_model(
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
         tensors = _fake_tensors(model, torch.device(device))
-    with _training(model), contextlib.ExitStack() as stack:
+    with _training(model), structure_kept(model), contextlib.ExitStack() as stack:
         modules = _modules_of(blocks)
         outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]

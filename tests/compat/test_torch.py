@@ -148,6 +148,17 @@ def test_a_modules_parameters_can_be_changed() -> None:
     assert module.weight is other and list(module.parameters()) == [other]
 
 
+def test_a_model_gets_its_submodules_and_kinds_back() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
+    before = list(model.children())
+    before[1].kind = "one"
+    with private.structure_kept(model):
+        model[0] = nn.Linear(2, 2)
+        model.extra = nn.Linear(2, 2)
+        before[1].kind = "another"
+    assert list(model.children()) == before and before[1].kind == "one"
+
+
 def test_hooks_can_be_taken_off_and_come_back() -> None:
     module = nn.Linear(2, 2)
     called: list[str] = []
