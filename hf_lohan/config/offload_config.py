@@ -28,6 +28,7 @@ from hf_lohan.wording import format_bytes
 Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
+Optimizer: TypeAlias = Literal["auto", "muon"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
@@ -57,6 +58,10 @@ class OffloadConfig:
     resident_records: ResidentRecords = AUTO
     """Which records have a copy in host memory and are not read from the SSD: "auto" is as many as `cpu_memory`
     has room for, those first that are read most often; "none" reads all from the SSD."""
+
+    optimizer: Optimizer = AUTO
+    """"muon" updates the matrices of the layers by `torch.optim.Muon`, at the learning rate of AdamW, and leaves the
+    rest to the optimizer that the training arguments name; "auto" is that one for all."""
 
     optimizer_state_dtype: OptimizerStateDtype = "float32"
     """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW computes in float32 whatever it is; what is not
@@ -168,7 +173,7 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `activations`, `chunked_loss`, `durability` and `clip`."""
+        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability` and `clip`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,7 +186,7 @@ class OffloadConfig:
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
-_DECIDED_LATER = ("resident_records", "activations", "chunked_loss", "durability", "clip")
+_DECIDED_LATER = ("resident_records", "optimizer", "activations", "chunked_loss", "durability", "clip")
 
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
 
@@ -190,6 +195,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "cpu_memory": check_size,
     "ssd": lambda _name, value: ssd_paths(value),
     "resident_records": partial(check_choice, allowed=get_args(ResidentRecords)),
+    "optimizer": partial(check_choice, allowed=get_args(Optimizer)),
     "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
     "io_threads": check_count,
     "io_piece_bytes": check_piece_size,

@@ -220,9 +220,15 @@ class Accelerator(OffloadAwareAccelerator):
         check_accelerator(self)
         check_model(model)
         plugin = self.lohan_plugin
+        config = OffloadConfig.load(plugin.offload)
+        if config.optimizer == "muon":
+            raise ValueError(
+                "optimizer='muon' is for Trainer; leave it out, and prepare torch.optim.Muon over the layers' matrices "
+                "together with an optimizer for the rest"
+            )
         return offload_model(
             model,
-            OffloadConfig.load(plugin.offload),
+            config,
             torch_device=self.device,
             default_ssd_path=plugin.ssd_path,
             working_dtype=torch.bfloat16 if plugin.bf16 else None,

@@ -34,7 +34,7 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import ChunkedHead, Rules, adamw_everywhere, chunked_head_of
+from hf_lohan.model import ChunkedHead, Rules, chunked_head_of
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
@@ -68,7 +68,7 @@ def offload_model(
     default_ssd_path: str | Path,
     working_dtype: torch.dtype | None = None,
     hold_gradients: bool = True,
-    rules: Rules = adamw_everywhere,
+    rules: Rules | None = None,
 ) -> OffloadEngine:
     """Drain a model that stands in memory into the store and attach an engine to it.
 

@@ -10,6 +10,7 @@ from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from transformers import TrainingArguments
 
+from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
 from hf_lohan.optim import OffloadOptimizer
 
@@ -127,7 +128,9 @@ def check_model(model: Any) -> None:
         raise ValueError("a model loaded with device_map= cannot be offloaded; load it without, or pass its path")
 
 
-def check_optimizers(model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any) -> None:
+def check_optimizers(
+    model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_kwargs: Any, config: OffloadConfig
+) -> None:
     """Raises ValueError if the caller brings an optimizer that cannot be taken over."""
     if optimizers[0] is not None:
         if not isinstance(model, nn.Module):
@@ -135,6 +138,8 @@ def check_optimizers(model: Any, optimizers: tuple[Any, Any], optimizer_cls_and_
                 "an optimizer was passed in together with a model's path, so it cannot be over the model's parameters; "
                 "load the model with hf_lohan.from_pretrained, or pass optimizer_cls_and_kwargs"
             )
+        if config.optimizer != "auto":
+            raise ValueError(f"optimizer={config.optimizer!r} stands beside optimizers=; leave one of them out")
         check_given(optimizers[0])
     if optimizer_cls_and_kwargs is not None:
         choice_of(optimizer_cls_and_kwargs)

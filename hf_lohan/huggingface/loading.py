@@ -31,7 +31,6 @@ from hf_lohan.huggingface.attachment import (
     refuse_chunks,
 )
 from hf_lohan.huggingface.optimizers import choice_of
-from hf_lohan.model import adamw_everywhere
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
@@ -69,7 +68,8 @@ def from_pretrained(
             backward.
         model_class: default `AutoModelForCausalLM`.
         is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
-        optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default AdamW.
+        optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default
+            AdamW, or as the configuration says.
         peft_config: of PEFT; returns a `PeftModel`, whose base is streamed as well.
         kwargs: for the model class's own `from_pretrained`.
 
@@ -104,7 +104,7 @@ def from_pretrained(
         working_dtype=working_dtype,
         hold_gradients=hold_gradients,
         memory_is_host=device.memory_is_host,
-        rules=adamw_everywhere if optimizer is None else choice_of(optimizer).rules,
+        rules=None if optimizer is None else choice_of(optimizer).rules,
     )
     layout = lay_out_for_this(skeleton)
     tiers = open_tiers_or_take_over(layout, config, device)

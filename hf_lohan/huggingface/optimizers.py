@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hf_lohan.compat.torch_private import mark_optimizer_stepped
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.model import Rules, hidden_matrices
 from hf_lohan.optim import (
@@ -88,16 +89,22 @@ def choose_optimizer(
     args: TrainingArguments,
     given: Any,
     by_arguments: Callable[..., tuple[Any, dict[str, Any]]],
+    config: OffloadConfig,
 ) -> OptimizerChoice:
-    """What `optimizer_cls_and_kwargs` asks for if it is ``given``, else what the arguments do: ``by_arguments`` is
-    Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for what has no rule."""
+    """What `optimizer_cls_and_kwargs` asks for if it is ``given``, else what ``config`` does, else the arguments:
+    ``by_arguments`` is Trainer's `get_optimizer_cls_and_kwargs`. Raises ValueError for what has no rule."""
     optim = getattr(args.optim, "value", args.optim)
+    if config.optimizer == "muon":
+        if given is not None:
+            raise ValueError("optimizer='muon' stands beside optimizer_cls_and_kwargs; leave one of them out")
+        given = torch.optim.Muon, {"lr": args.learning_rate, "adjust_lr_fn": "match_rms_adamw"}
+        config = replace(config, optimizer="auto")
     if given is None and optim in _LIONS:
         betas = (args.adam_beta1, args.adam_beta2)
         settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
         return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
     asked = given if given is not None else by_arguments(args)
-    return choice_of(asked, lambda: choose_optimizer(args, None, by_arguments))
+    return choice_of(asked, lambda: choose_optimizer(args, None, by_arguments, config))
 
 
 def choice_of(
@@ -163,7 +170,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
         taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine)
     else:
         taken = OffloadOptimizer(optimizer.param_groups, {}, engine=engine)
-    mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
+    _let_go(optimizer)
     return taken
 
 
@@ -180,8 +187,14 @@ def take_over_together(
             group[RULE_KEY] = _name_of(type(optimizer))
     joint = JointOptimizer([optimizer.param_groups for optimizer in optimizers], engine=engine)
     for optimizer in optimizers:
-        mark_optimizer_stepped(optimizer)
+        _let_go(optimizer)
     return joint, [*joint.parts]
+
+
+def _let_go(optimizer: torch.optim.Optimizer) -> None:
+    """Another one takes its steps."""
+    optimizer.state.clear()  # Adagrad makes its sums before it steps
+    mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
 
 
 def _name_of(optimizer_class: Any) -> str:

@@ -103,7 +103,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         check_arguments(args)
         check_model(model)
         self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
-        check_optimizers(model, settings.get("optimizers") or (None, None), self.optimizer_cls_and_kwargs)
+        own = settings.get("optimizers") or (None, None)
+        check_optimizers(model, own, self.optimizer_cls_and_kwargs, self._offload_config)
         use_one_gpu(args)
         with self._own_models(settings):
             if isinstance(settings["model"], Path | str) and not self._makes_models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.optimizers import OptimizerChoice, choose_optimizer, rules_of, take_over
 from hf_lohan.model import Rules
@@ -21,6 +22,7 @@ class StoredOptimizers(_TrainerBase):
 
     optimizer: Any
     optimizer_cls_and_kwargs: Any
+    _offload_config: OffloadConfig | None
 
     if TYPE_CHECKING:
 
@@ -33,7 +35,9 @@ class StoredOptimizers(_TrainerBase):
         return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
 
     def _optimizer_choice(self, args: TrainingArguments) -> OptimizerChoice:
-        return choose_optimizer(args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs)
+        config = self._offload_config
+        assert config is not None
+        return choose_optimizer(args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs, config)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         engine = self._ensure_engine()

@@ -23,6 +23,7 @@ from hf_lohan.model.discovery import (
     adamw_everywhere,
     discover_blocks,
     hidden_matrices,
+    muon_for_matrices,
 )
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
@@ -50,6 +51,7 @@ __all__ = [
     "dtype_name",
     "hidden_matrices",
     "lay_out_block",
+    "muon_for_matrices",
     "ranges",
     "round_up",
     "signature_of",

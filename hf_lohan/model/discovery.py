@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
-from hf_lohan.optim import ADAMW, MasterFormat, MomentDtype, UpdateRule, master_format
+from hf_lohan.optim import ADAMW, MUON, MasterFormat, MomentDtype, UpdateRule, master_format
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
 
@@ -136,6 +136,11 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
         for parameter in module.parameters(recurse=False)
         if parameter.dim() == 2
     }
+
+
+def muon_for_matrices(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+    """The `Rules` of a run with Muon for `hidden_matrices` and AdamW for the rest."""
+    return dict.fromkeys(hidden_matrices(model), MUON)
 
 
 def discover_blocks(

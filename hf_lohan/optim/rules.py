@@ -115,6 +115,7 @@ class UpdateRule:
 RULE_KEY = "optimizer"
 """Where a param group says which rule it has, by name; without that it has AdamW."""
 ADAMW = UpdateRule("AdamW", ("exp_avg", "exp_avg_sq"))
+MUON = UpdateRule("Muon", ("momentum_buffer",))
 
 
 def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:

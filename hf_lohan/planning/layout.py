@@ -12,7 +12,16 @@ from torch import nn
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes
-from hf_lohan.model import Block, Chunk, ChunkedLoss, Rules, StoredForm, adamw_everywhere, stored_form
+from hf_lohan.model import (
+    Block,
+    Chunk,
+    ChunkedLoss,
+    Rules,
+    StoredForm,
+    adamw_everywhere,
+    muon_for_matrices,
+    stored_form,
+)
 from hf_lohan.planner import (
     BudgetError,
     PoolPlan,
@@ -128,13 +137,14 @@ def lay_out(
     working_dtype: torch.dtype | None,
     hold_gradients: bool,
     memory_is_host: bool = False,
-    rules: Rules = adamw_everywhere,
+    rules: Rules | None = None,
 ) -> OffloadLayout:
     """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
-    `discover_blocks`; `memory_is_host`: see `Device`.
+    `discover_blocks`, `rules` by default those that the configuration asks for; `memory_is_host`: see `Device`.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
+    rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
     form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
     blocks = form.model_blocks.blocks
     trained = [block.master for block in blocks if block.state_numel] or [form.master]

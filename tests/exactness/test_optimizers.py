@@ -178,6 +178,24 @@ def test_muon_for_matrices_and_adamw_for_the_rest(clip: float, tmp_path: Path) -
     assert all(torch.equal(weights[name], p) for name, p in stock_model.named_parameters())
 
 
+def test_muon_by_the_configuration(tmp_path: Path) -> None:
+    """For scripts, whose flags cannot name it; at the learning rate and weight decay of AdamW."""
+    settings = {"learning_rate": 1e-3, "weight_decay": 0.1}
+    given = (torch.optim.Muon, {"lr": 1e-3, "adjust_lr_fn": "match_rms_adamw"})
+    named = finished(trainer_over(tmp_path / "named", optimizer_cls_and_kwargs=given, **settings))
+    offload: dict[str, Any] = {**SMALL_BUDGETS, "optimizer": "muon"}
+    configured = train_offloaded(
+        "llama", tmp_path / "configured", {}, offload=offload, max_steps=NUM_STEPS, **settings
+    ).weights
+    assert all(torch.equal(configured[name], weight) for name, weight in named.items())
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    offload["ssd"] = str(tmp_path / "streamed")
+    model = hf_lohan.from_pretrained(tmp_path / "model", offload, torch_device="cpu")
+    engine = hf_lohan.engine_of(model)
+    assert "Muon(momentum_buffer)" in engine.layout.identity.optimizer
+    engine.close()
+
+
 def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"optimizer_cls_and_kwargs": (torch.optim.Muon, {"lr": 1e-2})}
     settings |= {"save_strategy": "steps", "save_steps": 2}

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 import hf_lohan
+from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -44,7 +45,7 @@ def test_the_defaults_are_fine(tmp_path: Path) -> None:
     kernels = {"fused_linear_cross_entropy": False, "rms_norm": True}
     check_arguments(arguments(tmp_path, use_liger_kernel=True, liger_kernel_config=kernels))
     check_model(tiny_model("llama"))
-    check_optimizers(tiny_model("llama"), (None, None), None)
+    check_optimizers(tiny_model("llama"), (None, None), None, OffloadConfig())
 
 
 @pytest.mark.parametrize(
@@ -108,12 +109,13 @@ def test_quantized_and_dispatched_models_are_refused() -> None:
 def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
     model = tiny_model("llama")
     mine = torch.optim.Rprop(model.parameters())
-    assert "Rprop cannot be offloaded; use one of" in refusal(lambda: check_optimizers(model, (mine, None), None))
-    assert "Rprop cannot be offloaded" in refusal(
-        lambda: check_optimizers(model, (None, None), (torch.optim.Rprop, {}))
-    )
+    config = OffloadConfig()
+    message = refusal(lambda: check_optimizers(model, (mine, None), None, config))
+    assert "Rprop cannot be offloaded; use one of" in message
+    message = refusal(lambda: check_optimizers(model, (None, None), (torch.optim.Rprop, {}), config))
+    assert "Rprop cannot be offloaded" in message
     mine = torch.optim.SGD(model.parameters())
-    assert "model's path" in refusal(lambda: check_optimizers("folder", (mine, None), None))
+    assert "model's path" in refusal(lambda: check_optimizers("folder", (mine, None), None, config))
 
 
 @pytest.mark.parametrize(
@@ -123,6 +125,8 @@ def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
         ({"use_liger_kernel": True}, {}, "fused_linear_cross_entropy"),
         ({}, {"optimizers": (torch.optim.Rprop([nn.Parameter(torch.zeros(1))]), None)}, "Rprop cannot be offloaded"),
         ({}, {"optimizer_cls_and_kwargs": (torch.optim.AdamW, {"amsgrad": True})}, "AdamW with amsgrad=True"),
+        ({}, {"optimizers": (torch.optim.SGD([nn.Parameter(torch.zeros(1))]), None), "offload": {"optimizer": "muon"}},
+         "optimizer='muon' stands beside optimizers="),
     ],
 )  # fmt: skip
 def test_trainer_asks_the_guards_before_it_does_anything(
@@ -130,7 +134,7 @@ def test_trainer_asks_the_guards_before_it_does_anything(
 ) -> None:
     args = TrainingArguments(str(tmp_path / "out"), use_cpu=True, report_to=[], **arguments_changes)
     with pytest.raises(ValueError, match=words):
-        hf_lohan.Trainer(tiny_model("llama"), args, offload="lohan", **trainer_options)
+        hf_lohan.Trainer(tiny_model("llama"), args, **{"offload": "lohan", **trainer_options})
     assert not (tmp_path / "out" / "lohan").exists()
 
 
