@@ -13,9 +13,9 @@ from transformers import TrainerCallback
 import hf_lohan
 from hf_lohan.huggingface import engine_of
 
-pytest.importorskip("trl")
-import trl_runs
-from trl_runs import BUDGETS, arguments, both, prompts, run
+trl = pytest.importorskip("trl")
+import trl_runs  # noqa: E402
+from trl_runs import BUDGETS, arguments, both, prompts, run  # noqa: E402
 
 SETTINGS: dict[str, Any] = {
     "max_steps": 2,
@@ -54,6 +54,20 @@ def test_a_streamed_model_generates_and_learns_as_in_memory(
     assert (ours.trainer.ref_model is not None) == ("beta" in settings)
     if ours.trainer.ref_model is not None:
         assert engine_of(ours.trainer.ref_model) is not None
+
+
+def test_another_trainer_of_trl_takes_the_mixin(checkpoint: Path, tmp_path: Path) -> None:
+    class OffloadRLOOTrainer(hf_lohan.OffloadTrainerMixin, trl.RLOOTrainer):  # type: ignore[misc, name-defined]
+        pass
+
+    settings = {**SETTINGS, "beta": 0.1}
+    given = {"model": str(checkpoint), "reward_funcs": vowels, "train_dataset": prompts()}
+    stock = run("RLOO", arguments("RLOO", tmp_path / "stock", **settings), **given)
+    trainer = OffloadRLOOTrainer(args=arguments("RLOO", tmp_path / "ours", **settings), offload=BUDGETS, **given)
+    trainer.train()
+    ours = trl_runs.Run(trainer, trl_runs.comparable(trainer.state.log_history), trl_runs.weights_of(trainer.model))
+    trl_runs.close(ours)
+    trl_runs.assert_same(ours, stock)
 
 
 def test_adapters_generate_and_learn_as_in_memory(checkpoint: Path, tmp_path: Path) -> None:

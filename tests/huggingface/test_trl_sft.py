@@ -42,6 +42,19 @@ def test_a_streamed_model_learns_as_in_memory(settings: dict[str, Any], checkpoi
     trl_runs.assert_same(ours, stock)
 
 
+@pytest.mark.parametrize(
+    ("family", "overrides"), [("opt", {}), ("qwen3_moe", {"output_router_logits": True})], ids=["tied", "experts"]
+)
+def test_tied_heads_and_experts_learn_as_in_memory(family: str, overrides: dict[str, Any], tmp_path: Path) -> None:
+    checkpoint = trl_runs.save_checkpoint(tmp_path / "model", family, **overrides)
+    ours, stock = both(
+        "SFT", tmp_path, {"max_steps": 3}, lambda: {"model": str(checkpoint), "train_dataset": texts()},
+        gpu_memory="4MiB", cpu_memory="16MiB",
+    )  # fmt: skip
+    trl_runs.assert_same(ours, stock)
+    assert ("aux_loss" in ours.logs[0]) == (family == "qwen3_moe")
+
+
 def test_the_base_of_adapters_is_streamed(checkpoint: Path, tmp_path: Path) -> None:
     trainer = hf_lohan.trl.SFTTrainer(
         str(checkpoint), arguments("SFT", tmp_path), train_dataset=texts(2), peft_config=trl_runs.lora(),

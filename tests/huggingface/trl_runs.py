@@ -33,10 +33,10 @@ class Run:
     weights: dict[str, Tensor]
 
 
-def save_checkpoint(folder: Path, **overrides: Any) -> Path:
-    """A tiny Llama and its tokenizer, as a user has them on disk."""
+def save_checkpoint(folder: Path, family: str = "llama", **overrides: Any) -> Path:
+    """A tiny model and its tokenizer, as a user has them on disk."""
     tokenizer = tiny_tokenizer()
-    tiny_model("llama", eos_token_id=tokenizer.eos_token_id, **overrides).save_pretrained(folder)
+    tiny_model(family, eos_token_id=tokenizer.eos_token_id, **overrides).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
