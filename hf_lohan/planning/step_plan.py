@@ -102,7 +102,9 @@ def plan_step(
     traced = trace(shape.batch_size)
     hardware = measure(traced, shape)
     # What moves and what waits for backward is as with one micro-batch of their size together.
-    profile = traced.profile if shape.num_together == 1 else trace(shape.num_together * shape.batch_size).profile
+    profile = traced.profile
+    if shape.num_together > 1:
+        profile = _one_at_a_time(trace(shape.num_together * shape.batch_size).profile, traced.profile)
 
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         setup = training_setup(config, layout, shape, durability)
@@ -134,6 +136,16 @@ def plan_step(
             refusal = f"{found.plan.refusal}, or set prefetch_blocks to 1"
             found = replace(found, plan=replace(found.plan, refusal=refusal))
     return found
+
+
+def _one_at_a_time(joint: ModelProfile, one: ModelProfile) -> ModelProfile:
+    """Of micro-batches that share the weights: one of them computes, while the others wait between two layers."""
+    waiting_bytes = max((layer.input_bytes for layer in joint.layers), default=0)
+    blocks = (
+        replace(block, working_bytes=waiting_bytes + alone.working_bytes) if alone.working_bytes else block
+        for block, alone in zip(joint.blocks, one.blocks, strict=True)
+    )
+    return replace(joint, blocks=tuple(blocks))
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,13 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_lohan.config import OffloadConfig
+from hf_lohan.hardware import read_hardware
 from hf_lohan.model import ChunkedLoss, chunked_head_of
 from hf_lohan.planner import ModelProfile
 from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
-from hf_lohan.planning import trace_blocks
+from hf_lohan.planning import StepShape, lay_out, plan_step, trace_blocks
 from hf_lohan.testing.models import tiny_model
 
 BATCH_SIZE = 2
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 class LiveMemory(TorchDispatchMode):
@@ -104,3 +108,31 @@ def test_logits_in_chunks_are_planned_as_they_are_held(dtype: torch.dtype) -> No
     head.attach()
     measured = peak_of_a_step(model, 64)
     assert 0.5 * planned <= measured <= planned < whole / 1.5
+
+
+def test_large_logits_are_traced_in_chunks_too() -> None:
+    """Where the fake ones are too large to be real ones."""
+    with torch.device("meta"):
+        model = tiny_model("llama", vocab_size=128 * 1024, hidden_size=1024)
+    sizes = {"batch_size": 8, "sequence_length": 1024}
+    chunked = trace_blocks(model, **sizes, chunked_loss=ChunkedLoss(over_bytes=1 << 30, chunk_bytes=1 << 28)).profile
+    assert outer_working_bytes(chunked) < outer_working_bytes(trace_blocks(model, **sizes).profile) / 3
+
+
+def test_of_micro_batches_that_share_weights_one_is_in_a_layer(tmp_path: Path) -> None:
+    """The others wait between two layers, each with one hidden state."""
+    with torch.device("meta"):
+        model = tiny_model("llama", num_layers=8, hidden_size=256, vocab_size=4096)
+    config = OffloadConfig.load({"gpu_memory": "40MiB", "cpu_memory": "200MiB", "vertical_micro_batches": True})
+    config = config.resolve(
+        host_memory_bytes=1 << 30, device_memory_bytes=1 << 28, num_cpus=2, default_ssd_path=str(tmp_path)
+    )
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=True, memory_is_host=False)
+    hardware = read_hardware(CONFIGS / "hardware" / "rtx4090_desktop.yaml")
+    working_bytes = {}
+    for number in (1, 16):
+        shape = StepShape(batch_size=1, sequence_length=256, num_together=number)
+        planned = plan_step(model, layout, config, shape, measure=lambda *_: hardware)
+        working_bytes[number] = planned.plan.prediction.tier_bytes["gpu"]["working_set"]
+    one_state_bytes = 4 * 256 * 256
+    assert working_bytes[16] - working_bytes[1] == pytest.approx(16 * one_state_bytes, rel=0.3)
