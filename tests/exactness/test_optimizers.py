@@ -19,11 +19,10 @@ from hf_lohan.testing.models import tiny_model
 
 BY_ARGUMENTS: dict[str, dict[str, Any]] = {
     "sgd": {"optim": "sgd", "learning_rate": 0.1, "optim_args": "momentum=0.9,nesterov=true", "weight_decay": 0.1},
-    "adagrad": {"optim": "adagrad", "optim_args": "lr_decay=0.1", "max_grad_norm": 0.0},
     "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.9,centered=true", "gradient_accumulation_steps": 2},
     "adafactor": {"optim": "adafactor", "learning_rate": 1e-2, "weight_decay": 0.1},
 }
-NUM_STEPS = 5
+NUM_STEPS = 4
 
 
 def assert_same_bits(ours: Any, stock: Any) -> None:
