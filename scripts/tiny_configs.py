@@ -40,6 +40,7 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
     **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size", "chunk_size"), 8),
+    "mamba_chunk_size": 8,
     "hidden_size_per_layer_input": 8,
     "image_size": 16,
     "patch_size": 8,

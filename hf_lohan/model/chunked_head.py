@@ -183,6 +183,21 @@ def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead
     return ChunkedHead(model, head, chunked_loss)
 
 
+@contextlib.contextmanager
+def head_as_it_is(model: Any) -> Iterator[None]:
+    """Within, the model's head gives out whole logits, whoever stands in for it."""
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    stands_in = vars(head).get("forward") if type(head) is nn.Linear else None
+    if head is None or stands_in is None:
+        yield
+        return
+    del head.forward
+    try:
+        yield
+    finally:
+        head.forward = stands_in
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     """The sum over all tokens. Saves what it is given, and makes each chunk's logits twice. Gradients of the weight and
     the bias are summed in float32."""

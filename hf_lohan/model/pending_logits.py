@@ -187,7 +187,7 @@ def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
 
 def _leaves_tokens_whole(index: Any, num_dims: int) -> bool:
     if isinstance(index, Tensor):
-        return index.dim() < num_dims if index.dtype == torch.bool else True
+        return index.dim() < num_dims if index.dtype == torch.bool else num_dims > 1
     parts = index if isinstance(index, tuple) else (index,)
     if not all(part is Ellipsis or isinstance(part, int | slice) for part in parts):
         return False

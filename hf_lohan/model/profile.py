@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
-from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of
+from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of, head_as_it_is
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.operations import BlockTrace
 from hf_lohan.model.trace import ModelTrace
@@ -61,6 +61,7 @@ def trace_model(
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
         trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()))
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
+        stack.enter_context(head_as_it_is(model))
         chunked_head = chunked_head_of(model, chunked_loss)
         if chunked_head is not None:
             stack.callback(chunked_head.attach())

@@ -17,6 +17,7 @@ from hf_lohan.model import ChunkedLoss, chunked_head_of
 from hf_lohan.planner import ModelProfile
 from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
 from hf_lohan.planning import StepShape, lay_out, plan_step, trace_blocks
+from hf_lohan.planning.run_plan import hooks_taken_off
 from hf_lohan.testing.models import tiny_model
 
 BATCH_SIZE = 2
@@ -136,3 +137,22 @@ def test_of_micro_batches_that_share_weights_one_is_in_a_layer(tmp_path: Path) -
         working_bytes[number] = planned.plan.prediction.tier_bytes["gpu"]["working_set"]
     one_state_bytes = 4 * 256 * 256
     assert working_bytes[16] - working_bytes[1] == pytest.approx(16 * one_state_bytes, rel=0.3)
+
+
+def test_a_model_whose_head_is_replaced_is_still_traced_with_whole_logits() -> None:
+    model = tiny_model("llama", vocab_size=8192).train()
+    sizes = {"batch_size": BATCH_SIZE, "sequence_length": 48}
+    expected = outer_working_bytes(trace_blocks(model, **sizes).profile)
+    head = chunked_head_of(model, ChunkedLoss(over_bytes=0, chunk_bytes=1 << 16))
+    assert head is not None
+    head.attach()
+    found: list[int] = []
+
+    def trace_within(_module: Any, _args: Any) -> None:
+        with torch.random.fork_rng(devices=()), hooks_taken_off(model):
+            found.append(outer_working_bytes(trace_blocks(model, **{**sizes, "sequence_length": 47}).profile))
+
+    model.model.register_forward_pre_hook(trace_within)
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    model(input_ids=ids, labels=ids)
+    assert found == [pytest.approx(expected, rel=0.05)]

@@ -1,0 +1,38 @@
+"""A loss in chunks on CUDA: its products in bfloat16 are summed in float32 there, too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.model import ChunkedLoss, chunked_head_of
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+VOCABULARY = 65_536
+
+
+def loss_and_gradient(model: Any, batch: dict[str, torch.Tensor]) -> tuple[float, torch.Tensor, int]:
+    model.zero_grad()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.item(), model.lm_head.weight.grad.clone(), torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loss_in_chunks_is_that_of_whole_logits_in_a_fraction_of_the_memory(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", num_layers=1, vocab_size=VOCABULARY).cuda().to(dtype).train()
+    batch = {name: value.cuda() for name, value in tiny_batch(batch_size=4, sequence_length=128).items()}
+    loss_and_gradient(model, batch)  # what libraries allocate at their first use
+    expected_loss, expected, whole_bytes = loss_and_gradient(model, batch)
+    head = chunked_head_of(model, ChunkedLoss(over_bytes=0, chunk_bytes=4 << 20))
+    assert head is not None
+    head.attach()
+    loss, gradient, chunked_bytes = loss_and_gradient(model, batch)
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    assert loss == pytest.approx(expected_loss, rel=tolerance)
+    assert (gradient - expected).float().norm() <= tolerance * expected.float().norm()
+    assert chunked_bytes < whole_bytes / 3
