@@ -75,12 +75,18 @@ def restore_generations(trainer: Any, batches: Any) -> None:
     trainer._buffered_inputs = batches
 
 
-def trained_on(trainer: Any, inputs: Any) -> Any:
-    """The batch of the last micro-batch: what the trainer was given, or what GRPO has generated from it."""
+def step_number(trainer: Any) -> int:
+    """Of GRPO's micro-batch that comes next; 0 of all of others."""
+    return int(getattr(trainer, "_step", 0))
+
+
+def trained_on(trainer: Any, inputs: Any, number: int) -> Any:
+    """The batch of the last micro-batch, before which `step_number` was ``number``: what the trainer was given, or what
+    GRPO has generated from it."""
     batches = getattr(trainer, "_buffered_inputs", None)
     if batches is None:
         return inputs
-    batch = batches[(trainer._step - 1) % len(batches)]
+    batch = batches[number % len(batches)]
     return {"input_ids": torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)}
 
 

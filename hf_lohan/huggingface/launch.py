@@ -26,6 +26,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
+from hf_lohan.huggingface.trl_models import begin_above
 from hf_lohan.threads import usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,11 @@ def _offloading_class(stock: type[Any], config: OffloadConfig) -> type[Any]:
 
         def __init__(self, *args: Any, offload: Any = _UNSAID, **kwargs: Any) -> None:
             super().__init__(*args, offload=self.default_offload if offload is _UNSAID else offload, **kwargs)
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            if cls.__module__.partition(".")[0] == "trl":
+                begin_above(cls, config)
 
     # Scripts look up the arguments of `Trainer.__init__` to tell versions of transformers apart.
     functools.update_wrapper(OffloadingTrainer.__init__, stock.__init__)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
-from hf_lohan.compat.trl_private import default_arguments, trained_on
+from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.files.directories import keep_from_others
@@ -40,7 +39,7 @@ from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
-from hf_lohan.huggingface.trl_models import TrlModels
+from hf_lohan.huggingface.trl_models import TrlModels, by_name, names_of
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
 from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -61,16 +60,10 @@ def named_arguments(
     own. Raises TypeError as a call does."""
     names: list[str] = []
     for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
-        parameters = inspect.signature(vars(base)["__init__"]).parameters.values() if "__init__" in vars(base) else ()
-        if parameters and not any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
-            names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+        if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
+            names = own
             break
-    if len(given) > len(names):
-        raise TypeError(f"{trainer_class.__name__} takes {len(names)} arguments by position, not {len(given)}")
-    by_position = dict(zip(names, given, strict=False))
-    if twice := by_position.keys() & named.keys():
-        raise TypeError(f"{trainer_class.__name__} got {min(twice)!r} by position and by name")
-    return {**by_position, **named}
+    return by_name(trainer_class.__name__, names, given, named)
 
 
 class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers):
@@ -84,7 +77,17 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
     arguments that offloading cannot honour exactly.
     """
 
+    _has_begun = False
+
     def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
+        if self._has_begun or not self._begin(model, offload):
+            super().__init__(model, *rest, **kwargs)
+        else:
+            self._make(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
+
+    def _begin(self, model: Any, offload: Any) -> bool:
+        """What a trainer has before it is made. Returns whether it offloads."""
+        self._has_begun = True
         self._offload_config: OffloadConfig | None = None
         self._recorded_run: RecordedRun | None = None
         self._journal: StepJournal | None = None
@@ -92,12 +95,15 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         already = isinstance(model, nn.Module) and engine_of(model) is not None
-        if offload is None and not already:
-            super().__init__(model, *rest, **kwargs)
-            return
-        keep_from_others()
-        self._offload_config = OffloadConfig.load(offload)
-        settings = named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs)
+        if offload is not None or already:
+            keep_from_others()
+            self._offload_config = OffloadConfig.load(offload)
+        return self._offload_config is not None
+
+    def _make(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
+        """Have the trainer made of ``settings``, by the name of each argument."""
+        assert self._offload_config is not None
+        model = settings.get("model")
         args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
         settings["args"] = args
         check_arguments(args)
@@ -107,9 +113,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         check_optimizers(model, own, self.optimizer_cls_and_kwargs, self._offload_config)
         use_one_gpu(args)
         with self._own_models(settings):
-            if isinstance(settings["model"], Path | str) and not self._makes_models:
-                settings["model"] = self._stream(settings["model"], args)
-            super().__init__(**settings)
+            if isinstance(model, Path | str) and not self._makes_models:
+                settings["model"] = self._stream(model, args)
+            make(**settings)
         self._replace_jit_checkpoints()
 
     def _stream(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
@@ -277,8 +283,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             self._waiting_micro_batches = ()
             loss = run() if len(waiting) == 1 else torch.stack(record.engine.run_micro_batches(waiting)).sum()
         else:
+            number = step_number(self)
             loss = run()
-            record.count_tokens(trained_on(self, inputs))
+            record.count_tokens(trained_on(self, inputs, number))
         record.announce()
         return loss
 

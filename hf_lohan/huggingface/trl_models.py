@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,6 +167,51 @@ class TrlModels(_TrainerBase):
             restore_step_facts(self, json.loads(facts.read_text(encoding="utf-8")))
         if batches.exists():
             restore_generations(self, torch.load(batches, map_location=self.args.device, weights_only=True))
+
+
+def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
+    """Let a class of TRL begin to offload before it does anything, though it is derived from a Trainer that offloads:
+    under `lohan launch` its own methods come first. ``default_offload`` is for those who say nothing."""
+    stock_init = vars(trainer_class).get("__init__")
+    names = names_of(stock_init) if stock_init is not None else None
+    if stock_init is not None and names is not None:
+
+        @functools.wraps(stock_init)
+        def init(self: Any, *given: Any, offload: Any = default_offload, **named: Any) -> None:
+            settings = by_name(trainer_class.__name__, names, given, named)
+            if self._has_begun or not self._begin(settings.get("model"), offload):
+                stock_init(self, **settings)
+            else:
+                self._make(functools.partial(stock_init, self), settings)
+
+        setattr(trainer_class, "__init__", init)  # noqa: B010 - mypy takes it for one of an instance
+    stock_pass = vars(trainer_class).get("_precompute_ref_logps")
+    if stock_pass is not None:
+
+        @functools.wraps(stock_pass)
+        def precompute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ensure_engine()
+            return stock_pass(self, *args, **kwargs)
+
+        setattr(trainer_class, "_precompute_ref_logps", precompute)  # noqa: B010
+
+
+def names_of(init: Callable[..., Any]) -> list[str] | None:
+    """Of the arguments that it takes by position; None if it passes on what it is given."""
+    parameters = inspect.signature(init).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments ``given`` by position and by name, all by name. Raises TypeError as a call of ``what`` does."""
+    if len(given) > len(names):
+        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
+    by_position = dict(zip(names, given, strict=False))
+    if twice := by_position.keys() & named.keys():
+        raise TypeError(f"{what} got {min(twice)!r} by position and by name")
+    return {**by_position, **named}
 
 
 def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:

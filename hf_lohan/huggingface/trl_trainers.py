@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import trl
 
-from hf_lohan.huggingface.trainer import OffloadTrainerMixin
+from hf_lohan.huggingface import OffloadTrainerMixin  # under `lohan launch` TRL's own have it already
 
 
 class SFTTrainer(OffloadTrainerMixin, trl.SFTTrainer):

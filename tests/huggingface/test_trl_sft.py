@@ -18,10 +18,8 @@ from trl_runs import arguments, both, texts  # noqa: E402
 SETTINGS: dict[str, dict[str, Any]] = {
     "plain": {},
     "packing": {"packing": True, "max_length": 32},
-    "packing_wrapped": {"packing": True, "max_length": 32, "packing_strategy": "wrapped"},
-    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 3},
-    "without_clipping": {"max_grad_norm": 0.0},
-    "evaluation": {"eval_strategy": "steps", "eval_steps": 2},
+    "accumulation": {"gradient_accumulation_steps": 2, "max_steps": 2, "packing": True, "packing_strategy": "wrapped"},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 2, "max_grad_norm": 0.0},
 }
 
 

@@ -19,15 +19,15 @@ def flags(checkpoint: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [*run.split(), *rest.split(), "--use_cpu", "--bf16", "false", "--disable_tqdm", "true", *more]
 
 
-@pytest.mark.parametrize("adapters", [(), ("--use_peft", "--lora_r", "4")], ids=["full", "adapters"])
-def test_offloaded_learns_what_stock_learns(
-    adapters: tuple[str, ...], checkpoint: Callable[[str], Path], text_file: Path, tmp_path: Path
+def test_offloaded_adapters_learn_what_stock_ones_learn(
+    checkpoint: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
+    adapters = ("--use_peft", "--lora_r", "4", "--max_steps", "2")
     stock, ours = tmp_path / "stock", tmp_path / "ours"
     expected = sft.main(flags(checkpoint("llama"), text_file, stock, *adapters))
     found = sft.main(flags(checkpoint("llama"), text_file, ours, *adapters, "--offload", "lohan"))
     assert found == expected and found["after"] < found["before"]
-    saved = "adapter_model.safetensors" if adapters else "model.safetensors"
+    saved = "adapter_model.safetensors"
     weights, stock_weights = load_file(ours / saved), load_file(stock / saved)
     assert weights.keys() == stock_weights.keys()
     assert all(torch.equal(weights[name], weight) for name, weight in stock_weights.items())
