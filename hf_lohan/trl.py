@@ -17,7 +17,12 @@ __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrain
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module("hf_lohan.huggingface.trl_trainers"), name)
+    try:
+        return getattr(import_module("hf_lohan.huggingface.trl_trainers"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "trl":
+            raise
+        raise ImportError("TRL is not installed; pip install hf-lohan[trl]") from error
 
 
 def __dir__() -> list[str]:

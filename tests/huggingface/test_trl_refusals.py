@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import hf_lohan.trl
 from hf_lohan.testing.models import tiny_model
 
 pytest.importorskip("trl")
@@ -85,3 +87,10 @@ def test_a_reference_of_a_model_that_comes_from_no_folder(tmp_path: Path) -> Non
         "DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer()
     )
     assert "nothing to load its reference from; pass ref_model=copy.deepcopy(model)" in message
+
+
+def test_a_machine_without_trl_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "hf_lohan.huggingface.trl_trainers", raising=False)
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(ImportError, match=r"TRL is not installed; pip install hf-lohan\[trl\]"):
+        hf_lohan.trl.SFTTrainer  # noqa: B018 - looked up when it is used
