@@ -120,6 +120,9 @@ def plan(
     gradient_accumulation_steps: Annotated[int, typer.Option(metavar="N", help="Forwards in each step.")] = 1,
     max_grad_norm: Annotated[float, typer.Option(metavar="G", help="As the run will clip; 0: it does not.")] = 1.0,
     dtype: Annotated[str, typer.Option(help="Of the working weights: auto, bfloat16 or float32.")] = "auto",
+    lora_rank: Annotated[
+        int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
 ) -> None:
@@ -137,6 +140,7 @@ def plan(
             num_micro_batches=gradient_accumulation_steps,
             max_grad_norm=max_grad_norm,
             dtype=dtype,
+            lora_rank=lora_rank,
         )
         run_plan(request, as_json=as_json, plot=plot)
 

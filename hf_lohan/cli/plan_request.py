@@ -35,12 +35,15 @@ class PlanRequest:
     num_micro_batches: int = 1
     max_grad_norm: float = 1.0
     dtype: str = "auto"
+    lora_rank: int | None = None
+    """Of adapters on all linear layers of a frozen base; None: all weights are trained."""
 
     def __post_init__(self) -> None:
         at_least_one = {
             "batch size": self.batch_size,
             "sequence length": self.sequence_length,
             "number of gradient accumulation steps": self.num_micro_batches,
+            "rank of LoRA": self.lora_rank,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
@@ -82,7 +85,7 @@ def plan_run(request: PlanRequest) -> PlannedRun:
     )
     model_config = read_model_config(request.model)
     dtype = planning_dtype(model_config, request.dtype)
-    model = weightless_model(model_config, dtype)
+    model = weightless_model(model_config, dtype, request.lora_rank)
     config = activations_kept_if_needed(model, config)
     is_joint = config.vertical_micro_batches and request.num_micro_batches > 1
     shape = StepShape(
@@ -94,7 +97,7 @@ def plan_run(request: PlanRequest) -> PlannedRun:
     layout = lay_out(
         model,
         config,
-        working_dtype=dtype,
+        working_dtype=dtype if request.lora_rank is None else None,  # adapters are float32
         hold_gradients=request.max_grad_norm > 0 or shape.num_micro_batches > 1,
         memory_is_host=memory_is_host,
     )

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 
 from hf_lohan.compat.transformers_private import groups_experts
+from hf_lohan.huggingface.adapters import adapted_skeleton
 
 CONFIG_NAME = "config.json"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
-def weightless_model(config: Any, dtype: torch.dtype | str = "auto") -> Any:
-    """The causal LM that a config of `read_model_config` describes, all on meta.
+def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None) -> Any:
+    """The causal LM that a config of `read_model_config` describes, all on meta. With a `lora_rank` it is frozen, and
+    has LoRA of that rank on all linear layers.
 
     Experts run grouped, as in training. Raises ValueError for what cannot be built or trained.
     """
@@ -26,7 +28,13 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto") -> Any:
         model = AutoModelForCausalLM.from_config(config, dtype=planning_dtype(config, dtype))
     if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
-    return model
+    if lora_rank is None:
+        return model
+    from peft import LoraConfig, TaskType
+
+    with torch.device("meta"):
+        lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+        return adapted_skeleton(model, lora)[0]
 
 
 def read_model_config(path_or_config: str | Path) -> Any:

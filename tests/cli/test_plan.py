@@ -103,6 +103,21 @@ def test_options_change_the_plan(model_13b: str, tmp_path: Path) -> None:
     assert values["durability"] == "checkpoint"
 
 
+def test_adapters_alone_are_written(tiny: str, tmp_path: Path) -> None:
+    """Their records are float32 weights and two moments; the base is read and never written."""
+    offload = tmp_path / "offload.yaml"
+    offload.write_text("resident_records: none\n")
+    options = ("--hardware", PAPER, "--offload", offload)
+    whole = planned(tiny, *options, batch_size=1, seq_len=16)
+    lora = planned(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16)
+    assert 0 < lora["ssd_write_bytes_per_step"] < whole["ssd_write_bytes_per_step"]
+    assert sum(lora["tier_bytes"]["ssd"].values()) < sum(whole["tier_bytes"]["ssd"].values())
+    shown = plan(tiny, *options, "--lora-rank", 2, batch_size=1, seq_len=16).stdout
+    assert "PeftModelForCausalLM" in shown
+    refused = plan(tiny, *options, "--lora-rank", 0, batch_size=1, seq_len=16)
+    assert "the rank of LoRA is 0; it must be at least 1" in refused.stderr
+
+
 def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
     """As one batch of their size does."""
     offload = tmp_path / "vertical.yaml"
