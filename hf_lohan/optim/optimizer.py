@@ -111,7 +111,8 @@ class JointOptimizer(OffloadOptimizer):
         super().__init__([group for groups in groups_of_parts for group in groups], {}, engine=engine)
         self.parts = [OptimizerPart(groups, self) for groups in groups_of_parts]
         """What the loop steps, in the order in which their groups were given."""
-        self._stepped: set[OptimizerPart] = set()
+        self._stepped: dict[OptimizerPart, list[dict[str, Any]]] = {}
+        """Of those that wait for the others: the hyperparameters of their groups as they were at their step."""
         self._zeroed: set[OptimizerPart] = set()
 
     def step_part(self, part: OptimizerPart) -> None:
@@ -123,10 +124,23 @@ class JointOptimizer(OffloadOptimizer):
                 "the optimizers of an offloaded model take their steps together; call step() and zero_grad() of each "
                 "once for each step"
             )
-        self._stepped.add(part)
+        self._stepped[part] = [_hyperparameters(group) for group in part.param_groups]
         if len(self._stepped) == len(self.parts):
+            stepped = dict(self._stepped)
             self._stepped.clear()
-            self.step()
+            present = [(group, dict(group)) for group in self.param_groups]
+            try:
+                for of_part, settings in stepped.items():  # schedulers may have changed them since
+                    for group, own in zip(of_part.param_groups, settings, strict=True):
+                        group.update(own)
+                self.step()
+            finally:
+                for group, own in present:
+                    group.update(own)
+
+    def waits(self, part: OptimizerPart) -> bool:
+        """Whether it has stepped, and another one has not."""
+        return part in self._stepped
 
     def zero_part(self, part: OptimizerPart) -> None:
         """Forget gradients when all have asked for it."""
@@ -134,6 +148,15 @@ class JointOptimizer(OffloadOptimizer):
         if len(self._zeroed) == len(self.parts):
             self._zeroed.clear()
             self.zero_grad()
+
+
+def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Copies: a scheduler writes into a learning rate that is a tensor."""
+    return {
+        key: value.clone() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 class OptimizerPart(OffloadOptimizer):
@@ -153,6 +176,12 @@ class OptimizerPart(OffloadOptimizer):
         if closure is not None:
             raise ValueError("a closure cannot be run by one of several optimizers; run it before their steps")
         self._joint.step_part(self)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """As for any optimizer, once the last of the optimizers has stepped. Before that it is False: a scheduler that
+        steps in between goes on, as it does under torch."""
+        return not self._joint.waits(self) and super().step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget gradients that have not been applied yet, when each of the optimizers has been asked to."""

@@ -91,6 +91,28 @@ def test_a_loop_and_its_saved_state(make: Callable[[Any], list[torch.optim.Optim
     assert all(torch.equal(resumed[name], weight) for name, weight in weights.items())
 
 
+def test_each_optimizer_steps_with_the_learning_rate_of_its_own_step(tmp_path: Path) -> None:
+    """The scheduler of the first one has moved on when the last one steps."""
+
+    def train(model: Any, optimizers: Any, own_schedulers: Any, backward: Any) -> None:
+        for step in range(3):
+            backward(model(**tiny_batch(seed=step)).loss)
+            for optimizer, scheduler in zip(optimizers, own_schedulers, strict=True):
+                optimizer.step()
+                scheduler.step()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+
+    stock = tiny_model("llama").train()
+    optimizers = muon_and_adamw(stock)
+    train(stock, optimizers, schedulers(optimizers), lambda loss: loss.backward())
+    ours = Prepared(tiny_model("llama").train(), muon_and_adamw, tmp_path / "store")
+    train(ours.model, ours.optimizers, ours.schedulers, ours.accelerator.backward)
+    assert [s.get_last_lr() for s in ours.schedulers] == [[0.02 / 4], [1e-3 / 4]]
+    weights = ours.weights()
+    assert all(torch.equal(weights[name], p) for name, p in stock.named_parameters())
+
+
 def test_a_streamed_model_is_told_its_optimizer(tmp_path: Path) -> None:
     tiny_model("llama").save_pretrained(tmp_path / "model")
 

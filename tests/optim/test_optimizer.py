@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
-from hf_lohan.optim import AdamWGroup, OffloadAdamW
+from hf_lohan.optim import AdamWGroup, JointOptimizer, OffloadAdamW
 
 
 class Target:
@@ -21,6 +21,7 @@ class Target:
         self.calls: list[str] = []
         self.optimizer: OffloadAdamW | None = None
         self.learning_rates: list[float] = []
+        self.step_was_skipped = False
 
     def bind_optimizer(self, optimizer: OffloadAdamW) -> None:
         self.optimizer = optimizer
@@ -148,3 +149,27 @@ def test_a_scheduler_still_drives_it_after_loading(target: Target) -> None:
     resumed_scheduler.step()
     resumed.step()
     assert resumed_target.learning_rates == [0.125, 0.0625]
+
+
+def test_one_of_several_steps_with_the_values_of_its_own_step(target: Target) -> None:
+    first, second = parameters(2)
+    lr = torch.tensor(0.5)  # schedulers write into such a one
+    settings = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [[{"params": [p], "lr": own, **settings}] for p, own in ((first, lr), (second, 0.25))]
+    one, other = JointOptimizer(groups, engine=target).parts
+    one.step()
+    lr.fill_(0.125)
+    other.step()
+    assert target.learning_rates == [0.5]
+    assert one.param_groups[0]["lr"] is lr and float(lr) == 0.125
+
+
+def test_one_of_several_says_nothing_of_an_earlier_step(target: Target) -> None:
+    settings = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [[{"params": [parameter], **settings}] for parameter in parameters(2)]
+    one, other = JointOptimizer(groups, engine=target).parts
+    target.step_was_skipped = True
+    one.step()
+    assert not one.step_was_skipped
+    other.step()
+    assert one.step_was_skipped and other.step_was_skipped
