@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_lohan.engine import ParameterAccess
+from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.weights import gathered_parameters
 from hf_lohan.weights.absence import GradientsAway, ViewOf
 from hf_lohan.weights.absent_parameter import AbsentParameter
@@ -97,7 +98,7 @@ def merge_through_store(model: Any, adopt: Callable[[Any], None]) -> None:
     for owner in (model, model.base_model):
         for name in _WHOLE_MODEL:
             if hasattr(owner, name):
-                setattr(owner, name, functools.partial(_adopted, getattr(owner, name), adopt))
+                setattr(owner, name, functools.partial(_adopted, model, getattr(owner, name), adopt))
 
 
 def needs_all_kept(model: Any) -> bool:
@@ -108,10 +109,21 @@ def needs_all_kept(model: Any) -> bool:
 
 def _with_weights(layer: nn.Module, stock: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     with gathered_parameters(layer):
-        return stock(*args, **kwargs)
+        result = stock(*args, **kwargs)
+    advance(_bytes_of(layer))
+    return result
 
 
-def _adopted(stock: Callable[..., Any], adopt: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
-    base = stock(*args, **kwargs)
+def _bytes_of(module: nn.Module) -> int:
+    return sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+
+
+def _adopted(model: Any, stock: Callable[..., Any], adopt: Callable[[Any], None], *args: Any, **kwargs: Any) -> Any:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    total_bytes = sum(_bytes_of(layer) for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+    is_merged = getattr(stock, "__name__", "") == "merge_and_unload"
+    with long_work("merging adapters", total_bytes) if is_merged else contextlib.nullcontext():
+        base = stock(*args, **kwargs)
     adopt(base)
     return base

@@ -33,6 +33,7 @@ from hf_lohan.engine import (
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
+from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
@@ -189,7 +190,8 @@ def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
 def _plan_step(model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape) -> PlannedStep | None:
     """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
-    return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
+    with long_work("planning the first step; a machine that is new is measured"):
+        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:

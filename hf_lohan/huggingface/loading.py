@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ from hf_lohan.huggingface.attachment import (
     refuse_chunks,
 )
 from hf_lohan.huggingface.optimizers import choice_of
+from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
@@ -111,7 +112,10 @@ def from_pretrained(
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states)
         write = _writer(access, only_dtype=load_dtype)
-        with streamed_to(lambda name, tensor: write(names.get(name, name), tensor)):
+        with (
+            long_work(f"streaming {path}", _stored_bytes(access, names.values())),
+            streamed_to(lambda name, tensor: write(names.get(name, name), tensor)),
+        ):
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
@@ -146,7 +150,8 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
         _stream_adapters(model, path, sink)
         expected = {part.name for part in engine.parameter_slices if part.trainable}
     else:
-        with streamed_to(sink):
+        total_bytes = _stored_bytes(engine.parameters, engine.parameters.parts)
+        with long_work(f"streaming {path}", total_bytes), streamed_to(sink):
             loaded = type(model).from_pretrained(path, dtype="auto")
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
@@ -226,9 +231,16 @@ def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> S
         if name not in access.parts:
             return False  # an alias of a tied weight: stored under its first name
         access.write_parameter(name, tensor)
+        advance(_stored_bytes(access, [name]))
         return True
 
     return write
+
+
+def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
+    """Of the parameters of these names in the store."""
+    parts = [pair for name in names for pair in access.parts[name]]
+    return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
 def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:

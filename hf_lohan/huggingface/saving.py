@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import saved_from
 from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.huggingface.progress import advance, long_work
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,9 @@ class StoredWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        return self._access().read_parameter(self._stored_name[name])
+        weight = self._access().read_parameter(self._stored_name[name])
+        advance(weight.nbytes)
+        return weight
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored_name  # without reading it
@@ -89,7 +92,8 @@ def save_pretrained_from_store(
         for name, tensor in model.state_dict().items()
     }
     kwargs.setdefault("max_shard_size", stored_model.max_shard_bytes)
-    with saved_from(model, weights):
+    total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    with long_work(f"saving {save_directory}", total_bytes), saved_from(model, weights):
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
 
 
