@@ -33,6 +33,14 @@ class ForwardPass(Protocol):
     def leave(self, blocks: Sequence[Block]) -> None:
         """That module has run."""
 
+    @property
+    def is_saving(self) -> bool:
+        """Whether a forward of this thread notes what it saves."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs one of the forwards that are under way."""
+
     def enter_to_read(self, block: Block) -> None:
         """An operation is about to read weights of a block whose modules do not run. `leave` follows."""
 
@@ -70,6 +78,8 @@ class OneForward:
         was_training = self._pass.end_saving()
         if is_whole:
             self._pass.end_forward(is_training=was_training)
+        else:
+            self._pass.break_off()
 
     def enter(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
@@ -79,12 +89,15 @@ class OneForward:
         for block in blocks:
             self._pass.in_use.leave(block)
 
+    @property
+    def is_saving(self) -> bool:
+        return self._pass.is_saving
+
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
     def enter_to_read(self, block: Block) -> None:
-        if threading.get_ident() != self._thread:
-            raise RuntimeError(
-                f"weights of {block.name} were read by another thread while the model runs; read them on the thread "
-                "that trains, between steps"
-            )
         self._pass.in_use.enter(block, for_operation=True)
 
     def weight(self, part: ParamSlice) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ModelPass, PassParts
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights.absent_parameter import AbsentParameter
@@ -42,8 +42,11 @@ class Gathering:
         runs meanwhile.
         """
         self._parts.lifetime.check()
-        if self._pass.phase is not Phase.IDLE:
-            raise RuntimeError("weights can be gathered between steps, not while the model runs")
+        if self._pass.is_running:
+            raise RuntimeError(
+                "weights can be gathered between steps, not while the model runs; if an interrupt ended it, call "
+                "model.zero_grad() first"
+            )
         self._pass.recover()
         self._parts.step.undo_guesses()
         self._settle()
@@ -58,30 +61,35 @@ class Gathering:
                 AbsentParameter.show(parameter, weights.to(self._parts.device.torch_device))
                 self._gathered.add(parameter)
             yield
-            for parameter, before in hashes.items():
-                self._store_if_changed(parameter, before)
+            changed = [parameter for parameter, before in hashes.items() if self._is_changed(parameter, before)]
+            for parameter in changed:
+                self._store(parameter)
         finally:
             for parameter in hashes:
                 self._gathered.discard(parameter)
                 block, part = self._place[parameter]
                 AbsentParameter.hide(parameter, self._parts.ring.stand_ins.placeholder(block, part))
 
-    def _store_if_changed(self, parameter: nn.Parameter, before: int) -> None:
-        block, part = self._place[parameter]
+    def _is_changed(self, parameter: nn.Parameter, before: int) -> bool:
+        _, part = self._place[parameter]
         if isinstance(parameter, AbsentParameter):
             raise RuntimeError(
                 f"the model ran while {part.name} was gathered, so what was changed of it is gone; run the model "
                 "behind the gathering"
             )
-        weights = parameter.data.cpu()
+        weights = parameter.data
         if weights.shape != part.shape:
             raise ValueError(
                 f"{part.name} was given the shape {tuple(weights.shape)}, the store holds {tuple(part.shape)}; resize "
                 "before the model is offloaded"
             )
-        if _hash_of(weights) != before:
-            self._access.write_parameter(part.name, weights)
-            self._parts.ring.forget([block])
+        return _hash_of(weights.cpu()) != before
+
+    def _store(self, parameter: nn.Parameter) -> None:
+        block, part = self._place[parameter]
+        self._access.write_parameter(part.name, parameter.data)
+        self._parts.ring.forget([block])
+        self._pass.note_changed_weight(part.name)
 
 
 def _hash_of(weights: Tensor) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
-from hf_lohan.compat.torch_private import call_behind_backward
+from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
 from hf_lohan.engine.events import FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
@@ -111,10 +111,28 @@ class ModelPass:
         self._saving: contextlib.AbstractContextManager[Any] | None = None
         self._phase = Phase.IDLE
         self._loads_before_gradient: dict[Block, int] = {}
+        self._is_running = False
+        self._awaits_backward = False
+        self._changed: str | None = None
 
     @property
     def phase(self) -> Phase:
         return self._phase
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward or a backward is under way. One that broke off is not, unless an interrupt ended it."""
+        return self._is_running or is_in_backward()
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether what is computed now is noted for a backward."""
+        return self._saving is not None
+
+    def note_changed_weight(self, name: str) -> None:
+        """A weight is not what it was. A backward of a forward before has nothing to go by."""
+        if self._awaits_backward:
+            self._changed = name
 
     def recover(self) -> None:
         """If an exception ended the last forward, backward or step, start clean."""
@@ -135,6 +153,8 @@ class ModelPass:
             self._parts.step.abandon_broken()
         # Only now: an interrupt may end this, and then it is done again.
         self._phase = Phase.IDLE
+        self._is_running = self._awaits_backward = False
+        self._changed = None
         self._loads_before_gradient.clear()
 
     # Forward.
@@ -148,6 +168,7 @@ class ModelPass:
         if is_training:
             self._parts.plan.begin_step()
         self._phase = Phase.FORWARD
+        self._is_running, self._awaits_backward, self._changed = True, False, None
         self.clock.begin()
         self._parts.prefetcher.begin_pass(is_training=is_training)
         if is_training:
@@ -166,8 +187,13 @@ class ModelPass:
         self._saving = None
         return True
 
+    def break_off(self) -> None:
+        """A forward has raised."""
+        self._is_running = False
+
     def end_forward(self, *, is_training: bool) -> None:
         """It has ended."""
+        self._is_running, self._awaits_backward = False, is_training
         self.spans.end()
         self._phase = Phase.BETWEEN if self._phase is Phase.FORWARD_WITH_HEADS else Phase.IDLE
         if is_training:
@@ -186,6 +212,12 @@ class ModelPass:
         """A backward begins, or goes on. ``before_end`` sends the last gradients."""
         if self._phase is Phase.BACKWARD:
             return
+        if self._changed is not None:
+            raise RuntimeError(
+                f"{self._changed} was changed between a forward and its backward, which needs it as it was; change "
+                "weights behind step()"
+            )
+        self._awaits_backward = False
         had_heads = self._phase is Phase.BETWEEN
         self._phase = Phase.BACKWARD
         if not had_heads:

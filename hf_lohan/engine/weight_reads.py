@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -75,7 +76,12 @@ class WeightReads:
             is_in_forward = not is_in_backward and self._pass.phase in (Phase.FORWARD, Phase.FORWARD_WITH_HEADS)
             if is_in_backward:
                 forward_pass.enter_backward()
-            elif torch.is_grad_enabled() and not is_in_forward:
+            elif self._pass.is_running and not forward_pass.is_here:
+                raise RuntimeError(
+                    "weights were read by another thread while the model runs; read them on the thread that trains, "
+                    "between steps"
+                )
+            if torch.is_grad_enabled() and not (is_in_backward or forward_pass.is_saving):
                 stack.enter_context(self._saving())
             for parameter in parameters:
                 block, part = self._place[parameter]
@@ -130,6 +136,8 @@ class _Brought:
         slots = {storage_id(self._parts.ring.slot_of(block).weights) for block in self.blocks}
 
         def own(leaf: Any) -> Any:
+            if isinstance(leaf, np.ndarray):
+                return leaf.copy()  # it may be one over a slot
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or storage_id(leaf) not in slots:
                 return leaf
             return leaf.clone()

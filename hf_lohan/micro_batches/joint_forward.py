@@ -132,6 +132,14 @@ class JointForward:
             if self._is_idle(block):
                 self._ring.hide(block)  # it stays in its slot, but what reads its weights needs a leaf
 
+    @property
+    def is_saving(self) -> bool:
+        return self._lockstep.running in self._saving
+
+    @property
+    def is_here(self) -> bool:
+        return self._lockstep.is_here
+
     def enter_to_read(self, block: Block) -> None:
         self.enter((block,))
 

@@ -36,6 +36,7 @@ class Lockstep:
         self._numbers = SequenceNumbers()
         self._error: BaseException | None = None
         self._has_ended = threading.Event()
+        self._threads: set[int] = set()
         self.running = -1
         """Whose turn it is."""
 
@@ -80,9 +81,15 @@ class Lockstep:
         if self._wake_next() != number:
             self._await_turn(number)
 
+    @property
+    def is_here(self) -> bool:
+        """Whether this is one of its threads."""
+        return threading.get_ident() in self._threads
+
     # The threads.
 
     def _run_one(self, number: int, results: list[Any]) -> None:
+        self._threads.add(threading.get_ident())
         try:
             with self._contexts[number]:
                 self._await_turn(number)

@@ -9,6 +9,7 @@ from functools import cache
 from operator import itemgetter
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import tree_leaves, tree_map, without_torch_function
@@ -31,6 +32,7 @@ _OF_THE_FORM = frozenset((
     *("requires_grad_", "retain_grad", "register_hook", "register_post_accumulate_grad_hook", "grad"),
 ))  # fmt: skip
 """Functions that look at no value."""
+_OF_THE_STRIDES = frozenset(("stride", "is_contiguous", "storage_offset"))
 _MEMORY = frozenset((
     *("data_ptr", "untyped_storage", "storage", "_typed_storage", "__dlpack__", "__reduce_ex__", "__deepcopy__"),
     *("share_memory_", ".imag", ".__cuda_array_interface__"),
@@ -198,6 +200,8 @@ def _form(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         return f"{type(tensor).__name__}(shape={tuple(tensor.shape)}, dtype={tensor.dtype}, in the store)"
     elif name in _CASTS and not isinstance(args[0], AbsentTensor | AbsentParameter):
         return func(*args, **kwargs)  # to the form of an absent one
+    elif name in _CASTS and (True in args[1:] or kwargs.get("copy")):
+        return NotImplemented  # a copy was asked for
     elif name in _CASTS:
         tensor, empty = args[0], func(args[0].new_empty(0), *args[1:], **kwargs)
         if isinstance(empty, str):
@@ -214,9 +218,19 @@ def _look_at(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return seen
     if name == "setting .data" or name in _MEMORY or _writes(name, args, kwargs):
         raise RuntimeError(refusal(name))
+    if name in _OF_THE_STRIDES:
+        return func(_without_values(args[0]), *args[1:], **kwargs)
     if name in _VIEWS or name in _VIEW_ATTRIBUTES or (name == "__getitem__" and _is_basic(args[1])):
         return _view(func, args, kwargs)
     return _form(name, func, args, kwargs)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    """On meta, with the strides that the weights would have."""
+    view_of = tensor.view_of if isinstance(tensor, AbsentTensor) else None
+    whole = view_of.parameter if view_of is not None else tensor
+    weights = torch.empty(whole.shape, dtype=whole.dtype, device="meta")
+    return weights if view_of is None else view_of.of(weights)
 
 
 def _writes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.compat.torch_private import version_of, without_torch_function
 from hf_lohan.model import Block
+from hf_lohan.weights.absence import refusal
 from hf_lohan.weights.absent_parameter import AbsentParameter, AbsentTensor
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.stand_ins import StandIn
@@ -94,7 +95,8 @@ def saved_weight_hooks(
         if isinstance(tensor, AbsentTensor | AbsentParameter):
             with without_torch_function():
                 stand_in = ring.stand_ins.behind(tensor)
-            assert stand_in is not None
+            if stand_in is None:
+                raise RuntimeError(refusal("an autograd function of another model's forward"))
             return ViewHandle(stand_in)
         slot = ring.slot_behind(tensor)
         if slot is not None:

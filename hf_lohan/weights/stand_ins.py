@@ -13,7 +13,7 @@ from hf_lohan.compat.torch_private import StorageWeakRef, storage_id
 from hf_lohan.device import Device
 from hf_lohan.model import Block, ParamSlice
 
-_MAX_KNOWN = 4096
+_FEW = 4096
 """Storages to remember before those that are gone are looked for."""
 
 
@@ -36,6 +36,7 @@ class StandIns:
         self._device = device
         self._placeholders: dict[int, Tensor] = {}
         self._known: dict[int, tuple[StorageWeakRef, StandIn]] = {}
+        self._too_many = _FEW
 
     def placeholder(self, block: Block, part: ParamSlice) -> Tensor:
         """One NaN, expanded to the form of a parameter. Nobody is to see it."""
@@ -59,8 +60,9 @@ class StandIns:
         self._note(copy, StandIn(block, part, is_copy=True))
 
     def _note(self, tensor: Tensor, stand_in: StandIn) -> None:
-        if len(self._known) > _MAX_KNOWN:
+        if len(self._known) > self._too_many:
             self._known = {key: known for key, known in self._known.items() if not known[0].expired()}
+            self._too_many = max(_FEW, 2 * len(self._known))
         self._known[storage_id(tensor)] = StorageWeakRef(tensor.untyped_storage()), stand_in
 
     def behind(self, tensor: Tensor) -> StandIn | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -396,3 +397,92 @@ def test_training_goes_on_with_what_was_changed(build_engine: EngineFactory) -> 
         twins.clip(1.0)
         twins.step()
     twins.assert_equal()
+
+
+def test_weights_that_change_between_a_forward_and_its_backward_are_refused(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama")
+    build_engine(model)
+    loss = model(**tiny_batch()).loss
+    with torch.no_grad(), gathered_parameters(model.lm_head):
+        model.lm_head.weight.mul_(2)
+    with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed between a forward and its backward"):
+        loss.backward()
+    model(**tiny_batch()).loss.backward()
+
+
+def test_parameters_are_gathered_whole_or_not_at_all(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama")
+    engine = build_engine(model)
+    before = engine.parameters.read_parameter(EMBEDDING)
+    weights = [model.model.embed_tokens.weight, model.lm_head.weight]
+    with pytest.raises(ValueError, match="shape"), torch.no_grad(), gathered_parameters(weights):
+        weights[0].zero_()
+        weights[1].data = torch.zeros(2, 64)
+    assert torch.equal(engine.parameters.read_parameter(EMBEDDING), before)
+
+
+def test_parameters_are_gathered_after_a_forward_that_failed(build_engine: EngineFactory) -> None:
+    class Fails(nn.Module):
+        def forward(self, *_args: Any, **_kwargs: Any) -> None:
+            raise MemoryError
+
+    model = tiny_model("llama")
+    engine = build_engine(model)
+    handle = model.model.layers[1].mlp.register_forward_pre_hook(lambda *_: Fails()())
+    with pytest.raises(MemoryError):
+        model(**tiny_batch())
+    handle.remove()
+    with torch.no_grad(), gathered_parameters(model.lm_head):
+        model.lm_head.weight.zero_()
+    assert not engine.parameters.read_parameter(HEAD).any()
+    assert not model(**tiny_batch()).logits.any()
+
+
+def test_a_copy_that_was_asked_for_is_one(build_engine: EngineFactory) -> None:
+    twins = _make_twins(build_engine, lambda inner: inner)
+    copies = [_weight(model, LAYER).detach().to(torch.float32, copy=True) for model in twins.models]
+    arrays: list[Any] = []
+    hook = twins.model.model.layers[2].register_forward_hook(
+        lambda *_: arrays.append(_weight(twins.model, HEAD).detach().numpy())
+    )
+    first = _weight(twins.stock, HEAD).detach().clone()
+    twins.train(2)
+    hook.remove()
+    assert torch.equal(*copies)
+    assert not torch.equal(copies[0], _weight(twins.stock, LAYER))
+    assert torch.equal(torch.from_numpy(arrays[0]), first)
+
+
+def test_an_absent_weight_tells_the_strides_that_it_has(build_engine: EngineFactory) -> None:
+    twins = _make_twins(build_engine, lambda inner: inner)
+    for see in (lambda w: w, lambda w: w.t(), lambda w: w[3:, ::2], lambda w: w.view(-1, 2).unsqueeze(1)):
+        expected, found = (see(_weight(model, LAYER)) for model in twins.models)
+        assert (found.stride(), found.is_contiguous()) == (expected.stride(), expected.is_contiguous())
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda w: w.square().sum(), lambda w: w.t().square().sum(), lambda w: w[3:9].square().sum()],
+    ids=["leaf", "view", "rows"],
+)
+@pytest.mark.parametrize("name", [HEAD, LAYER])
+def test_a_penalty_behind_a_forward_of_micro_batches_that_run_together(
+    name: str, read: Callable[[Tensor], Tensor], build_engine: EngineFactory
+) -> None:
+    twins = _make_twins(build_engine, lambda inner: inner)
+
+    def loss_of(model: Any, seed: int) -> Tensor:
+        loss: Tensor = model(**tiny_batch(seed=seed)).loss
+        return loss + 0.1 * read(_weight(model, name))
+
+    def run(seed: int) -> None:
+        assert twins.engine.defer_backward(loss_of(twins.model, seed))
+
+    for step in range(2):
+        for seed in (2 * step, 2 * step + 1):
+            loss_of(twins.stock, seed).backward()
+        twins.engine.run_micro_batches([partial(run, 2 * step), partial(run, 2 * step + 1)])
+        twins.step()
+    access = twins.engine.parameters
+    for other, parameter in twins.stock.named_parameters():
+        torch.testing.assert_close(access.read_parameter(other), parameter, rtol=1e-5, atol=1e-6)
