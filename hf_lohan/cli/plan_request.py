@@ -11,6 +11,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
@@ -120,4 +121,5 @@ def _sequence_length_of(config: Any) -> int:
 def _measured(config: OffloadConfig, device: Device, traced: TracedModel, dtype: torch.dtype) -> HardwareProfile:
     if not traced.matrix_shapes:
         raise BudgetError("the model multiplies no matrices, so there is nothing to measure this machine with")
-    return cached_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)
+    with long_work("measuring this machine, if it is new"):
+        return cached_hardware(config, device, matrix_shapes=traced.matrix_shapes, dtype=dtype)

@@ -19,7 +19,9 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 import hf_lohan
+from hf_lohan.cli import plan_request
 from hf_lohan.huggingface import progress
+from hf_lohan.huggingface.export import export
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -73,6 +75,36 @@ def test_loading_planning_merging_and_saving_show_themselves(terminal: Callable[
     engine = hf_lohan.engine_of(merged)
     assert engine is not None
     engine.close()
+
+
+def test_planning_and_exporting_show_themselves(
+    terminal: Callable[[], str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
+    model = hf_lohan.from_pretrained(
+        tmp_path / "base", OFFLOAD, torch_device="cpu", default_ssd_path=tmp_path / "store"
+    )
+    optimizer = hf_lohan.OffloadAdamW(model.parameters(), lr=1e-3, engine=hf_lohan.engine_of(model))
+    model.train()(**tiny_batch()).loss.backward()
+    optimizer.step()
+    engine = hf_lohan.engine_of(model)
+    assert engine is not None
+    engine.close()
+    terminal()
+    export(tmp_path / "store", tmp_path / "exported")
+    shown = terminal()
+    assert shown.count("saving ") > 0
+    assert "100%" in shown
+    seen = []
+
+    def measured(*args: Any, **kwargs: Any) -> None:
+        seen.append(terminal())
+        raise ValueError("measured enough")
+
+    monkeypatch.setattr(plan_request, "cached_hardware", measured)
+    with pytest.raises(ValueError, match="measured enough"):
+        plan_request.plan_run(plan_request.PlanRequest(model=str(tmp_path / "base"), batch_size=1, sequence_length=8))
+    assert "measuring this machine" in seen[0]
 
 
 @pytest.mark.parametrize("why", ["no terminal", "switched off"])
