@@ -117,7 +117,9 @@ def choice_of(
     optimizer_class, settings = asked if isinstance(asked, tuple) else (asked, {})
     name = _name_of(optimizer_class)
     # It fills in its defaults, and refuses values that it does not take.
-    group = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings).param_groups[0]
+    instance = optimizer_class([nn.Parameter(torch.zeros(1, 1))], **settings)
+    _refuse_instance(instance)
+    group = instance.param_groups[0]
     defaults = {key: value for key, value in group.items() if key != "params"}
     rule = _rule_of(name, [defaults])
     return OptimizerChoice(rule, {RULE_KEY: name, **defaults}, rest() if name == "Muon" else None)
@@ -128,6 +130,7 @@ def check_given(optimizer: torch.optim.Optimizer) -> None:
     if isinstance(optimizer, OffloadOptimizer):
         return
     name = _name_of(type(optimizer))
+    _refuse_instance(optimizer)
     _rule_of(name, optimizer.param_groups)
     if any(float(state.get("step", 1)) for state in optimizer.state.values()):
         raise ValueError(
@@ -205,6 +208,16 @@ def _name_of(optimizer_class: Any) -> str:
     if name not in OPTIMIZERS or not (is_lion or getattr(torch.optim, name, None) is optimizer_class):
         raise ValueError(f"{name} cannot be offloaded; use one of torch.optim's {', '.join(OPTIMIZERS)}")
     return name
+
+
+def _refuse_instance(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ValueError for what an optimizer was asked for and no param group says."""
+    if getattr(optimizer, "decoupled_wd", False):  # of `lion_pytorch`
+        lr, weight_decay = optimizer.defaults["lr"], optimizer.defaults["weight_decay"]
+        raise ValueError(
+            "Lion with decoupled_weight_decay=True is not supported under offload; leave it off, and set "
+            f"weight_decay={weight_decay / lr:g}, which is {weight_decay:g} / {lr:g}, for the same"
+        )
 
 
 def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,12 +22,19 @@ class AdamWGroup:
     beta2: float
     eps: float
     weight_decay: float
+    decays_weights: bool = True
+    """Themselves. Otherwise weight decay is a part of the gradient: this is Adam."""
 
     @classmethod
     def of(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """Those of an optimizer's param group as they are now (schedulers change them)."""
+        """Those of a param group of AdamW as they are now (schedulers change them)."""
         beta1, beta2 = group["betas"]
         return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
+
+    @classmethod
+    def of_adam(cls, group: Mapping[str, Any]) -> AdamWGroup:
+        """Those of a param group of Adam, which `decoupled_weight_decay` makes one of AdamW."""
+        return replace(cls.of(group), decays_weights=bool(group.get("decoupled_weight_decay")))
 
 
 @torch.no_grad()
@@ -37,18 +44,15 @@ def adamw_(
     exp_avg: Tensor,
     exp_avg_sq: Tensor,
     segments: Sequence[Segment],
-    *,
-    decays_weights: bool = True,
 ) -> None:
     """Update float32 chunks of equal shape [numel] in place; elements outside the segments stay as they are.
 
-    Any cut at a multiple of 32 elements, segments and chunks beginning at such, changes no bit of the result. Unless it
-    ``decays_weights`` themselves, weight decay is a part of the gradient: this is Adam.
+    Any cut at a multiple of 32 elements, segments and chunks beginning at such, changes no bit of the result.
     """
-    kernel = fused_adamw_ if decays_weights else fused_adam_
     for segment in segments:
         part, group = slice(segment.start, segment.stop), segment.group
         assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
+        kernel = fused_adamw_ if group.decays_weights else fused_adam_
         # What `torch.optim.adamw.adamw(fused=True)` comes down to; that takes longer to get here than a tile to update.
         kernel(
             [master[part]],

@@ -71,7 +71,7 @@ class UpdateRule:
             )
 
     def __str__(self) -> str:
-        """"SGD(momentum_buffer)"."""
+        """ "SGD(momentum_buffer)"."""
         return f"{self.name}({', '.join(self.state_kinds)})"
 
     @classmethod
@@ -156,10 +156,6 @@ def _adamw_(master: Tensor, gradient: Tensor, states: States, segments: Sequence
     adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments)
 
 
-def _adam_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
-    adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments, decays_weights=False)
-
-
 # The others, tile by tile. What a tile is given: master, gradient, states and the number of the step.
 
 _Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
@@ -183,7 +179,12 @@ def _as_keywords(settings: Any) -> dict[str, Any]:
 
 def _settings(*names: str) -> Callable[[Mapping[str, Any]], Settings]:
     """Those of a param group, and its learning rate, which may be a tensor there."""
-    return lambda group: (("lr", float(group["lr"])), *((name, group[name]) for name in names))
+    return lambda group: (("lr", float(group["lr"])), *((name, _hashable(group[name])) for name in names))
+
+
+def _hashable(value: Any) -> Any:
+    """Betas come as a list from files of settings."""
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _before(step: int) -> Tensor:
@@ -294,9 +295,7 @@ def _transformers_adafactor_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment], Aside], None]:
-    def update_(
-        master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside
-    ) -> None:
+    def update_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside) -> None:
         for segment in segments:
             assert segment.shape is not None, "rows and columns are of whole parameters"
             part = slice(segment.start, segment.stop)
@@ -309,7 +308,7 @@ def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment],
 
 _FAMILIES: dict[str, _Family] = {
     "AdamW": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adamw_),
-    "Adam": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adam_),
+    "Adam": _Family(AdamWGroup.of_adam, _always("exp_avg", "exp_avg_sq"), _adamw_),
     "RAdam": _Family(_radam_settings, _always("exp_avg", "exp_avg_sq"), _in_tiles(_radam_)),
     "SGD": _Family(_settings("momentum", "dampening", "weight_decay", "nesterov"), _sgd_kinds, _in_tiles(_sgd_)),
     "Adagrad": _Family(

@@ -118,6 +118,18 @@ def test_optimizers_that_there_is_no_rule_for_are_refused() -> None:
     assert "model's path" in refusal(lambda: check_optimizers("folder", (mine, None), None, config))
 
 
+def test_a_lion_that_divides_its_weight_decay_is_refused() -> None:
+    """The flag is in no param group."""
+    lion = pytest.importorskip("lion_pytorch")
+    model = tiny_model("llama")
+    settings = {"lr": 1e-3, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    check_optimizers(model, (lion.Lion(model.parameters(), lr=1e-3, weight_decay=0.1), None), None, OffloadConfig())
+    given = lion.Lion(model.parameters(), **settings)
+    for own, by_class in (((given, None), None), ((None, None), (lion.Lion, settings))):
+        message = refusal(lambda own=own, by_class=by_class: check_optimizers(model, own, by_class, OffloadConfig()))
+        assert "Lion with decoupled_weight_decay=True" in message and "weight_decay=100" in message
+
+
 @pytest.mark.parametrize(
     ("arguments_changes", "trainer_options", "words"),
     [

@@ -22,6 +22,9 @@ CHUNK_NUMEL = STARTS[-1]
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "AdamW": lambda params: torch.optim.AdamW(params, fused=True, weight_decay=0.1),
     "Adam": lambda params: torch.optim.Adam(params, fused=True, weight_decay=0.1),
+    "Adam-decoupled": lambda params: torch.optim.Adam(
+        params, fused=True, weight_decay=0.1, decoupled_weight_decay=True
+    ),
     "RAdam": lambda params: torch.optim.RAdam(params, weight_decay=0.1, decoupled_weight_decay=True),
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, weight_decay=0.1),
     "SGD-momentum": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, dampening=0.3),
@@ -89,10 +92,11 @@ def test_steps_equal_torchs(make: Callable[[Any], torch.optim.Optimizer], dtype:
 
 def test_lion_is_that_of_its_package() -> None:
     lion = pytest.importorskip("lion_pytorch")
-    flat = Flat(lambda params: lion.Lion(params, lr=0.01, weight_decay=0.1))
-    for step in range(12):
-        flat.step(skipped=step % 4 if step < 8 else None)
-    flat.assert_equal()
+    for betas in ((0.9, 0.99), [0.95, 0.98]):  # a list is what a YAML file has
+        flat = Flat(lambda params, betas=betas: lion.Lion(params, lr=0.01, betas=betas, weight_decay=0.1))
+        for step in range(12):
+            flat.step(skipped=step % 4 if step < 8 else None)
+        flat.assert_equal()
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
