@@ -22,26 +22,28 @@ class EpochRandomNumbers:
         self._save = save
         self._load = load
         self._content = b""
-        self._is_to_load = False
+        self._resumed: Path | None = None
 
     def resume(self, folder: str | Path | None) -> None:
-        """The next epoch is the rest of one. `folder` is a journal's or a checkpoint; one without our file (of the
-        stock Trainer) changes nothing."""
+        """The next epoch is the first one after a resume. `folder` is a journal's or a checkpoint, which may be without
+        our file (of the stock Trainer)."""
+        self._resumed = None if folder is None else Path(folder)
         found = [] if folder is None else Path(folder).glob(f"**/{_FILE_NAME}")
         self._content = next((path.read_bytes() for path in found), b"")
-        self._is_to_load = bool(self._content)
 
-    def begin(self) -> None:
-        """An epoch begins, whose order has not been drawn yet."""
+    def begin(self, *, is_rest: bool) -> None:
+        """An epoch begins, whose order has not been drawn yet. ``is_rest``: of one that was broken off."""
+        resumed, self._resumed = self._resumed, None
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, _STOCK_NAME)
-            if self._is_to_load:
+            if resumed is not None and is_rest and self._content:
                 path.write_bytes(self._content)
                 self._load(folder)
-            else:
-                self._save(folder)
-                self._content = path.read_bytes() if path.is_file() else b""
-        self._is_to_load = False
+                return
+            if resumed is not None and not is_rest:
+                self._load(str(resumed))  # as upstream does when we return, before it draws the order
+            self._save(folder)
+            self._content = path.read_bytes() if path.is_file() else b""
 
     def write(self, folder: str) -> None:
         """For a run that goes on from there. Writes nothing before the first epoch."""

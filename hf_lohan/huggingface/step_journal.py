@@ -123,8 +123,9 @@ class StepJournal(TrainerCallback):
         self._engine.commits.request(begun, even_in_place=True)
         self._loaded = None
 
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._epoch.begin()
+    def begin_epoch(self, *, is_rest: bool) -> None:
+        """See `EpochRandomNumbers.begin`."""
+        self._epoch.begin(is_rest=is_rest)
 
     def add_to_checkpoint(self, folder: str) -> None:
         """What a checkpoint needs beside upstream's files and the optimizer's states."""

@@ -250,6 +250,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             # The run had ended when it was killed; upstream would take one step more.
             self.control.should_training_stop = True
             return None
+        if self._journal is not None:
+            is_first = kwargs["epoch"] == kwargs["epochs_trained"]
+            self._journal.begin_epoch(is_rest=is_first and kwargs["steps_trained_in_current_epoch"] > 0)
         return super()._run_epoch(*args, **kwargs)
 
     def _maybe_log_save_evaluate(

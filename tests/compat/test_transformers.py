@@ -50,6 +50,14 @@ def test_trainer_still_calls_what_is_overridden(name: str, caller: str) -> None:
     assert f"self.{name}(" in inspect.getsource(where), f"Trainer.{name} is not called where it was ({caller})"
 
 
+def test_an_epoch_is_told_whether_it_is_the_rest_of_one() -> None:
+    source = inspect.getsource(Trainer._inner_training_loop)
+    for name in ("epoch", "epochs_trained", "steps_trained_in_current_epoch"):
+        assert f" {name}={name}," in source, f"Trainer._run_epoch is not given {name} by name"
+    source = inspect.getsource(Trainer._run_epoch)
+    assert source.index("self._load_rng_state(") < source.index("iter(train_dataloader)")
+
+
 @pytest.mark.parametrize("name", [name for name in OVERRIDDEN if hasattr(OffloadTrainerMixin, name)])
 def test_overriding_methods_take_what_upstreams_take(name: str) -> None:
     ours, stock = (list(inspect.signature(getattr(owner, name)).parameters) for owner in (OffloadTrainerMixin, Trainer))

@@ -285,6 +285,26 @@ def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_p
         assert_same(outcome(again), expected)
 
 
+@pytest.mark.parametrize("resume", ["last_step", "checkpoint-10"])
+def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_path: Path) -> None:
+    """Broken off at the end of the second epoch, and once more within the third."""
+    settings = {"gradient_accumulation_steps": 1, "max_steps": 15, "logging_steps": 1, "rows": dataset(10)}
+    settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
+    whole = a_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    expected, saving = outcome(whole), {**settings, "save_strategy": "steps", "save_steps": 10}
+    from_where = resume if resume == "last_step" else str(tmp_path / "run" / resume)
+    for step, resumed in ((10, None), (12, from_where)):
+        broken = a_trainer(tmp_path / "run", StopsAfter(step), **saving)
+        with pytest.raises(KeyboardInterrupt):
+            broken.train(resume_from_checkpoint=resumed)
+        broken.offload_engine.close()
+        torch.manual_seed(99)  # a process begins with its own
+    again = a_trainer(tmp_path / "run", **saving)
+    again.train(resume_from_checkpoint="last_step")
+    assert_same(outcome(again), expected)
+
+
 class StopsAfter(TrainerCallback):
     """Breaks off when this step has begun."""
 
