@@ -177,7 +177,10 @@ class ActivationTiers:
 
 
 def _layer_of(function: Any) -> nn.Module | None:
-    """transformers calls ``checkpoint(partial(forward, layer, **kwargs), *args)``, or gives ``layer.__call__``."""
+    """transformers calls ``checkpoint(partial(forward, layer, **kwargs), *args)``, or gives ``layer.__call__``;
+    diffusers gives the layer."""
+    if isinstance(function, nn.Module):
+        return function
     while isinstance(function, partial):
         if function.args and isinstance(function.args[0], nn.Module):
             return function.args[0]

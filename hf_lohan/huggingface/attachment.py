@@ -33,6 +33,7 @@ from hf_lohan.engine import (
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
+from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of
@@ -178,6 +179,8 @@ def _belong_to(engine: OffloadEngine, model: Any) -> None:
     if isinstance(model, PreTrainedModel) or hasattr(model, "peft_config"):
         stored = replace(StoredModel.of(engine), model=model)
         model.save_pretrained = functools.partial(save_pretrained_from_store, stored, type(model).save_pretrained)
+    elif is_of_diffusers(model):
+        model.save_pretrained = functools.partial(save_diffusers_model, replace(StoredModel.of(engine), model=model))
     elif hasattr(model, "save_pretrained"):
         model.save_pretrained = functools.partial(_refuse_saving, type(model).__name__)
 
@@ -220,8 +223,8 @@ def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
 
 def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
-        f"save_pretrained of {class_name}, which is neither of transformers nor of PEFT, would look for weights that "
-        "are in the store; save what accelerator.get_state_dict(model) gives, which holds them all in RAM"
+        f"save_pretrained of {class_name}, which is not of transformers, PEFT or diffusers, would look for weights "
+        "that are in the store; save what accelerator.get_state_dict(model) gives, which holds them all in RAM"
     )
 
 
@@ -253,12 +256,16 @@ def activations_kept_if_needed(model: nn.Module, config: OffloadConfig) -> Offlo
 
 def _can_recompute(model: nn.Module) -> bool:
     can_enable = any(hasattr(model, f"{kind}_checkpointing_enable") for kind in ("activation", "gradient"))
-    return can_enable and bool(getattr(model, "supports_gradient_checkpointing", False))
+    if can_enable and getattr(model, "supports_gradient_checkpointing", False):
+        return True
+    return bool(is_of_diffusers(model) and getattr(model, "_supports_gradient_checkpointing", False))
 
 
 def enable_checkpointing(model: Any) -> None:
     """Non-reentrant, as transformers does it, for a model that can."""
-    if hasattr(model, "activation_checkpointing_enable"):
+    if is_of_diffusers(model):
+        model.enable_gradient_checkpointing()
+    elif hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     else:  # its name before transformers 5.23
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -1,0 +1,62 @@
+"""Transformers of diffusers: what is theirs in being saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+from torch import nn
+
+from hf_lohan.huggingface.saving import StoredModel, StoredWeights
+
+_WEIGHTS_NAME = "diffusion_pytorch_model"
+
+
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Whether diffusers loads and saves it."""
+    return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
+
+
+def save_diffusers_model(
+    stored_model: StoredModel,
+    save_directory: str | Path,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str | None = None,
+    variant: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """`ModelMixin.save_pretrained`, with its files and their names, shard by shard from the store. Raises ValueError
+    for arguments that it does not take."""
+    asked = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
+    if asked or kwargs.get("safe_serialization") is False:
+        raise ValueError(
+            f"save_pretrained of an offloaded model does not take {', '.join(asked) or 'safe_serialization=False'}; "
+            "leave it out, and push the folder when it is there"
+        )
+    if not is_main_process:
+        return
+    folder, model = Path(save_directory), stored_model.model
+    folder.mkdir(parents=True, exist_ok=True)
+    model.save_config(folder)
+    weights = StoredWeights(stored_model)
+    state_dict = model.state_dict()
+    others = {name: tensor for name, tensor in state_dict.items() if name not in weights}
+    forms = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state_dict.items()}
+    suffix = f".{variant}" if variant else ""
+    split = split_torch_state_dict_into_shards(
+        forms,
+        max_shard_size=max_shard_size or stored_model.max_shard_bytes,
+        filename_pattern=f"{_WEIGHTS_NAME}{{suffix}}{suffix}.safetensors",
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: others[name].contiguous() if name in others else weights[name] for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{_WEIGHTS_NAME}.safetensors.index{suffix}.json").write_text(text, encoding="utf-8")
