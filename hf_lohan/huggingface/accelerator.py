@@ -18,7 +18,7 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
-from hf_lohan.huggingface.guards import check_accelerator, check_model
+from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
 from hf_lohan.huggingface.loading import reload_weights
 from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_together
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
@@ -159,6 +159,8 @@ class Accelerator(OffloadAwareAccelerator):
         optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
         for optimizer in optimizers:
             check_given(optimizer)
+        for item in objects:
+            check_schedule(item)
         engine = self.offload_engine
         for item in objects:
             if isinstance(item, nn.Module):

@@ -9,6 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
 from transformers import TrainingArguments
+from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
@@ -141,8 +142,18 @@ def check_optimizers(
         if config.optimizer != "auto":
             raise ValueError(f"optimizer={config.optimizer!r} stands beside optimizers=; leave one of them out")
         check_given(optimizers[0])
+    check_schedule(optimizers[1])
     if optimizer_cls_and_kwargs is not None:
         choice_of(optimizer_cls_and_kwargs)
+
+
+def check_schedule(schedule: Any) -> None:
+    """Raises ValueError for a scheduler that cannot follow an offloaded optimizer."""
+    if isinstance(schedule, AdafactorSchedule):
+        raise ValueError(
+            "AdafactorSchedule reads the optimizer's states, which are in the store; give "
+            "Adafactor(relative_step=False, lr=...) and another scheduler, or, in a loop of your own, none"
+        )
 
 
 def check_optimizer(optimizer: Any) -> None:

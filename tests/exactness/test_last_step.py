@@ -262,60 +262,6 @@ def test_the_end_of_an_epoch_belongs_to_its_last_step(tmp_path: Path) -> None:
     assert_same(outcome(again), outcome(whole))
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [{"accelerator_config": {"use_seedable_sampler": False}}, {"train_sampling_strategy": "group_by_length"}],
-    ids=["sampler_of_torch", "by_length"],
-)
-def test_the_rest_of_an_epoch_comes_in_its_order(settings: dict[str, Any], tmp_path: Path) -> None:
-    """In the third epoch, from the last step and from a checkpoint."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 15, "logging_steps": 1, "rows": dataset(10), **settings}
-    whole = a_trainer(tmp_path / "whole", family="llama", **settings)
-    whole.train()
-    expected = outcome(whole)
-    saving = {**settings, "save_strategy": "steps", "save_steps": 12}
-    for resume in ("last_step", str(tmp_path / "run" / "checkpoint-12")):
-        broken = a_trainer(tmp_path / "run", StopsAfter(13), family="llama", **saving)
-        with pytest.raises(KeyboardInterrupt):
-            broken.train()
-        broken.offload_engine.close()
-        torch.manual_seed(99)
-        again = a_trainer(tmp_path / "run", family="llama", **saving)
-        again.train(resume_from_checkpoint=resume)
-        assert_same(outcome(again), expected)
-
-
-@pytest.mark.parametrize("resume", ["last_step", "checkpoint-10"])
-def test_an_epoch_that_began_with_a_resume_comes_in_its_order(resume: str, tmp_path: Path) -> None:
-    """Broken off at the end of the second epoch, and once more within the third."""
-    settings = {"gradient_accumulation_steps": 1, "max_steps": 15, "logging_steps": 1, "rows": dataset(10)}
-    settings |= {"accelerator_config": {"use_seedable_sampler": False}, "family": "llama"}
-    whole = a_trainer(tmp_path / "whole", **settings)
-    whole.train()
-    expected, saving = outcome(whole), {**settings, "save_strategy": "steps", "save_steps": 10}
-    from_where = resume if resume == "last_step" else str(tmp_path / "run" / resume)
-    for step, resumed in ((10, None), (12, from_where)):
-        broken = a_trainer(tmp_path / "run", StopsAfter(step), **saving)
-        with pytest.raises(KeyboardInterrupt):
-            broken.train(resume_from_checkpoint=resumed)
-        broken.offload_engine.close()
-        torch.manual_seed(99)  # a process begins with its own
-    again = a_trainer(tmp_path / "run", **saving)
-    again.train(resume_from_checkpoint="last_step")
-    assert_same(outcome(again), expected)
-
-
-class StopsAfter(TrainerCallback):
-    """Breaks off when this step has begun."""
-
-    def __init__(self, step: int) -> None:
-        self._step = step
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            raise KeyboardInterrupt
-
-
 def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupted: Any) -> None:
     first = a_trainer(tmp_path / "run")
     first.train()

@@ -11,9 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Adafactor, TrainingArguments
+from transformers.optimization import AdafactorSchedule
 
 import hf_lohan
+from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
@@ -128,6 +130,19 @@ def test_a_lion_that_divides_its_weight_decay_is_refused() -> None:
     for own, by_class in (((given, None), None), ((None, None), (lion.Lion, settings))):
         message = refusal(lambda own=own, by_class=by_class: check_optimizers(model, own, by_class, OffloadConfig()))
         assert "Lion with decoupled_weight_decay=True" in message and "weight_decay=100" in message
+
+
+def test_a_schedule_that_reads_the_optimizers_states_is_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    optimizer = Adafactor(model.parameters(), scale_parameter=True, relative_step=True, lr=None)
+    schedule = AdafactorSchedule(optimizer)
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    words = r"AdafactorSchedule reads .*relative_step=False"
+    with pytest.raises(ValueError, match=words):
+        hf_lohan.Trainer(model, args, optimizers=(optimizer, schedule), offload="lohan")
+    with pytest.raises(ValueError, match=words):
+        hf_lohan.Accelerator(cpu=True).prepare(model, optimizer, schedule)
+    assert engine_of(model) is None
 
 
 @pytest.mark.parametrize(
