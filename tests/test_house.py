@@ -61,7 +61,7 @@ PACKAGES_FLOOR_0_AND_1 = {
 }
 """The only packages outside the standard library that the two lowest floors may use."""
 
-HUGGING_FACE = {"transformers", "accelerate", "peft", "trl"}
+HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "diffusers", "huggingface_hub"}
 HUGGING_FACE_COMPAT = {"transformers_private", "accelerate_private", "trl_private"}
 PRIVATE_NAMES = {
     # accelerate's
