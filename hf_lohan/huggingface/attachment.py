@@ -36,7 +36,7 @@ from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import ChunkedHead, Rules, chunked_head_of
+from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
@@ -167,7 +167,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     setattr(model, _PLAN_ATTRIBUTE, plan)
     chunked_head = chunked_head_of(model, chunked_loss_of(config))
     if chunked_head is not None:
-        chunked_head.attach()
+        chunked_head.attach(last_step=lambda: engine.last_step)
         setattr(model, _HEAD_ATTRIBUTE, chunked_head)
     engine.commits.describe_first(functools.partial(describe_model, model, engine))
     return engine
@@ -276,9 +276,12 @@ def refuse_chunks(model: Any, config: OffloadConfig) -> None:
     chunked_loss = chunked_loss_of(config) if config.chunked_loss is True else None
     if chunked_loss is not None and chunked_head_of(model, chunked_loss) is None:
         head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+        found = "not there" if head is None else type(head).__name__
+        if head is not None and has_foreign_forward(head):
+            found += " with a forward that was set on it"
         raise ValueError(
             f"chunked_loss: true needs a head that is a torch.nn.Linear, and that of {type(model).__name__} is "
-            f"{'not there' if head is None else type(head).__name__}; set chunked_loss: auto or false"
+            f"{found}; set chunked_loss: auto or false"
         )
 
 

@@ -15,7 +15,7 @@ from hf_lohan.model.block import (
     ranges,
     round_up,
 )
-from hf_lohan.model.chunked_head import ChunkedHead, ChunkedLoss, chunked_head_of
+from hf_lohan.model.chunked_head import ChunkedHead, ChunkedLoss, Smoothing, chunked_head_of, has_foreign_forward
 from hf_lohan.model.discovery import (
     DiscoveryError,
     ModelBlocks,
@@ -42,6 +42,7 @@ __all__ = [
     "Operation",
     "ParamSlice",
     "Rules",
+    "Smoothing",
     "StoredForm",
     "TracedModel",
     "adamw_everywhere",
@@ -49,6 +50,7 @@ __all__ = [
     "chunked_head_of",
     "discover_blocks",
     "dtype_name",
+    "has_foreign_forward",
     "hidden_matrices",
     "lay_out_block",
     "muon_for_matrices",

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
 
+from hf_lohan.compat.torch_private import version_of
 from hf_lohan.model.pending_logits import Pending, PendingLogits, Step
 
 
@@ -47,22 +49,48 @@ class _Loss:
         return F.cross_entropy(logits, labels, reduction="sum", **options).float()
 
 
-@dataclass(frozen=True, slots=True)
-class _Wanted:
-    """What the head is called with when it is to compute: all logits of ``hidden``, or their loss."""
+@dataclass(slots=True)
+class Smoothing:
+    """Of the labels of one forward, by Trainer's `label_smoothing_factor`."""
 
-    hidden: Tensor
-    labels: Tensor | None = None
-    loss: _Loss | None = None
+    epsilon: float
+    labels: Tensor
+    """[batch, sequence], as the batch has them: each is what the token before it is to give."""
+    ignore_index: int = -100
+    total: Tensor | None = None
+    """The cross entropy's sum over all tokens, in float32, without what the model adds to it; once there is one."""
+
+    def shifted(self, num_tokens: int) -> Tensor | None:
+        """The labels of so many tokens: of all, or of all but each sequence's last. None for other numbers."""
+        if num_tokens == self.labels.numel():
+            return F.pad(self.labels, (0, 1), value=self.ignore_index)[:, 1:].flatten()
+        return self.labels[:, 1:].flatten() if num_tokens == self.labels[:, 1:].numel() else None
+
+    def loss(self, num_items: Tensor | int | None) -> Tensor:
+        """The sum over ``num_items``; None: over the tokens that have labels. Raises RuntimeError if the forward has
+        computed its loss in another way."""
+        if self.total is None:
+            raise self.refusal()
+        if num_items is None:
+            num_items = (self.labels[:, 1:] != self.ignore_index).sum()
+        return self.total / (num_items.to(self.total.device) if isinstance(num_items, Tensor) else num_items)
+
+    def refusal(self) -> RuntimeError:
+        return RuntimeError(
+            f"label_smoothing_factor={self.epsilon} cannot be followed in chunks: the model computes its loss in a way "
+            "of its own; set chunked_loss: false"
+        )
 
 
 class ChunkedHead:
-    """Stands in for the forward of a model's head. The head's weight is used within calls of the head alone."""
+    """Stands in for the forward of a model's head. Its logits are made when they are needed, and read its weight
+    without calling it."""
 
     def __init__(self, model: nn.Module, head: nn.Linear, chunked_loss: ChunkedLoss) -> None:
         self.chunked_loss = chunked_loss
         self._model = model
         self._head = head
+        self._last_step: Callable[[], object] = lambda: None
         self._here = threading.local()
         """Micro-batches have threads of their own."""
 
@@ -75,8 +103,10 @@ class ChunkedHead:
         """Whether the logits of so many tokens are taken in chunks."""
         return num_tokens * self.vocabulary * torch.float32.itemsize > self.chunked_loss.over_bytes
 
-    def attach(self) -> Callable[[], None]:
-        """Stand in from now on. Returns what takes it off again."""
+    def attach(self, last_step: Callable[[], object] = lambda: None) -> Callable[[], None]:
+        """Stand in from now on. Returns what takes it off again. ``last_step`` gives another object behind each step of
+        an optimizer that writes to weights where the parameters do not show it."""
+        self._last_step = last_step
         head: Any = self._head
         before = vars(head).get("forward")  # set on the instance by whoever wrapped it
         handles = [
@@ -96,25 +126,23 @@ class ChunkedHead:
         return detach
 
     @contextlib.contextmanager
-    def smoothing(self, epsilon: float) -> Iterator[None]:
-        """Within, labels are smoothed in forwards of this thread, whose logits are taken in chunks however small.
-        Raises RuntimeError if a forward has computed its loss in another way."""
-        self._here.label_smoothing, self._here.has_smoothed = epsilon, False
+    def smoothing(self, smoothing: Smoothing) -> Iterator[None]:
+        """Within, a forward of this thread is given the labels and smooths them. Its logits are taken in chunks
+        however small."""
+        self._here.smoothing = smoothing
         try:
             yield
-            if not self._here.has_smoothed:
-                raise RuntimeError(
-                    f"label_smoothing_factor={epsilon} cannot be followed in chunks: {type(self._model).__name__} "
-                    "computes its loss in a way of its own; set chunked_loss: false"
-                )
         finally:
-            self._here.label_smoothing = None
+            self._here.smoothing = None
 
     # The model's forward.
 
-    def _begin(self, _module: nn.Module, _args: Any, kwargs: Any) -> None:
+    def _begin(self, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if self._smoothing is not None:
+            kwargs = {**kwargs, "labels": self._smoothing.labels}
         has_labels = kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
         self._here.is_in_forward = has_labels and torch.is_grad_enabled()
+        return args, kwargs
 
     def _end(self, _module: nn.Module, _args: Any, _output: Any) -> None:
         self._here.is_in_forward = False
@@ -125,36 +153,39 @@ class ChunkedHead:
         return getattr(self._here, "is_in_forward", False)
 
     @property
-    def label_smoothing(self) -> float | None:
-        return getattr(self._here, "label_smoothing", None)
+    def _smoothing(self) -> Smoothing | None:
+        return getattr(self._here, "smoothing", None)
 
-    def _forward(self, hidden: Tensor | _Wanted) -> Tensor:
+    def _version(self) -> tuple[object, ...]:
+        """Of the head's numbers: another one when they have changed."""
+        own = [parameter for parameter in (self._head.weight, self._head.bias) if parameter is not None]
+        is_trained = any(parameter.requires_grad for parameter in own)
+        return (self._last_step() if is_trained else None, *map(version_of, own))
+
+    def _forward(self, hidden: Tensor) -> Tensor:
         """The head's own."""
-        weight, bias = self._head.weight, self._head.bias
-        if isinstance(hidden, _Wanted):
-            if hidden.loss is None:
-                return F.linear(hidden.hidden, weight, bias)
-            assert hidden.labels is not None
-            apply: Any = _ChunkedCrossEntropy.apply
-            found: Tensor = apply(hidden.hidden, weight, bias, hidden.labels, hidden.loss)
-            return found
         num_tokens = hidden.shape[:-1].numel()
-        is_large = self.label_smoothing is not None or self.applies_to(num_tokens)
+        is_large = self._smoothing is not None or self.applies_to(num_tokens)
         if self.is_in_forward and is_large and torch.is_grad_enabled():
-            return PendingLogits.of(Pending(self, hidden, self.vocabulary))
-        return F.linear(hidden, weight, bias)
+            return PendingLogits.of(Pending(self, hidden, self.vocabulary, self._version()))
+        return F.linear(hidden, self._head.weight, self._head.bias)
 
     # What becomes of pending logits.
 
     def logits_of(self, pending: Pending) -> Tensor:
         """The true ones. Raises RuntimeError where they would need a graph that the forward, which is over, would have
-        had to make."""
+        had to make, or the head as it was before a step."""
         if not self.is_in_forward and torch.is_grad_enabled():
             raise RuntimeError(
                 "the loss of this training forward was computed some tokens at a time, so its outputs.logits are not "
                 "there to compute with; set chunked_loss: false, or read them under torch.no_grad()"
             )
-        logits: Tensor = self._head(_Wanted(pending.hidden))
+        if pending.version != self._version():
+            raise RuntimeError(
+                "the head has changed since the training forward whose outputs.logits are read, and its old weights "
+                "are gone; read them before optimizer.step(), or set chunked_loss: false"
+            )
+        logits = F.linear(pending.hidden, self._head.weight, self._head.bias)
         for step in pending.steps:
             logits = step(logits)
         return logits
@@ -166,29 +197,44 @@ class ChunkedHead:
         has_others = any(value is not None for value in options.values())
         if has_others or reduction not in ("sum", "mean") or labels.dim() != 1 or pending.hidden.dim() != 2:
             return None
-        if self.label_smoothing is not None:
-            smoothing, self._here.has_smoothed = self.label_smoothing, True
         rows = max(1, self.chunked_loss.chunk_bytes // (self.vocabulary * torch.float32.itemsize))
+        smoothed = self._smoothing
+        if smoothed is not None:
+            # The model's own labels may not be shifted, and Trainer's smoother always shifts.
+            shifted = smoothed.shifted(labels.numel())
+            if shifted is None or smoothed.total is not None:
+                raise smoothed.refusal()
+            labels, ignore_index, smoothing = shifted, smoothed.ignore_index, smoothed.epsilon
         loss = _Loss(pending.steps, ignore_index, smoothing, rows)
-        total: Tensor = self._head(_Wanted(pending.hidden, labels, loss))
-        total = total.to(pending.dtype)
-        return total if reduction == "sum" else total / (labels != ignore_index).sum()
+        total = chunked_cross_entropy(pending.hidden, self._head.weight, self._head.bias, labels, loss)
+        if smoothed is not None:
+            smoothed.total = total
+        return (total if reduction == "sum" else total / (labels != ignore_index).sum()).to(pending.dtype)
 
 
 def chunked_head_of(model: Any, chunked_loss: ChunkedLoss | None) -> ChunkedHead | None:
     """For the head of a model, if it is a plain product; None for others, and where nothing is taken in chunks."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
-    if chunked_loss is None or type(head) is not nn.Linear:
+    if chunked_loss is None or type(head) is not nn.Linear or has_foreign_forward(head):
         return None
     return ChunkedHead(model, head, chunked_loss)
 
 
+def has_foreign_forward(head: nn.Module) -> bool:
+    """Whether somebody else has set a forward on the head, which may do more than its class's."""
+    return "forward" in vars(head) and not _is_stand_in(vars(head)["forward"])
+
+
+def _is_stand_in(forward: Any) -> bool:
+    return isinstance(getattr(forward, "__self__", None), ChunkedHead)
+
+
 @contextlib.contextmanager
 def head_as_it_is(model: Any) -> Iterator[None]:
-    """Within, the model's head gives out whole logits, whoever stands in for it."""
+    """Within, the model's head gives out whole logits, if a `ChunkedHead` stands in for it."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     stands_in = vars(head).get("forward") if type(head) is nn.Linear else None
-    if head is None or stands_in is None:
+    if head is None or not _is_stand_in(stands_in):
         yield
         return
     del head.forward
@@ -196,6 +242,19 @@ def head_as_it_is(model: Any) -> Iterator[None]:
         yield
     finally:
         head.forward = stands_in
+
+
+def chunked_cross_entropy(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss
+) -> Tensor:
+    """The sum over all tokens, in float32. As torch's own functions, it lets weights be brought that are absent."""
+    if has_torch_function((weight, bias)):
+        absent = tuple(tensor for tensor in (weight, bias) if tensor is not None)
+        handled: Tensor = handle_torch_function(chunked_cross_entropy, absent, hidden, weight, bias, labels, loss)
+        return handled
+    apply: Any = _ChunkedCrossEntropy.apply
+    total: Tensor = apply(hidden, weight, bias, labels, loss)
+    return total
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

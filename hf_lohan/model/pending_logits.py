@@ -39,6 +39,8 @@ class Pending:
     hidden: Tensor
     """[..., hidden]; the logits have its shape but for the last dimension."""
     vocabulary: int
+    version: tuple[object, ...]
+    """Of the head whose logits they are."""
     steps: tuple[Step, ...] = ()
     to_dtype: torch.dtype | None = None
     """What a step casts them to."""

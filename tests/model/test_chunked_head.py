@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_lohan.compat.torch_private import TorchDispatchMode
-from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of
+from hf_lohan.model.chunked_head import ChunkedLoss, Smoothing, chunked_head_of, head_as_it_is
 from hf_lohan.model.operations import LiveBytes
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -223,8 +223,56 @@ def test_smoothed_labels_are_those_of_the_trainer() -> None:
 
     model = tiny_model("llama")
     inputs = batch()
-    expected = LabelSmoother(0.2)(model(input_ids=inputs["input_ids"]), inputs["labels"], shift_labels=True)
-    with chunked(model) as head, head.smoothing(0.2):
-        assert torch.allclose(model(**inputs).loss, expected, rtol=1e-6)
-    with chunked(model) as head, pytest.raises(RuntimeError, match="label_smoothing_factor"), head.smoothing(0.2):
-        model(input_ids=inputs["input_ids"])
+    outputs = model(input_ids=inputs["input_ids"])
+    with chunked(model) as head:
+        for num_items in (None, 29, torch.tensor(29)):
+            smoothing = Smoothing(0.2, inputs["labels"])
+            with head.smoothing(smoothing):
+                model(input_ids=inputs["input_ids"])
+            whole = LabelSmoother(0.2)(outputs, inputs["labels"], shift_labels=True, num_items_in_batch=num_items)
+            assert torch.allclose(smoothing.loss(num_items), whole, rtol=1e-6)
+    with pytest.raises(RuntimeError, match="label_smoothing_factor"):
+        Smoothing(0.2, inputs["labels"]).loss(None)
+
+
+def test_a_head_whose_forward_somebody_has_set_keeps_it() -> None:
+    model = tiny_model("llama")
+    head = model.lm_head
+    head.forward = lambda hidden: F.linear(hidden, head.weight) * 0.5
+    assert chunked_head_of(model, SMALL_CHUNKS) is None
+    expected, wrapped = model(**batch()).loss, head.forward
+    with head_as_it_is(model):
+        assert torch.equal(model(**batch()).loss, expected)
+    assert head.forward is wrapped
+
+
+def test_hooks_on_the_head_run_once_and_see_what_the_model_gives_it() -> None:
+    model = tiny_model("llama")
+    seen: list[Any] = []
+    model.lm_head.register_forward_hook(lambda _, args, output: seen.append((*args, output)))
+    model(**batch())
+    with chunked(model):
+        loss = model(**batch()).loss
+        loss.backward()
+    (stock_hidden, stock), (hidden, logits) = seen
+    assert torch.equal(hidden, stock_hidden) and logits.shape == stock.shape
+
+
+def test_logits_are_refused_once_the_head_has_changed() -> None:
+    model = tiny_model("llama")
+    with chunked(model), torch.no_grad():
+        with torch.enable_grad():
+            logits = model(**batch()).logits
+        assert torch.equal(logits + 0, model(**batch()).logits)
+        model.lm_head.weight.mul_(2)
+        with pytest.raises(RuntimeError, match=r"before optimizer.step\(\), or set chunked_loss: false"):
+            logits.argmax(-1)
+
+
+def test_a_mean_in_bfloat16_is_rounded_once() -> None:
+    model = tiny_model("llama").bfloat16()
+    model.loss_function = lambda logits, labels, **_: F.cross_entropy(logits.view(-1, 256), labels.view(-1))
+    inputs = batch()
+    exact = F.cross_entropy(model(**inputs).logits.float().view(-1, 256), inputs["labels"].view(-1))
+    with chunked(model):
+        assert model(**inputs).loss == exact.bfloat16()
