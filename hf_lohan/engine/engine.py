@@ -164,6 +164,11 @@ class OffloadEngine:
         self._plan.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 
+    @property
+    def defers_backwards(self) -> bool:
+        """Whether a loss is to go to `defer_backward`: the caller is within `run_micro_batches`."""
+        return self._micro_batches.is_running
+
     def defer_backward(self, loss: Tensor) -> bool:
         """Within `run_micro_batches`: let ``loss`` have its backward when all forwards are over. Otherwise returns
         False, and the caller runs it."""

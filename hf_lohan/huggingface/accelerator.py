@@ -69,12 +69,14 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
         engine = self.offload_engine
-        if engine is None or not engine.defer_backward(loss / self.gradient_accumulation_steps):
+        if engine is None or not engine.defers_backwards:
             super().backward(loss, **kwargs)
-        elif kwargs:
+            return
+        if kwargs:
             raise ValueError(
                 f"backward({', '.join(kwargs)}=...) is not supported within run_micro_batches; pass the loss alone"
             )
+        engine.defer_backward(loss / self.gradient_accumulation_steps)
 
     def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
         """As in accelerate. An offloaded model stays as it is; one in `evaluation_mode` is not the one that trains."""

@@ -58,6 +58,11 @@ class MicroBatchRun:
         if self._lockstep is not None:
             raise RuntimeError(f"{call} was called within a micro-batch; call it once, after run_micro_batches")
 
+    @property
+    def is_running(self) -> bool:
+        """Whether micro-batches run their forwards."""
+        return self._lockstep is not None
+
     def defer_backward(self, loss: Tensor) -> bool:
         """See `OffloadEngine.defer_backward`."""
         if self._lockstep is None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from hf_lohan import Accelerator, LohanPlugin, engine_of
@@ -210,6 +211,21 @@ def test_the_state_dict_is_that_of_the_model(family: str, prepared: Callable[...
     state = ours.accelerator.get_state_dict(ours.model)
     assert state.keys() == stock.keys()
     assert all(torch.equal(state[name], tensor) for name, tensor in stock.items())
+
+
+def test_a_plain_backward_divides_its_loss_once(prepared: Callable[..., Prepared]) -> None:
+    class Divisions(TorchFunctionMode):
+        count = 0
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.count += function.__name__ in ("div", "__truediv__")
+            return function(*args, **(kwargs or {}))
+
+    ours = prepared(tiny_model("llama"))
+    loss = ours.model(**tiny_batch()).loss
+    with Divisions() as divisions:
+        ours.accelerator.backward(loss)
+    assert divisions.count == 1
 
 
 def test_other_models_are_treated_as_always(prepared: Callable[..., Prepared]) -> None:

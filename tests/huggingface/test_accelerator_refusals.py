@@ -95,6 +95,8 @@ def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accel
         accelerator.run_micro_batches([steps_too_early, steps_too_early])
     with pytest.raises(ValueError, match="not supported within run_micro_batches"):
         accelerator.run_micro_batches([weighs, weighs])
+    with pytest.raises(RuntimeError, match="loss"):  # what was refused gave none
+        accelerator.run_micro_batches([lambda: pytest.raises(ValueError, weighs)] * 2)
     losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
     assert losses == [None, None]
     optimizer.step()
