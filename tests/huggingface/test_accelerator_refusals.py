@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -95,8 +96,13 @@ def test_steps_and_arguments_within_micro_batches_are_refused(accelerator: Accel
         accelerator.run_micro_batches([steps_too_early, steps_too_early])
     with pytest.raises(ValueError, match="not supported within run_micro_batches"):
         accelerator.run_micro_batches([weighs, weighs])
+
+    def weighs_and_goes_on() -> None:
+        with contextlib.suppress(ValueError):
+            weighs()
+
     with pytest.raises(RuntimeError, match="loss"):  # what was refused gave none
-        accelerator.run_micro_batches([lambda: pytest.raises(ValueError, weighs)] * 2)
+        accelerator.run_micro_batches([weighs_and_goes_on, weighs_and_goes_on])
     losses = accelerator.run_micro_batches([lambda: accelerator.backward(model(**tiny_batch()).loss)] * 2)
     assert losses == [None, None]
     optimizer.step()
