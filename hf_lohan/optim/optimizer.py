@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 
@@ -118,12 +118,7 @@ class JointOptimizer(OffloadOptimizer):
     def step_part(self, part: OptimizerPart) -> None:
         """Take the step if the others have stepped. Raises RuntimeError where they fall out of step."""
         if part in self._stepped or (self._zeroed and not self._stepped):
-            self._stepped.clear()
-            self._zeroed.clear()
-            raise RuntimeError(
-                "the optimizers of an offloaded model take their steps together; call step() and zero_grad() of each "
-                "once for each step"
-            )
+            self._fall_out_of_step()
         self._stepped[part] = [_hyperparameters(group) for group in part.param_groups]
         if len(self._stepped) == len(self.parts):
             stepped = dict(self._stepped)
@@ -143,11 +138,21 @@ class JointOptimizer(OffloadOptimizer):
         return part in self._stepped
 
     def zero_part(self, part: OptimizerPart) -> None:
-        """Forget gradients when all have asked for it."""
+        """Forget gradients when all have asked for it. Raises RuntimeError if only some have stepped with them."""
         self._zeroed.add(part)
         if len(self._zeroed) == len(self.parts):
             self._zeroed.clear()
             self.zero_grad()
+            if self._stepped:
+                self._fall_out_of_step()
+
+    def _fall_out_of_step(self) -> NoReturn:
+        self._stepped.clear()
+        self._zeroed.clear()
+        raise RuntimeError(
+            "the optimizers of an offloaded model take their steps together; call step() and zero_grad() of each "
+            "once for each step"
+        )
 
 
 def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:

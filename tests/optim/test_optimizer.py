@@ -173,3 +173,17 @@ def test_one_of_several_says_nothing_of_an_earlier_step(target: Target) -> None:
     assert not one.step_was_skipped
     other.step()
     assert one.step_was_skipped and other.step_was_skipped
+
+
+def test_gradients_that_one_of_several_has_stepped_with_are_not_dropped_in_silence(target: Target) -> None:
+    settings = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
+    groups = [[{"params": [parameter], **settings}] for parameter in parameters(2)]
+    one, other = JointOptimizer(groups, engine=target).parts
+    one.step()
+    one.zero_grad()
+    with pytest.raises(RuntimeError, match="take their steps together"):
+        other.zero_grad()
+    assert target.calls == ["drop"]
+    one.step()
+    other.step()
+    assert target.calls == ["drop", "step"]
