@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Install into .venv (made if there is none), then ruff, mypy and pytest. Arguments go to pytest:
 #   bash scripts/test.sh tests/config -k ssd
+#   bash scripts/test.sh -m slow                 # kills by the hundred, full disks: left out otherwise, ten minutes more
 # Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0";
 # WORKERS, how many processes run tests (0: pytest itself).
 set -euo pipefail
@@ -27,4 +28,4 @@ fi
 echo "ruff";   ruff check .
 echo "mypy";   mypy
 # Two at a time: many tests wait for a drive or for a process that is to be killed.
-echo "pytest"; python -m pytest --numprocesses="${WORKERS:-2}" --dist=worksteal "$@"
+echo "pytest"; python -m pytest --numprocesses="${WORKERS:-2}" --dist=worksteal -m "not slow" "$@"
