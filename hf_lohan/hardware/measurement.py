@@ -103,7 +103,7 @@ def measure_hardware(
             flops_per_s=_rounded(flops_per_s),
             memory_bytes=device_memory_bytes,
             memory_bytes_per_s=_rounded(memory_bytes_per_s),
-            shares_cpu=device.torch_device.type == "cpu",
+            shares_cpu=device.shares_cores,
             name=device_name(device),
         ),
         cpu=CpuProfile(

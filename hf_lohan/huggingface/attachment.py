@@ -71,14 +71,16 @@ def offload_model(
     working_dtype: torch.dtype | None = None,
     hold_gradients: bool = True,
     rules: Rules | None = None,
+    device: Device | None = None,
 ) -> OffloadEngine:
     """Drain a model that stands in memory into the store and attach an engine to it.
 
     `working_dtype` is what the model computes with from now on (default: each parameter has its own dtype); float32
-    weights keep their exact values as masters. `rules` say whose states the store has. Raises ValueError where the
-    model, the budgets or the paths do not allow it, before a weight is touched.
+    weights keep their exact values as masters. `rules` say whose states the store has. With a `device` of the kind of
+    `torch_device`, that one computes. Raises ValueError where the model, the budgets or the paths do not allow it,
+    before a weight is touched.
     """
-    device = open_device(config, torch_device)
+    device = device or open_device(config, torch_device)
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path))
     recompute_without_reentry(model)
     refuse_chunks(model, config)

@@ -36,6 +36,21 @@ def test_a_gpu_step_in_small_on_the_cpu(tmp_path: Path) -> None:
     assert str(tmp_path) not in written.read_text()
 
 
+def test_a_paced_step_in_small(tmp_path: Path) -> None:
+    own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1", "--set", "prefetch_blocks=1"]
+    run(BENCHMARKS / "paced_step.py", *SMALL, *own, "--output", str(tmp_path / "figures.json"), folder=tmp_path)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["settings"]["prefetch_blocks"] == 1
+    (result,) = figures["results"]
+    (turn,) = result["turns"]
+    assert len(turn["steps_s"]) == 1 and turn["num_commits"] == 1 and turn["write_bytes"] > 0
+    assert turn["clip_way"] in ("defer", "speculate") and turn["clip_rate"] == 0
+    assert turn["flops"] >= 3 * 2 * 2 * 8 * figures["results"][0]["num_parameters"] * 0.5
+    assert turn["lanes_s"]["compute"] == turn["compute_s"] > 0
+    assert result["over_longest_lane"] == turn["step_s"] / max(turn["lanes_s"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
 COMMANDS = """
 import runpy, sys
 from pathlib import Path
@@ -55,6 +70,6 @@ def test_every_benchmark_takes_the_same_arguments(tmp_path: Path) -> None:
     result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     options = {name: set(rest) for name, *rest in map(str.split, result.stdout.splitlines())}
-    assert {"bench_step", "bench_io", "gpu_step", "measure_state_dtypes"} <= set(options)
+    assert {"bench_step", "bench_io", "gpu_step", "measure_state_dtypes", "paced_step"} <= set(options)
     shared = set.intersection(*options.values())
     assert {"device", "hidden", "layers", "cpu_memory", "num_turns", "store", "output"} <= shared

@@ -1,0 +1,136 @@
+"""Linear layers with all their weights whose products are waited for, not computed.
+
+`pace_layers` puts them into a model. They compute something cheap of a few of their weights, the same on every device,
+and get a gradient for each weight: of those that were used the true one, of the others small numbers that never change.
+On a `PacedDevice` forward and backward take what the FLOPs of a true product would, and the planner counts these.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import register_flop_formula
+
+from hf_lohan.testing.paced_device import PacedDevice
+
+UNUSED_GRADIENT_SCALE = 1e-6
+"""So small that a billion of them have a norm far below 1: whether a step clips is up to the true ones."""
+_PATTERN_NUMEL = 1 << 20
+
+_devices: WeakValueDictionary[int, PacedDevice] = WeakValueDictionary()
+"""By the number that their layers give to the operations, which take no objects."""
+
+
+class PacedLinear(nn.Module):
+    """In the place of `nn.Linear` without a bias: weight [out_features, in_features]."""
+
+    def __init__(self, weight: nn.Parameter, device: PacedDevice | None) -> None:
+        """Without a device nothing waits."""
+        super().__init__()
+        self.weight = weight
+        self.device_number = -1
+        if device is not None:
+            self.device_number = id(device)
+            _devices[self.device_number] = device
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = _Product.apply(x, self.weight, self.device_number)  # type: ignore[no-untyped-call]
+        return result
+
+
+def pace_layers(layers: Iterable[nn.Module], device: PacedDevice | None) -> None:
+    """Replace every `nn.Linear` in them. Raises ValueError for one with a bias."""
+    for layer in layers:
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    if child.bias is not None:
+                        raise ValueError(f"{name} has a bias, which is not paced; take a model without")
+                    setattr(parent, name, PacedLinear(child.weight, device))
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, device_number: int) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.device_number = device_number
+        return mm(x, weight, device_number)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight = ctx.saved_tensors
+        return *mm_backward(gradient, x, weight, ctx.device_number), None
+
+
+def _mm(x: Tensor, weight: Tensor, device_number: int) -> Tensor:
+    """x [..., in] and weight [out, in] to [..., out]: each output is one input times one of the first `out` weights."""
+    _take_flops(device_number, _flops(x.shape, weight.shape))
+    return _repeated(x, len(weight)) * weight.view(-1)[: len(weight)]
+
+
+def _mm_backward(gradient: Tensor, x: Tensor, weight: Tensor, device_number: int) -> tuple[Tensor, Tensor]:
+    """gradient [..., out]: gradients of x and weight."""
+    _take_flops(device_number, 2 * _flops(x.shape, weight.shape))
+    num_outputs, num_inputs = weight.shape
+    of_inputs = gradient * weight.view(-1)[:num_outputs]
+    missing = -num_outputs % num_inputs
+    of_inputs = nn.functional.pad(of_inputs, (0, missing)).unflatten(-1, (-1, num_inputs)).sum(-2)
+    of_weight = _small_numbers(weight.numel(), weight.dtype)
+    of_used = gradient * _repeated(x, num_outputs)
+    of_weight[:num_outputs] = of_used.reshape(-1, num_outputs).sum(0)
+    return of_inputs, of_weight.view(weight.shape)
+
+
+def _flops(x_shape: Sequence[int], weight_shape: Sequence[int]) -> int:
+    return 2 * math.prod(x_shape) * weight_shape[0]
+
+
+# By its name, `mm`, the engine knows a product: its output is worth keeping for backward.
+_library = torch.library.Library("lohan_paced", "DEF")
+_library.define("mm(Tensor x, Tensor weight, int device_number) -> Tensor")
+_library.define("mm_backward(Tensor gradient, Tensor x, Tensor weight, int device_number) -> (Tensor, Tensor)")
+_library.impl("mm", _mm, "CPU")
+_library.impl("mm_backward", _mm_backward, "CPU")
+_library.impl("mm", lambda x, weight, _: x.new_empty(*x.shape[:-1], len(weight)), "Meta")
+_library.impl("mm_backward", lambda _g, x, weight, _n: (torch.empty_like(x), torch.empty_like(weight)), "Meta")
+mm, mm_backward = torch.ops.lohan_paced.mm, torch.ops.lohan_paced.mm_backward
+register_flop_formula(mm)(lambda x_shape, weight_shape, *_, **__: _flops(x_shape, weight_shape))
+
+
+def _take_flops(device_number: int, flops: float) -> None:
+    device = _devices.get(device_number)
+    if device is not None:
+        device.take_flops(flops)
+
+
+def _repeated(x: Tensor, numel: int) -> Tensor:
+    """[..., in] to [..., numel], over and over."""
+    times = -(-numel // x.shape[-1])
+    return x.repeat(*[1] * (x.dim() - 1), times)[..., :numel]
+
+
+def _small_numbers(numel: int, dtype: torch.dtype) -> Tensor:
+    """A new tensor [numel], always of the same numbers. No core fills it: its pages are those of one file in memory
+    until they are written to."""
+    mapping = mmap.mmap(_file_of_small_numbers(numel, dtype), numel * dtype.itemsize, flags=mmap.MAP_PRIVATE)
+    return torch.frombuffer(mapping, dtype=dtype)
+
+
+@cache
+def _file_of_small_numbers(numel: int, dtype: torch.dtype) -> int:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator) * UNUSED_GRADIENT_SCALE
+    content = numbers.to(dtype).view(torch.uint8).numpy().tobytes()
+    file = os.memfd_create("lohan-small-numbers")
+    left_bytes = numel * dtype.itemsize
+    while left_bytes:
+        left_bytes -= os.write(file, content[:left_bytes])
+    return file

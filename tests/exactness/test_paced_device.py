@@ -1,0 +1,175 @@
+"""The device that computes by waiting: its numbers are the CPU's, and its times are those that were stated."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
+
+import hf_lohan
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice, Device, Lane
+from hf_lohan.hardware import MeasuringEffort, measure_hardware
+from hf_lohan.hardware.rates import MatrixShape
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.planning import trace_blocks
+from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.paced_device import PacedDevice
+from hf_lohan.testing.paced_layers import PacedLinear, pace_layers
+
+FLOPS_PER_S = 1e6
+LINK_BYTES_PER_S = 1e6
+NUM_STEPS = 4
+NUM_TOKENS = 2 * 16
+
+
+class SteppedClock:
+    """Time passes only where somebody sleeps."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        self._lock = threading.Lock()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def sleep_until(self, at_s: float) -> None:
+        with self._lock:
+            self._now_s = max(self._now_s, at_s)
+
+
+def make_device() -> PacedDevice:
+    return PacedDevice(link_bytes_per_s=LINK_BYTES_PER_S, flops_per_s=FLOPS_PER_S, clock=SteppedClock())
+
+
+def paced_model(device: PacedDevice | None) -> Any:
+    model = tiny_model("llama")
+    pace_layers(model.model.layers, device)
+    return model
+
+
+def train(model: Any, device: Device, folder: Path, *, max_grad_norm: float, accumulation: int, **settings: Any) -> Any:
+    """A trainer behind its last step."""
+    config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(folder / "store"), **settings})
+    is_held = max_grad_norm > 0 or (accumulation > 1 and not config.vertical_micro_batches)
+    offload_model(
+        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=is_held, device=device
+    )
+    args = arguments(
+        folder, max_steps=NUM_STEPS, max_grad_norm=max_grad_norm, gradient_accumulation_steps=accumulation
+    )
+    trainer = hf_lohan.Trainer(model, args, train_dataset=dataset(), offload=config)
+    trainer.train()
+    assert trainer.offload_engine.device is device
+    return trainer
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "in_backward": {"max_grad_norm": 0.0, "accumulation": 1, "activations": "recompute"},
+    "defer": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "defer", "activations": "keep"},
+    "speculate": {"max_grad_norm": 1e6, "accumulation": 1, "clip": "speculate", "activations": "recompute"},
+    "swap": {"max_grad_norm": 0.5, "accumulation": 2, "activations": "swap"},
+    "vertical": {"max_grad_norm": 0.5, "accumulation": 2, "vertical_micro_batches": True},
+}
+
+
+RUNS = [(True, mode) for mode in MODES] + [(False, "defer"), (False, "swap")]
+
+
+@pytest.mark.parametrize(("is_paced", "mode"), RUNS)
+def test_numbers_are_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path) -> None:
+    outcomes = []
+    for device in (CpuDevice(), make_device()):
+        paced_by = device if isinstance(device, PacedDevice) else None
+        model = paced_model(paced_by) if is_paced else tiny_model("llama")
+        trainer = train(model, device, tmp_path, **MODES[mode])
+        outcomes.append((logged(trainer), stored_weights(trainer)))
+        trainer.offload_engine.close()
+    (cpu_log, cpu_weights), (paced_log, paced_weights) = outcomes
+    assert paced_log == cpu_log
+    assert all(torch.equal(paced_weights[name], weight) for name, weight in cpu_weights.items())
+    before = dict(tiny_model("llama").named_parameters())
+    assert all(not torch.equal(weight, before[name]) for name, weight in paced_weights.items())
+
+
+@pytest.mark.parametrize(("activations", "num_products"), [("keep", 3), ("recompute", 4)])
+def test_a_step_takes_the_time_of_its_products(activations: str, num_products: int, tmp_path: Path) -> None:
+    device = make_device()
+    model = paced_model(device)
+    began_s = device.clock.now_s()
+    products = [module for module in model.modules() if isinstance(module, PacedLinear)]
+    flops = num_products * 2 * NUM_TOKENS * sum(product.weight.numel() for product in products)
+    trainer = train(model, device, tmp_path, max_grad_norm=0.0, accumulation=1, activations=activations)
+    assert device.paced_flops == NUM_STEPS * flops
+    assert device.paced_s == pytest.approx(NUM_STEPS * flops / FLOPS_PER_S)
+    trainer.offload_engine.settle()
+    assert device.clock.now_s() >= began_s + device.paced_s
+    assert device.num_waits["MainThread"] < device.num_waits.total()
+    trainer.offload_engine.close()
+
+
+def test_a_plan_counts_the_flops_that_are_waited_for() -> None:
+    models = tiny_model("llama"), paced_model(None)
+    true, paced = (trace_blocks(model, batch_size=2, sequence_length=16).profile.layers for model in models)
+    assert [layer.flops for layer in paced] == [layer.flops for layer in true]
+    for layer in paced:  # each of them can be kept, too
+        assert {operation.name for operation in layer.operations} >= {f"lohan_paced.mm#{number}" for number in range(7)}
+
+
+def test_a_lane_copies_one_after_the_other_at_the_rate_of_the_link() -> None:
+    device = make_device()
+    clock, began_s = device.clock, device.clock.now_s()
+    source, target = device.host_empty(4096).fill_(3), device.empty(4096).zero_()
+    events = []
+    for _ in range(3):
+        device.copy(Lane.H2D, target, source)
+        events.append(device.record(Lane.H2D))
+    device.copy(Lane.D2H, source, target)
+    assert clock.now_s() == began_s
+    device.record(Lane.D2H).synchronize()
+    assert clock.now_s() == pytest.approx(began_s + 4096 / LINK_BYTES_PER_S)
+    events[2].synchronize()
+    assert clock.now_s() == pytest.approx(began_s + 3 * 4096 / LINK_BYTES_PER_S)
+    events[0].synchronize()
+    assert device.num_waits == {"MainThread": 2}
+    device.note_reached()
+    assert device.timeline.totals()["h2d"].busy_s == pytest.approx(3 * 4096 / LINK_BYTES_PER_S)
+
+
+def test_lanes_wait_for_each_other_and_nobody_waits_for_them() -> None:
+    device = make_device()
+    clock, began_s = device.clock, device.clock.now_s()
+    source, target = device.host_empty(4096), device.empty(4096)
+    device.take_flops(2 * FLOPS_PER_S)
+    computed = device.record(Lane.COMPUTE)
+    device.wait(Lane.D2H, computed)
+    device.copy(Lane.D2H, source, target)
+    copied = device.record(Lane.D2H)
+    device.wait(Lane.COMPUTE, copied)
+    device.take_flops(FLOPS_PER_S)
+    assert clock.now_s() == began_s
+    copied.synchronize()
+    assert clock.now_s() == pytest.approx(began_s + 2 + 4096 / LINK_BYTES_PER_S)
+    device.stamp(Lane.COMPUTE).at_s()
+    assert clock.now_s() == pytest.approx(began_s + 3 + 4096 / LINK_BYTES_PER_S)
+
+
+def test_a_linear_layer_with_a_bias_is_refused() -> None:
+    with pytest.raises(ValueError, match="bias"):
+        pace_layers([nn.Sequential(nn.Linear(4, 4))], None)
+
+
+def test_it_is_measured_as_a_device_beside_the_cpu(tmp_path: Path) -> None:
+    config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(tmp_path)}).resolve(
+        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
+    )
+    effort = MeasuringEffort(budget_s=0.1, scratch_bytes=1 << 20)
+    shapes = [MatrixShape(8, 8, 8)]
+    for device, is_beside in ((make_device(), True), (CpuDevice(), False)):
+        measured = measure_hardware(config, device, matrix_shapes=shapes, dtype=torch.float32, effort=effort)
+        assert measured.device.shares_cpu is not is_beside
