@@ -192,6 +192,13 @@ def _wear(planned: PlannedRun) -> Iterable[str]:
             f"A step writes {written} to the SSDs: they last {count(life.steps)} steps, {count(life.tokens)} tokens, "
             f"{life.days:.3g} days on end."
         )
+    if planned.plan.commit_every_steps > 1:
+        every = planned.plan.commit_every_steps
+        lost_s = every * step.step_s
+        yield (
+            f"One step of {every} is committed, and writes what lives in RAM: a run that dies repeats at most "
+            f"{seconds(lost_s)}. With commit_every: 1 each step is."
+        )
     if planned.plan.durability == "checkpoint":
         yield "There is no room for two versions of the state: a run that dies goes on from its last checkpoint."
 

@@ -6,6 +6,15 @@ number once the machine is known. The room itself knows neither torch nor the ma
 """
 
 from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
-from hf_lohan.config.values import ConfigError, SsdPath, parse_bytes
+from hf_lohan.config.values import ConfigError, SsdPath, interval_s, parse_bytes
 
-__all__ = ["Activations", "ConfigError", "OffloadConfig", "Schedule", "SsdPath", "parse_bytes", "setting_rows"]
+__all__ = [
+    "Activations",
+    "ConfigError",
+    "OffloadConfig",
+    "Schedule",
+    "SsdPath",
+    "interval_s",
+    "parse_bytes",
+    "setting_rows",
+]

@@ -16,6 +16,7 @@ from hf_lohan.config.values import (
     check_count,
     check_flag,
     check_flag_or_auto,
+    check_interval,
     check_number,
     check_piece_size,
     check_size,
@@ -93,6 +94,11 @@ class OffloadConfig:
     """"step" keeps two versions of all state, so that every step is a checkpoint; "checkpoint" keeps one, and
     a run that dies goes on from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
 
+    commit_every: int | str = AUTO
+    """How often a step is committed, so that a run that dies goes on from there: a number of steps, or a time such as
+    "10min". Between commits, what has a copy in RAM is not written. "auto" is every step, but where the plan says that
+    this makes steps longer: then so seldom that commits take 2% of the time, and at least every 10 minutes."""
+
     clip: Clip = AUTO
     """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
     updates in backward, and does it over if the norm clips; "auto" takes what is faster by its measurements."""
@@ -113,6 +119,11 @@ class OffloadConfig:
     def __post_init__(self) -> None:
         for name, check in _CHECKS.items():
             object.__setattr__(self, name, check(name, getattr(self, name)))
+        if self.clip == "speculate" and self.commit_every not in (AUTO, 1):
+            raise ConfigError(
+                f"clip: 'speculate' undoes a step by going back to the commit before it, and commit_every is "
+                f"{self.commit_every!r}; set commit_every to 1, or clip to 'defer'"
+            )
 
     @classmethod
     def load(cls, value: OffloadSource = None, /, **overrides: Any) -> OffloadConfig:
@@ -173,7 +184,7 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability` and `clip`."""
+        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -186,7 +197,10 @@ class OffloadConfig:
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
-_DECIDED_LATER = ("resident_records", "optimizer", "activations", "chunked_loss", "durability", "clip")
+_DECIDED_LATER = (
+    *("resident_records", "optimizer", "activations", "chunked_loss"),
+    *("durability", "commit_every", "clip"),
+)
 
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
 
@@ -204,6 +218,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
     "durability": partial(check_choice, allowed=get_args(Durability)),
+    "commit_every": check_interval,
     "clip": partial(check_choice, allowed=get_args(Clip)),
     "vertical_micro_batches": check_flag,
     "max_skipped_steps": check_number,

@@ -111,6 +111,28 @@ def check_number(name: str, value: object) -> int:
     raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1")
 
 
+_DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def check_interval(name: str, value: object) -> int | str:
+    """A number of steps, a time such as "10min", or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, str) and interval_s(value):
+        return value
+    try:
+        return check_number(name, value)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (steps), a time such as '30s', '10min' or '1h', or 'auto'") from None
+
+
+def interval_s(value: int | str) -> float | None:
+    """The seconds of an interval that is a time; None for one that is none."""
+    found = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return float(found[1]) * _SECONDS[found[2]] or None if found else None
+
+
 def check_flag(name: str, value: object) -> bool:
     if isinstance(value, bool):
         return value

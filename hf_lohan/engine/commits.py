@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from hf_lohan.config import interval_s
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import StepCounts
@@ -27,8 +29,30 @@ class Journal:
     begins_log: bool = False
 
 
+@dataclass(frozen=True)
+class CommitInterval:
+    """How often steps are committed."""
+
+    num_steps: int = 1
+    """0: none is, unless somebody asks for it."""
+    seconds: float = math.inf
+    """Nor is there more time between two commits."""
+
+    @classmethod
+    def asked_for(cls, setting: int | str) -> CommitInterval:
+        """What `commit_every` says; where that is "auto", each step until there is a plan."""
+        seconds = interval_s(setting)
+        if seconds is not None:
+            return cls(0, seconds)
+        return cls(setting) if isinstance(setting, int) else cls()
+
+
 class StepCommits:
-    """Has a store committed as the steps of one engine go by, and goes back to the last commit."""
+    """Has a store committed as the steps of one engine go by, and goes back to the last commit.
+
+    Whether a step will be committed is decided when it begins: its updates then write all records. In other steps what
+    lives in RAM stays there. A commit that nobody foresaw writes that first.
+    """
 
     def __init__(
         self,
@@ -37,12 +61,24 @@ class StepCommits:
         timeline: Timeline,
         *,
         when_written: Callable[[Callable[[], None]], None],
+        when_reached: Callable[[Callable[[], None]], None],
+        interval: CommitInterval,
     ) -> None:
-        """`when_written` runs what it is given when all updates so far are in the store, without waiting for that."""
+        """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
+        `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
+        where somebody asks for it, whatever the `interval`."""
         self._store = store
         self._step_counts = step_counts
         self._timeline = timeline
         self._when_written = when_written
+        self._when_reached = when_reached
+        self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
+        self._asked_s = time.monotonic()
+        self._began_s: float | None = None
+        self._steps_since = 0
+        """Steps that have ended since a commit was asked for."""
+        self.is_due = self.are_kept
+        """Whether the step in progress, or the one that has just ended, is to be committed."""
         self._has_begun = False
         self.each_step = True
         """Whether each step is committed by itself."""
@@ -73,9 +109,30 @@ class StepCommits:
             if self.each_step:
                 self.request(even_in_place=True)
 
+    def follow(self, interval: CommitInterval) -> None:
+        """From the next step on."""
+        if self.are_kept:
+            self._interval = interval
+
+    def begin_step(self) -> None:
+        """A step's first forward begins: decide whether it will be committed."""
+        now_s = time.monotonic()
+        step_s = now_s - self._began_s if self._began_s is not None else 0.0
+        self._began_s = now_s
+        is_enough = 0 < self._interval.num_steps <= self._steps_since + 1
+        self.is_due = is_enough or now_s + step_s - self._asked_s >= self._interval.seconds
+        keeps_new = not self.is_due
+        self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
+
+    @property
+    def has_more(self) -> bool:
+        """Whether steps have ended that are not committed."""
+        return self._steps_since > 0
+
     def end_step(self) -> None:
         """A step is over; its updates may still run."""
-        if self.each_step:
+        self._steps_since += 1
+        if self.each_step and self.is_due:
             self.request()
 
     def request(self, journal: Journal | None = None, *, even_in_place: bool = False) -> None:
@@ -83,6 +140,7 @@ class StepCommits:
         found again when the engine goes back. Where the next update would overwrite the commit, only if
         `even_in_place`."""
         if self.are_kept or even_in_place:
+            self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
             self._describe = None
             self._when_written(lambda: self._write(journal or Journal(), model_files))

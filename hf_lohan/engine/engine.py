@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
-from hf_lohan.engine.commits import StepCommits
+from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.memory import ActivationMemory, Tiers
@@ -91,7 +91,12 @@ class OffloadEngine:
         loader = LocalWeights(self.device, tiers.store, tiers.staging, self._pipeline.deliver)
         self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
         self.commits = StepCommits(
-            tiers.store, self.step_counts, self.timeline, when_written=self._pipeline.when_written
+            tiers.store,
+            self.step_counts,
+            self.timeline,
+            when_written=self._pipeline.when_written,
+            when_reached=self._pipeline.when_reached,
+            interval=CommitInterval.asked_for(config.commit_every),
         )
         self._arrivals = GradientArrivals(
             self.device,
@@ -112,7 +117,9 @@ class OffloadEngine:
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
         )
         self.activation_memory = ActivationMemory(self.activations, config.activations, tiers, layout)
-        self._plan = FollowedPlan(events, self.activation_memory, self._pipeline, self._step, self.clip_history)
+        self._plan = FollowedPlan(
+            events, self.activation_memory, self._pipeline, self._step, self.clip_history, self.commits
+        )
         self._lifetime = Lifetime()
         parts = PassParts(
             device=self.device,
@@ -313,16 +320,16 @@ class OffloadEngine:
         self.model.register_forward_pre_hook(_refuse_closed)
         self._prefetcher.close()
         self.activations.close()
-        if self._is_whole_in_place:
+        if self._leaves_whole_steps:
             self.commits.request(even_in_place=True)
         self._pipeline.close()
         self.tiers.close()
 
     @property
-    def _is_whole_in_place(self) -> bool:
-        """Whether a store with one version holds the last step, and only that."""
+    def _leaves_whole_steps(self) -> bool:
+        """Whether there are steps that nobody would commit, and nothing else."""
         return (
-            not self.commits.are_kept
+            (self.commits.has_more or not self.commits.are_kept)
             and self.commits.each_step
             and self._pipeline.failure is None
             and self._pass.phase is Phase.IDLE

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.memory import ActivationMemory
 from hf_lohan.planning import PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
@@ -42,12 +43,16 @@ class FollowedPlan:
         pipeline: GradientPipeline,
         step: StepTransaction,
         clip_history: ClipHistory,
+        commits: StepCommits,
     ) -> None:
         self._events = events
         self._activation_memory = activation_memory
         self._pipeline = pipeline
         self._step = step
         self._clip_history = clip_history
+        self._commits = commits
+        self._is_first_forward = True
+        """Whether the next training forward is a step's first."""
         self._needs_plan = True
         """Whether the next training forward is to be planned for."""
         self._step_has_ended = False
@@ -55,7 +60,7 @@ class FollowedPlan:
 
     def end_step(self) -> None:
         """A step is over."""
-        self._step_has_ended = True
+        self._step_has_ended = self._is_first_forward = True
 
     def begin_step(self) -> None:
         """A training forward begins, maybe a step's first."""
@@ -63,6 +68,9 @@ class FollowedPlan:
             self._step_has_ended = False
             self._activation_memory.begin_step()
             self._follow(self._events.step_began(StepsSoFar(clip_rate=self._clip_history.clip_rate)))
+        if self._is_first_forward:
+            self._is_first_forward = False
+            self._commits.begin_step()
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
@@ -78,5 +86,12 @@ class FollowedPlan:
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:
             self._activation_memory.follow(planned)
+            self._commits.follow(_interval(planned))
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)
+
+
+def _interval(planned: PlannedStep) -> CommitInterval:
+    """How often its steps are committed. A time that was asked for is kept by the clock alone."""
+    setup = planned.setup
+    return CommitInterval(0 if setup.commit_every_s else planned.plan.commit_every_steps, setup.commit_limit_s)

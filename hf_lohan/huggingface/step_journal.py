@@ -151,7 +151,9 @@ class StepJournal(TrainerCallback):
             return  # there is more to come: this is called again when the epoch has ended
         is_last, has_saved = self._termination.is_requested, self._has_saved
         self._has_saved = False
-        if self._engine.commits.are_kept or is_last or has_saved:
+        ends_training = control.should_training_stop or state.global_step >= state.max_steps
+        is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)
+        if is_wanted or is_last or has_saved:
             # In place, a commit lasts until the next update; that then knows which checkpoint to point at.
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:

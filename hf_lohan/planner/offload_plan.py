@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan, RecordTraffic, choose_resident_records
 
+MOST_LOST_S = 600.0
+"""No more time is between two commits, if nobody asks for that."""
 ClipMode = Literal["none", "defer", "speculate"]
 ClipRequest = Literal["none", "defer", "speculate", "auto"]
 Activations = Literal["auto", "recompute", "swap", "keep"]
@@ -83,6 +86,10 @@ class TrainingSetup:
     """Micro-batches of the run that the model profile counts as one, since their weights move once."""
     durability: Durability = "step"
     """`step`: two versions of what is trained lie on the SSDs; `checkpoint`: one."""
+    commit_every_steps: int | None = 1
+    """Records with a copy in RAM are written in one step of so many; 0: in none (of two checkpoints); None: in as many
+    as `commit_every_s` says, or as the plan chooses."""
+    commit_every_s: float | None = None
     spilled_gradient_numel: int = 0
     """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`)."""
     turnaround_bytes: int = 0
@@ -96,7 +103,22 @@ class TrainingSetup:
 
     @property
     def clip_modes(self) -> tuple[ClipMode, ...]:
-        return ("defer", "speculate") if self.clip == "auto" else (self.clip,)
+        is_committed = self.commit_every_steps == 1  # to go back to
+        if self.clip == "auto":
+            return ("defer", "speculate") if is_committed else ("defer",)
+        return ("defer",) if self.clip == "speculate" and not is_committed else (self.clip,)
+
+    @property
+    def commit_limit_s(self) -> float:
+        """The most time between two commits."""
+        if self.commit_every_s is None and self.commit_every_steps is not None:
+            return math.inf
+        return self.commit_every_s or MOST_LOST_S
+
+    @property
+    def committed_fraction(self) -> float:
+        """Of the steps."""
+        return 1 / self.commit_every_steps if self.commit_every_steps else 0.0
 
     @property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
@@ -194,6 +216,8 @@ class OffloadPlan:
     names. A layer's other operations are recomputed, unless all is kept."""
     clip: ClipMode
     durability: Durability
+    commit_every_steps: int
+    """0: only checkpoints are committed."""
     num_micro_batches: int
     """Forwards and backwards a step, each of which moves the weights."""
     num_together: int

@@ -29,6 +29,8 @@ from hf_lohan.planner.offload_plan import (
 )
 from hf_lohan.planner.step_costs import Choice, StepCosts, Values, gradient_spill_bytes, operation_s
 
+COMMIT_FRACTION = 0.02
+"""Commits may make steps so much longer, on average, than none would."""
 EQUALLY_FAST = 1 + 1e-9
 """Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
 
@@ -41,8 +43,24 @@ def plan_offload(
     With `swapped_bytes` not the fastest, but the one in Algorithm 1's row that swaps most without swapping more than
     that; the inputs of the layers that the device cannot keep are swapped in any case. What does not fit is planned all
     the same, and `refusal` says why.
+
+    Where steps need not all be committed, they are if that costs next to nothing.
     """
-    return _Search(model, hardware, setup).run(swapped_bytes)
+
+    def planned(commit_every_steps: int) -> OffloadPlan:
+        own = replace(setup, commit_every_steps=commit_every_steps)
+        return _Search(model, hardware, own).run(swapped_bytes)
+
+    if setup.durability == "checkpoint":
+        return planned(0)
+    if setup.commit_every_steps is not None:
+        return planned(setup.commit_every_steps)
+    each, never = planned(1), planned(0)
+    each_s, never_s = each.prediction.step_s, never.prediction.step_s
+    most = int((setup.commit_limit_s - (each_s - never_s)) / never_s)
+    wanted = most if setup.commit_every_s else math.ceil((each_s / never_s - 1) / COMMIT_FRACTION)
+    steps = min(most, wanted)
+    return planned(steps) if steps > 1 else each
 
 
 def sweep_swapped_bytes(
@@ -166,6 +184,7 @@ class _Search:
             activations=self._place(candidates, swapped_bytes - spilled_bytes),
             clip=best.clip,
             durability=setup.durability,
+            commit_every_steps=setup.commit_every_steps or 0,
             num_micro_batches=setup.num_micro_batches,
             num_together=setup.num_together,
             num_params=model.num_params,

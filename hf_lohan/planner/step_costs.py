@@ -149,6 +149,9 @@ class StepCosts:
         self._resident_update_read_bytes = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
         )
+        # An update writes what it has read. Between commits what lives in RAM stays there.
+        unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
+        self._update_write_bytes -= int(unwritten_bytes)
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
         """The step's forwards and backwards, and which of them the updates run under."""
@@ -178,7 +181,15 @@ class StepCosts:
         return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
 
     def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
-        """Forward (T_f) and backward (T_b) of a step, all micro-batches."""
+        """Forward (T_f) and backward (T_b) of a step, all micro-batches. Where some steps are committed and others not:
+        their mean."""
+        committed = self._setup.committed_fraction
+        if 0 < committed < 1:
+            with_s, without_s = (self._with(commit_every_steps=steps).step_s(choice, clip) for steps in (1, 0))
+            forward_s, backward_s = (
+                committed * one + (1 - committed) * other for one, other in zip(with_s, without_s, strict=True)
+            )
+            return forward_s, backward_s
         forward_s, backward_s = np.zeros(1), np.zeros(1)
         for phase in self.phases(choice, clip):
             if phase.is_forward:
@@ -261,9 +272,8 @@ class StepCosts:
         """T* = S / (c - a), for weights that move once a step: S seconds of the drives for weights, states and
         gradients; a token takes c of computing and a of the drives for activations. With B bytes a parameter and no
         activations on the drives it is B F / (8 BW), whatever the model's size."""
-        once = replace(self._setup, num_micro_batches=1)
         nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
-        costs = StepCosts(self._model, self._hardware, once)
+        costs = self._with(num_micro_batches=1)
         loads = [phase.load for phase in costs.phases(nothing, clip)]
         read_bytes, write_bytes = (sum(getattr(load, name) for load in loads) for name in _SSD_AMOUNTS)
         tokens_at_once = num_tokens / self._setup.num_micro_batches
@@ -271,6 +281,9 @@ class StepCosts:
         spare_s = (compute_s - self._ssd_s(choice.spilled_bytes, choice.spilled_bytes)).item()
         fixed_s = float(self._ssd_s(read_bytes, write_bytes).item())
         return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
+
+    def _with(self, **changes: Any) -> StepCosts:
+        return StepCosts(self._model, self._hardware, replace(self._setup, **changes))
 
     def _in_all(self, phases: list[Phase]) -> Lanes:
         hardware = self._hardware

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, interval_s
 from hf_lohan.model import ChunkedLoss, TracedModel, chunked_head_of, discover_blocks, signature_of, trace_model
 from hf_lohan.planner import (
     INPUT,
@@ -187,6 +187,8 @@ def training_setup(
         num_micro_batches=shape.num_micro_batches,
         num_together=shape.num_together,
         durability=durability,
+        commit_every_steps=config.commit_every if isinstance(config.commit_every, int) else None,
+        commit_every_s=interval_s(config.commit_every),
         spilled_gradient_numel=sum(block.state_numel for block in layout.blocks if block.name in pools.spilled_blocks),
         turnaround_bytes=sum(block.param_bytes for block in in_slots),
     )

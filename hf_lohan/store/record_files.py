@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Self
 
@@ -14,8 +15,8 @@ from hf_lohan.files.data_file import byte_tensor, sector_view
 from hf_lohan.files.io_engine import Content, RequestsUnderWay
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
+from hf_lohan.store.ram_home import RamHome
 from hf_lohan.store.record_read import RecordRead
-from hf_lohan.store.resident_copies import ResidentCopy
 from hf_lohan.store.versions import Checksums, Home, Homes, Versions
 from hf_lohan.threads import Owner
 
@@ -26,6 +27,9 @@ def checksums(source: Tensor, granule_bytes: int) -> Checksums:
     starts = range(0, len(content), granule_bytes)
     return np.array([xxhash.xxh3_64_intdigest(content[start : start + granule_bytes]) for start in starts], np.uint64)
 
+
+_WRITE_BACK_DEPTH = 3
+"""So many requests that write back are under way at a time, and one more."""
 
 HashGranules = Callable[[Tensor, int], Checksums]
 BeforeWrite = Callable[[bool], None]
@@ -40,7 +44,7 @@ class RecordFiles:
     granule, one of them a write, must not be under way together.
 
     A record may have a copy in RAM (`keep_copies`): what that holds is not read from the drive again. Writes go
-    to both.
+    to both, or, while `ram.keeps_new`, to RAM alone until `write_back`.
     """
 
     def __init__(
@@ -56,7 +60,7 @@ class RecordFiles:
         something else; ``hash_granules`` hashes memory granule by granule (benchmarks leave that out)."""
         self.versions = versions
         self.layout = homes[0].layout
-        self.copies: dict[tuple[str, str], ResidentCopy] = {}
+        self.ram = RamHome(self.layout, versions)
         self._homes = tuple(homes)
         self._engine = engine
         self._before_write = before_write
@@ -104,7 +108,7 @@ class RecordFiles:
         """
         span = self._span(block, kind, start_numel, out)
         content = byte_tensor(out)
-        copy = self.copies.get((block, kind))
+        copy = self.ram.copies.get((block, kind))
         fill: Callable[[int, int], None] | None = None
         if copy is not None:
             if copy.read(span.start_byte, content):
@@ -118,13 +122,15 @@ class RecordFiles:
             part = span.bytes_of(run.first, run.stop)
             if run.home is Home.NOWHERE:
                 content[part].zero_()
+            elif run.home is Home.RAM:
+                self.ram.read(block, kind, run.first, content[part])
             else:
                 transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, view[part])
 
         def check(low: int, high: int) -> None:
             for run in homes:
                 begin, end = max(run.first - span.first, low), min(run.stop - span.first, high)
-                if begin < end and run.home is not Home.NOWHERE:
+                if begin < end and run.home in (Home.FIRST, Home.SECOND):
                     part = content[begin * span.granule_bytes : end * span.granule_bytes]
                     is_wrong = self._hash_granules(part, span.granule_bytes) != expected[begin:end]
                     if is_wrong.any():
@@ -143,10 +149,14 @@ class RecordFiles:
         ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
         written again, or dropped, before a commit.
         """
-        copy = self.copies.get((block, kind))
+        copy = self.ram.copies.get((block, kind))
         if copy is None:
             return self._write(block, kind, start_numel, source, checksums)
         start_byte, content = start_numel * source.element_size(), byte_tensor(source)
+        if self.ram.keeps_new:
+            span = self._span(block, kind, start_numel, source)
+            self.ram.put(block, kind, span.first, span.stop, content)
+            return IoRequest.finished()
         copy.put(start_byte, content)
         try:
             request = self._write(block, kind, start_numel, source, checksums)
@@ -155,6 +165,17 @@ class RecordFiles:
             raise
         copy.follow(start_byte, content, request)
         return request
+
+    def write_back(self) -> None:
+        """Write what is in RAM only; return when that is in the files, if not on the medium. Nobody else may write
+        meanwhile. Raises `CapacityError` or `StorageError`; it is in RAM then as before."""
+        under_way: deque[IoRequest] = deque()
+        for block, kind, start_numel, values in self.ram.only_here():
+            under_way.append(self._write(block, kind, start_numel, values, None))
+            if len(under_way) > _WRITE_BACK_DEPTH:  # leave room for those who read weights
+                under_way.popleft().wait()
+        while under_way:
+            under_way.popleft().wait()
 
     def _write(self, block: str, kind: str, start_numel: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
         span = self._span(block, kind, start_numel, source)
@@ -188,7 +209,7 @@ class RecordFiles:
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done."""
-        copy = self.copies.get((block, kind))
+        copy = self.ram.copies.get((block, kind))
         start_byte, content = start_numel * out.element_size(), byte_tensor(out)
         if copy is not None and copy.read(start_byte, content):
             return
@@ -202,18 +223,18 @@ class RecordFiles:
         Granules that are only partly covered are read, changed and written, so nothing else may write to them. It is
         for loading: a copy in RAM takes it over when it is read.
         """
-        granule_numel, copy = self.layout.record(block, kind).granule_numel, self.copies.get((block, kind))
-        try:
-            for low, high, first, staged in self._windows(block, kind, start_numel, source, bounce):
-                last = (staged.numel() - 1) // granule_numel * granule_numel
-                partial = {0: low > first, last: high < first + staged.numel() or (last == 0 and low > first)}
-                for edge in (edge for edge, is_partial in partial.items() if is_partial):
-                    self.read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
-                staged[low - first : high - first].copy_(source[low - start_numel : high - start_numel])
+        granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
+        for low, high, first, staged in self._windows(block, kind, start_numel, source, bounce):
+            last = (staged.numel() - 1) // granule_numel * granule_numel
+            partial = {0: low > first, last: high < first + staged.numel() or (last == 0 and low > first)}
+            for edge in (edge for edge, is_partial in partial.items() if is_partial):
+                self.read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
+            staged[low - first : high - first].copy_(source[low - start_numel : high - start_numel])
+            try:
                 self._write(block, kind, first, staged, None).wait()
-        finally:
-            if copy is not None:
-                copy.forget(start_numel * source.element_size(), byte_tensor(source))
+            finally:
+                if copy is not None:
+                    copy.forget(first * source.element_size(), byte_tensor(staged))
 
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
         """Files and places of a whole record as it is now; None if some of it is being written, or never was."""

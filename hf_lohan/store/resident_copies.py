@@ -1,4 +1,4 @@
-"""Copies of records in RAM, and which of their bytes may be used instead of the store's."""
+"""Records in RAM: copies of what the drives have, or the only place of their newest version until a commit."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def take_copies(
 
 class ResidentCopy:
     """What a store asks when it reads a record and tells when it writes it. Holds a granule if its bytes here are the
-    newest: those that the store has, or has under way.
+    newest: those that the store has, has under way, or will have by the next commit.
 
-    The store stays the authority. Nothing here is ever written back, so to forget a granule is always right: a drop
-    forgets what was written since the last commit, and the next read brings it back, verified. Ranges are bytes of the
-    record; they begin at granules and end at them or with the record, where it is not said otherwise. Used by several
-    threads; no lock is held while anything else is waited for.
+    `Versions` knows which of them are here only. All others may be forgotten at any time. A drop forgets what was
+    written since the last commit, be it here only or not, and the next read brings back what is committed, verified.
+    Ranges are bytes of the record; they begin at granules and end at them or with the record, where it is not said
+    otherwise. Used by several threads; no lock is held while anything else is waited for.
     """
 
     def __init__(self, memory: Tensor, granule_bytes: int) -> None:
@@ -67,14 +67,36 @@ class ResidentCopy:
         return True
 
     def put(self, start: int, source: Tensor) -> None:
-        """Take over what is about to be written to the store. Call `follow` or `forget` then."""
+        """Take over what is about to be written to the store: call `follow` or `forget` then; or what stays here.
+        ``source`` may be what was `lent`."""
         part = self._granules(start, source)
         with self._lock:
             self._forget_failed_writes()
             self._change(part)
             self._is_held[part] = False  # an interrupt may leave half of it
-            self._memory[start : start + source.numel()].copy_(source)
+            own = self._memory[start : start + source.numel()]
+            if own.data_ptr() != source.data_ptr():
+                own.copy_(source)
             self._is_held[part] = True
+
+    def lend(self, start: int, num_bytes: int) -> Tensor | None:
+        """Its own memory of that range, to be changed in place and then `put`; None where it does not hold all of it.
+        Until then it holds nothing of it."""
+        own = self._memory[start : start + num_bytes]
+        part = self._granules(start, own)
+        with self._lock:
+            self._forget_failed_writes()
+            if not self._is_held[part].all():
+                return None
+            self._change(part)
+            self._is_held[part] = False
+        return own
+
+    def held(self, start: int, num_bytes: int) -> Tensor | None:
+        """Its own memory of that range, to be read only; None where it does not hold all of it."""
+        own = self._memory[start : start + num_bytes]
+        with self._lock:
+            return own if self._is_held[self._granules(start, own)].all() else None
 
     def follow(self, start: int, source: Tensor, request: IoRequest) -> None:
         """`request` writes to the store what was `put`: if it fails, that is not held."""

@@ -239,15 +239,20 @@ class Store(RecordFiles):
     def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
         """Keep copies in RAM of the records with these (block, kind) ``names``; once. Raises as ``host_empty``: see
         `take_copies`."""
-        assert not self.copies, "memory is taken once"
-        self.copies = take_copies([self.layout.record(block, kind) for block, kind in names], host_empty)
+        assert not self.ram.copies, "memory is taken once"
+        self.ram.copies = take_copies([self.layout.record(block, kind) for block, kind in names], host_empty)
+
+    def keep_new_in_ram(self, is_wanted: bool) -> None:
+        """Whether what is written from now on to records with a copy in RAM stays there alone, until the next commit
+        writes it back. To be changed while no write is under way."""
+        self.ram.keeps_new = is_wanted
 
     def begin_anew(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
         committed record that has one home is overwritten."""
         self.settle()
         self.versions.begin_anew()
-        for copy in self.copies.values():
+        for copy in self.ram.copies.values():
             copy.begin_anew()
 
     def commit(
@@ -267,12 +272,13 @@ class Store(RecordFiles):
         what was committed before is then still so, and `commit` may be tried again, unless the drive lost what was
         written.
         """
+        self.write_back()
         home, checksum = self.draft()
         self._commits.follow(
             home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
         )
         self.versions.commit(home, checksum)
-        for copy in self.copies.values():
+        for copy in self.ram.copies.values():
             copy.commit()
 
     def drop(self) -> None:
@@ -287,7 +293,7 @@ class Store(RecordFiles):
         for home in self._homes:
             home.forget_failures()
         self.versions.drop()
-        for copy in self.copies.values():
+        for copy in self.ram.copies.values():
             copy.drop()
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:

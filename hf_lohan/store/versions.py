@@ -24,9 +24,11 @@ class Home(IntEnum):
     SECOND = 1
     NOWHERE = 2
     """Never written: it reads as zeros and takes no I/O."""
+    RAM = 3
+    """Its newest version is in RAM only. None is there when a commit is made, so no commit ever says so."""
 
 
-_FIRST, _SECOND, _NOWHERE = map(np.uint8, Home)
+_FIRST, _SECOND, _NOWHERE, _RAM = map(np.uint8, Home)
 """As the arrays hold them: looking a member up in its enum is slow where each request does it."""
 
 
@@ -85,7 +87,7 @@ class Versions:
         """Whether granules [first, stop) are on disk as they are read now: none is in flux or was never written."""
         part = self._part(block, kind, first, stop)
         with self._lock:
-            return not ((self._live_home[part] == _NOWHERE).any() or self._is_in_flux[part].any())
+            return not ((self._live_home[part] >= _NOWHERE).any() or self._is_in_flux[part].any())
 
     def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
         """Whether a write to granules [first, stop) goes over committed bytes, not known to be torn yet."""
@@ -124,6 +126,20 @@ class Versions:
             self._live_checksum[part] = checksums
             self._is_in_flux[part] = False
 
+    def begin_change(self, block: str, kind: str, first: int, stop: int) -> None:
+        """Granules [first, stop) of a record are being changed in RAM. Until `end_change` they are in flux."""
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            self.has_drafts = True
+            self._is_in_flux[part] = True
+
+    def end_change(self, block: str, kind: str, first: int, stop: int) -> None:
+        """They are new, and in RAM only."""
+        part = self._part(block, kind, first, stop)
+        with self._lock:
+            self._live_home[part] = _RAM
+            self._is_in_flux[part] = False
+
     def begin_anew(self) -> None:
         """All records are zeros from now on, until written; what is committed stays so. No write may be under way.
 
@@ -159,6 +175,7 @@ class Versions:
     def draft(self) -> tuple[Homes, Checksums]:
         """Home and checksum of all granules as they are now, to be written down and then given to `commit`."""
         with self._lock:
+            assert not (self._live_home == _RAM).any(), "what is in RAM only is written before a commit"
             return self._live_home.copy(), self._live_checksum.copy()
 
     def commit(self, home: Homes, checksum: Checksums) -> None:

@@ -22,7 +22,7 @@ from hf_lohan.optim import Aside, MasterFormat, Segment, here, update_records_, 
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
-from hf_lohan.updates.handover import Handover, NewParams
+from hf_lohan.updates.handover import IN_RAM, Handover, HoldsParams, NewParams
 from hf_lohan.updates.held import ChunkGradient
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
@@ -38,7 +38,7 @@ class ChunkUpdate:
     records: dict[str, Tensor]
     """Views by kind into the buffers, of the chunk's elements."""
     buffer_of: dict[str, Buffer]
-    """By kind; some kinds share one."""
+    """By kind; some kinds share one. Those that are changed where they live in RAM have none."""
     private: list[Buffer]
     """Buffers that hold nothing that is written (see `MasterFormat.num_private_buffers`)."""
     reads: list[RecordRead]
@@ -96,11 +96,18 @@ class ChunkUpdater:
                 start_byte += view.nbytes
                 update.records[kind], update.buffer_of[kind] = view, buffer
         for kind, view in update.records.items():
-            if kind == "param" and loan is not None:
+            start, stop = master.elements(kind, chunk.start, chunk.stop)
+            in_ram = self._store.ram.lend(chunk.block.name, kind, start, stop - start)
+            if in_ram is not None:
+                update.records[kind] = in_ram
+                del update.buffer_of[kind]
+            elif kind == "param" and loan is not None:
                 reads.append(loan.read(chunk.start, view))
             else:
-                start, _ = master.elements(kind, chunk.start, chunk.stop)
                 reads.append(self._store.read(chunk.block.name, kind, start, view))
+        for buffer in buffers[:num_written]:
+            if buffer not in update.buffer_of.values():
+                buffer.release()
         return update
 
     def finish(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
@@ -124,6 +131,7 @@ class ChunkUpdater:
                 clip_coefficient=clip_coefficient,
                 private=[buffer.bytes for buffer in update.private],
                 checksums_of=partial(self._store.checksums, block),
+                unhashed=[kind for kind in update.records if self._store.ram.keeps(block, kind)],
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
             )
@@ -136,12 +144,13 @@ class ChunkUpdater:
         chunk, writes = update.gradient.chunk, []
         new, copied = None, None
         if not update.is_guess:
-            new, copied = self._handover.hand_over(chunk, update.records["param"], update.buffer_of["param"])
+            holder = update.buffer_of.get("param", IN_RAM)
+            new, copied = self._handover.hand_over(chunk, update.records["param"], holder)
         for kind, view in update.records.items():
             start, _ = chunk.block.master.elements(kind, chunk.start, chunk.stop)
-            buffer = update.buffer_of[kind]
+            buffer: HoldsParams = update.buffer_of.get(kind, IN_RAM)
             buffer.retain()
-            request = self._store.write(chunk.block.name, kind, start, view, checksums=checksums[kind])
+            request = self._store.write(chunk.block.name, kind, start, view, checksums=checksums.get(kind))
             request.add_done_callback(partial(self._written, buffer, new if kind == "param" else None))
             writes.append(request)
         if copied is not None:
@@ -150,7 +159,7 @@ class ChunkUpdater:
             buffer.release()
         return writes
 
-    def _written(self, buffer: Buffer, new: NewParams | None, request: IoRequest) -> None:
+    def _written(self, buffer: HoldsParams, new: NewParams | None, request: IoRequest) -> None:
         """On the thread that moved the last of it."""
         try:
             if request.error is not None:
@@ -175,11 +184,13 @@ def update_in_parts(
     clip_coefficient: float,
     private: Sequence[Tensor],
     checksums_of: Callable[[str, Tensor], Checksums],
+    unhashed: Sequence[str] = (),
     granule_numel: int = GRANULE_NUMEL,
     aside: Aside = here,
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place from its float32 ``gradient`` [numel], which is scaled. ``reads``
-    filled these; they have arrived, and are verified here. Returns checksums of the records' granules by kind.
+    filled these; they have arrived, and are verified here. Returns checksums of the records' granules by kind, but of
+    the ``unhashed``.
 
     ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
     4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`.
@@ -199,7 +210,7 @@ def update_in_parts(
         return {kind: record[slice(*form.elements(kind, *part))] for kind, record in records.items()}
 
     def hash_(part: tuple[int, int]) -> dict[str, Checksums]:
-        return {kind: checksums_of(kind, record) for kind, record in records_of(part).items()}
+        return {kind: checksums_of(kind, record) for kind, record in records_of(part).items() if kind not in unhashed}
 
     def update(part: tuple[int, int]) -> dict[str, Checksums]:
         scale(part)
@@ -225,7 +236,7 @@ def update_in_parts(
     else:
         found = threads.map(update, parts)
     assert all(read.is_verified for read in reads)
-    return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in records}
+    return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in records if kind not in unhashed}
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
+from typing import TypeAlias
 
 from torch import Tensor
 
@@ -16,6 +17,21 @@ from hf_lohan.threads import raised_anew
 Ended = Callable[[BaseException | None], None]
 
 
+class InRam:
+    """In the place of a buffer: where parameters live in RAM, their memory is nobody else's before the block's next
+    update, and that comes behind every copy to a slot."""
+
+    def retain(self) -> None:
+        """Nothing to count."""
+
+    def release(self) -> None:
+        """Nothing to give back."""
+
+
+IN_RAM = InRam()
+HoldsParams: TypeAlias = "Buffer | InRam"
+
+
 @dataclass(frozen=True, eq=False)
 class NewParams:
     """What one update makes of a chunk's parameters."""
@@ -23,7 +39,7 @@ class NewParams:
     chunk: Chunk
     param: Tensor | None = None
     """[chunk.numel], in RAM until it is written; None while it is still to come."""
-    buffer: Buffer | None = None
+    buffer: HoldsParams | None = None
     """Where that lies."""
 
 
@@ -36,7 +52,7 @@ class Delivery:
         self.weights = weights
         self.chunks = chunks
         self.to_come = set(to_come)
-        self.copying: list[tuple[Event, Buffer]] = []
+        self.copying: list[tuple[Event, HoldsParams]] = []
         """What is copied to the slot out of buffers from which it is being written."""
         self._lock = threading.Lock()
         self._has_ended = not self.to_come
@@ -108,7 +124,7 @@ class Handover:
             for chunk in chunks:
                 self._new.setdefault(chunk.block, {})[chunk] = NewParams(chunk)
 
-    def hand_over(self, chunk: Chunk, param: Tensor, buffer: Buffer) -> tuple[NewParams, Event | None]:
+    def hand_over(self, chunk: Chunk, param: Tensor, buffer: HoldsParams) -> tuple[NewParams, Event | None]:
         """The chunk's new parameters are ``param`` [chunk.numel], in ``buffer``. They must not change before they are
         `written`, nor before the event is reached, if somebody waits for them."""
         new = NewParams(chunk, param, buffer)

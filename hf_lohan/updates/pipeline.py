@@ -142,6 +142,11 @@ class GradientPipeline:
         self._thread.put(self._worker.settle)
         self._thread.put(action)
 
+    def when_reached(self, action: Callable[[], None]) -> None:
+        """Run `action` on the worker's thread: after the updates of all that was sent before, before those of what is
+        sent from now on. Does not wait, nor does `action` find them written."""
+        self._thread.put(action)
+
     # Guesses.
 
     @property

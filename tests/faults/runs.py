@@ -55,6 +55,7 @@ class Run:
     save_steps: int = 0
     resume: bool | str = "last_step"
     activations: Literal["recompute", "swap"] = "recompute"
+    commit_every: int = 1
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     insists: bool = False
     """Resume even if there is nothing to resume from."""
@@ -147,7 +148,13 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(NUM_ROWS)]
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
     model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
-    offload = {**SMALL_BUDGETS, "cpu_memory": run.cpu_memory, "ssd": run.ssd, "activations": run.activations}
+    offload = {
+        **SMALL_BUDGETS,
+        "cpu_memory": run.cpu_memory,
+        "ssd": run.ssd,
+        "activations": run.activations,
+        "commit_every": run.commit_every,
+    }
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
         model,

@@ -28,14 +28,14 @@ MOST_STEPS_LOST = 2
 """The step that was running, and the one before, whose updates run under its forward."""
 
 
-def assert_progress(done: Sequence[Interruption], *, least_distinct_steps: int) -> None:
+def assert_progress(done: Sequence[Interruption], *, least_distinct_steps: int, most_lost: int = 2) -> None:
     """No committed step was ever lost again, and the run came on in between."""
     print(Counter(one.after for one in done), [one.committed_step for one in done])
     committed = [one.committed_step for one in done]
     assert committed == sorted(committed)
     assert len(set(committed)) >= least_distinct_steps
     for one in done:
-        assert one.committed_step >= one.reported_step - MOST_STEPS_LOST, one
+        assert one.committed_step >= one.reported_step - most_lost, one
 
 
 def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
@@ -71,6 +71,26 @@ def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Whose states are of another kind than those of the other blocks."""
     run = run_in(tmp_path, Run(optimizer="Muon", num_steps=6))
     finish_first(run, num_steps=3)
+    assert_ends_as(run, undisturbed)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("cpu_memory", ["7MiB", "64MiB"], ids=["most-records-in-ram", "all-records-in-ram"])
+def test_killed_between_commits(cpu_memory: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """What was in RAM only is gone; the steps since the last commit are taken again."""
+    run = run_in(tmp_path, Run(num_steps=420, commit_every=7, cpu_memory=cpu_memory))
+    done = Interrupter(run, seed=7).interrupt(signal.SIGKILL, 50, ANYWHERE)
+    assert {one.exit_code for one in done} == {-signal.SIGKILL}
+    assert_progress(done, least_distinct_steps=10, most_lost=7 + MOST_STEPS_LOST)
+    assert {one.committed_step % 7 for one in done} == {0}
+    assert_ends_as(run, undisturbed)
+
+
+def test_killed_between_two_commits(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = run_in(tmp_path, Run(num_steps=8, commit_every=3, cpu_memory="64MiB"))
+    finish_first(run, num_steps=5)
+    assert hf_lohan.last_step(run.output_dir) == 3
     assert_ends_as(run, undisturbed)
 
 

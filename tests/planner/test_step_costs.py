@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from decoder_shapes import machine, paper_setup, tiny_model, tiny_models
@@ -13,10 +14,13 @@ from hf_lohan.planner import (
     HardwareProfile,
     ModelProfile,
     OperationProfile,
+    RecordTraffic,
     StepPrediction,
     TrainingSetup,
     plan_offload,
 )
+from hf_lohan.planner.offload_plan import MOST_LOST_S
+from hf_lohan.planner.plan_search import COMMIT_FRACTION
 from hf_lohan.planner.step_costs import SHARED_CORES_EFFICIENCY
 
 # One layer: P = 100 parameters (200 bytes), 1000 FLOPs in products, 10 elsewhere; input 50 bytes, outputs 100 and 200.
@@ -78,7 +82,7 @@ def test_where_updates_run(
     clip: str, forward_reads: int, forward_writes: int, backward_reads: int, backward_writes: int
 ) -> None:
     """Ours: an update reads weight, residual and moments, 12 bytes a parameter, and writes as many."""
-    setup = paper_setup(clip=clip, state_bytes_per_param=10, update_reads_param=True)
+    setup = paper_setup(clip=clip, state_bytes_per_param=10, update_reads_param=True, durability="step")
     step = predict(machine(), setup)
     assert step.forward_s == pytest.approx(max(1010 / 100, forward_reads / 20 + forward_writes / 10))
     assert step.backward_s == pytest.approx(max(2420 / 100, backward_reads / 20 + backward_writes / 10))
@@ -88,16 +92,15 @@ def test_where_updates_run(
 
 
 def test_wrong_guesses_cost_the_update_again() -> None:
-    setup = paper_setup(clip="speculate")
+    setup = paper_setup(clip="speculate", durability="step")
     right, wrong = (predict(machine(), replace(setup, clip_rate=rate)) for rate in (0.0, 0.5))
     forward_s, forward_with_update_s = 1010 / 100, 200 / 20 + 1200 / 20 + 1400 / 10
     assert wrong.step_s == pytest.approx(right.step_s + 0.5 * (forward_with_update_s - forward_s))
 
 
 def test_auto_clips_the_faster_way() -> None:
-    often_wrong, never_wrong = (
-        plan_offload(MODEL, machine(), paper_setup(clip="auto", clip_rate=rate)) for rate in (1.0, 0.0)
-    )
+    setup = paper_setup(clip="auto", durability="step")
+    often_wrong, never_wrong = (plan_offload(MODEL, machine(), replace(setup, clip_rate=rate)) for rate in (1.0, 0.0))
     assert (often_wrong.clip, never_wrong.clip) == ("defer", "speculate")
 
 
@@ -227,3 +230,55 @@ def test_what_hides_the_drives_does_not_depend_on_how_often_the_weights_move() -
     setup = paper_setup(num_micro_batches=1)
     once, often = (predict(machine(), replace(setup, num_micro_batches=number), swapped_bytes=0) for number in (1, 8))
     assert often.ssd_hides_from_tokens == pytest.approx(once.ssd_hides_from_tokens)
+
+
+def in_ram(**changes: Any) -> TrainingSetup:
+    """Weights and moments of `MODEL` live in RAM, all of them."""
+    records = tuple(
+        RecordTraffic(block="layer", kind=kind, num_bytes=size, read_bytes_per_step=3 * size, update_read_bytes=size)
+        for kind, size in (("param", 200), ("exp_avg", 400), ("exp_avg_sq", 600))
+    )
+    settings = {"durability": "step", "clip": "defer", "records": records, "record_cpu_bytes": 1200}
+    return paper_setup(state_bytes_per_param=10, update_reads_param=True, **{**settings, **changes})
+
+
+@pytest.mark.parametrize(("every", "written"), [(1, 1200), (4, 300), (0, 0)])
+def test_what_lives_in_ram_is_written_with_commits(every: int, written: int) -> None:
+    step = predict(machine(), in_ram(commit_every_steps=every))
+    assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (0, written)
+    always, never = (predict(machine(), in_ram(commit_every_steps=steps)).step_s for steps in (1, 0))
+    part = 1 / every if every else 0.0
+    assert step.step_s == pytest.approx(part * always + (1 - part) * never)
+
+
+def test_one_version_is_written_with_checkpoints() -> None:
+    plan = plan_offload(MODEL, machine(), in_ram(durability="checkpoint"))
+    assert (plan.commit_every_steps, plan.prediction.ssd_write_bytes_per_step) == (0, 0)
+
+
+def test_auto_commits_so_seldom_that_it_costs_little() -> None:
+    setup = in_ram(commit_every_steps=None, commit_every_s=None)
+    each, never = (predict(machine(), replace(setup, commit_every_steps=steps)).step_s for steps in (1, 0))
+    assert each > 2 * never
+    fast = machine(flops_per_s=1e4, link_bytes_per_s=2000, ssd_read_bytes_per_s=2000, ssd_write_bytes_per_s=1000)
+    plan = plan_offload(MODEL, fast, setup)
+    assert plan.commit_every_steps > 1
+    never_s = predict(fast, replace(setup, commit_every_steps=0)).step_s
+    assert plan.prediction.step_s <= (1 + COMMIT_FRACTION) * never_s
+    assert plan.commit_every_steps * plan.prediction.step_s <= MOST_LOST_S
+    # Ten minutes at most, whatever that costs.
+    slow = plan_offload(MODEL, machine(), setup)
+    assert slow.commit_every_steps > 1 and slow.commit_every_steps * slow.prediction.step_s <= MOST_LOST_S
+    asked = plan_offload(MODEL, fast, replace(setup, commit_every_s=MOST_LOST_S / 2))
+    assert asked.commit_every_steps * asked.prediction.step_s == pytest.approx(MOST_LOST_S / 2, rel=0.1)
+
+
+def test_auto_commits_each_step_where_that_costs_nothing() -> None:
+    hidden = plan_offload(MODEL, machine(ssd_write_bytes_per_s=1e9), in_ram(commit_every_steps=None))
+    nothing_there = plan_offload(MODEL, machine(), in_ram(commit_every_steps=None, record_cpu_bytes=0))
+    assert hidden.commit_every_steps == nothing_there.commit_every_steps == 1
+
+
+def test_nothing_is_guessed_without_a_commit_to_go_back_to() -> None:
+    assert in_ram(clip="auto", commit_every_steps=1).clip_modes == ("defer", "speculate")
+    assert in_ram(clip="auto", commit_every_steps=4).clip_modes == ("defer",)

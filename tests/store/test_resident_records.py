@@ -29,7 +29,7 @@ def test_what_was_written_is_not_read_from_the_ssd(opened: tuple[Store, IoEngine
     for _ in range(2):
         assert is_all(store, 3)
     assert engine.read_bytes == 0
-    assert sum(copy.num_bytes_read for copy in store.copies.values()) == 2 * WEIGHT.num_bytes
+    assert sum(copy.num_bytes_read for copy in store.ram.copies.values()) == 2 * WEIGHT.num_bytes
     assert engine.write_bytes == WEIGHT.num_bytes
 
 

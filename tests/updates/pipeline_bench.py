@@ -52,12 +52,23 @@ class DoneWhenWaitedFor(IoRequest):
         super().wait()
 
 
+class NothingInRam:
+    """Of a store whose records have no copies."""
+
+    def lend(self, block: str, kind: str, start_numel: int, numel: int) -> None:
+        return None
+
+    def keeps(self, block: str, kind: str) -> bool:
+        return False
+
+
 class MemoryStore:
     """Records in memory, and the order of what was asked of them: `r0` reads chunk 0, `w0` writes it, `drop` drops."""
 
     num_homes = 2
 
     def __init__(self, fail: Exception | None = None) -> None:
+        self.ram = NothingInRam()
         self.records: dict[str, Tensor] = {}
         self.order: list[str] = []
         self.fail = fail

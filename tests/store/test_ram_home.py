@@ -1,0 +1,224 @@
+"""Between two commits the newest version of a record may be in RAM alone: it reads as if it were written, is whole in
+the next commit, and is gone with a drop."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from resident_stores import ALL, MOMENT, RECORDS, WEIGHT, is_all, open_store, values
+from torch import Tensor
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import StorageError, TornStoreError
+from hf_lohan.store import GRANULE_NUMEL, RecordSpec, Store
+from hf_lohan.testing.storage_doubles import FaultyBackend
+
+
+def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, engine):
+        store.keep_new_in_ram(True)
+        for fill in (1, 2, 3):
+            store.write(*ALL, values(WEIGHT, fill=fill)).wait()
+            assert is_all(store, fill)
+        assert engine.write_bytes == engine.read_bytes == 0
+        store.commit()
+        assert engine.write_bytes == WEIGHT.num_bytes
+        store.commit()
+        assert engine.write_bytes == WEIGHT.num_bytes  # once is enough
+        assert is_all(store, 3)
+    with open_store(tmp_path, resident=()) as (store, _):
+        store.drop()
+        assert is_all(store, 3)
+
+
+def test_what_has_no_copy_is_written_at_once(tmp_path: Path) -> None:
+    with open_store(tmp_path, resident=(MOMENT,)) as (store, engine):
+        store.keep_new_in_ram(True)
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        assert engine.write_bytes == WEIGHT.num_bytes
+        assert not store.ram.keeps("layer", "param") and store.ram.keeps("layer", "exp_avg")
+
+
+@pytest.mark.parametrize("num_homes", [1, 2])
+def test_a_drop_brings_back_the_commit(num_homes: int, tmp_path: Path) -> None:
+    with open_store(tmp_path, num_homes=num_homes) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        store.keep_new_in_ram(True)
+        store.write("layer", "param", GRANULE_NUMEL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
+        store.drop()  # also with one home, over which nothing was written
+        assert is_all(store, 1) and is_all(store, 1)
+
+
+def test_it_is_changed_in_place(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, engine):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        assert store.ram.lend("layer", "param", 0, WEIGHT.numel) is None  # it is to be written
+        store.keep_new_in_ram(True)
+        before = engine.write_bytes
+        lent = store.ram.lend("layer", "param", GRANULE_NUMEL, GRANULE_NUMEL)
+        assert lent is not None and (lent == 1).all()
+        lent += 1
+        store.write("layer", "param", GRANULE_NUMEL, lent).wait()
+        out = values(WEIGHT)
+        store.read(*ALL, out).wait()
+        assert (out[GRANULE_NUMEL : 2 * GRANULE_NUMEL] == 2).all() and out.sum() == WEIGHT.numel + GRANULE_NUMEL
+        assert engine.write_bytes == before and engine.read_bytes == 0
+        store.commit()
+        assert engine.write_bytes == before + GRANULE_NUMEL * WEIGHT.itemsize
+
+
+def test_what_is_not_held_is_not_lent(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+    with open_store(tmp_path) as (store, _):
+        store.keep_new_in_ram(True)
+        assert store.ram.lend("layer", "param", 0, GRANULE_NUMEL) is None
+        assert is_all(store, 1)
+        assert store.ram.lend("layer", "param", 0, GRANULE_NUMEL) is not None
+
+
+def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        store.keep_new_in_ram(True)
+        store.write(*ALL, values(WEIGHT, fill=2)).wait()
+        lent = store.ram.lend("layer", "param", 0, GRANULE_NUMEL)
+        assert lent is not None
+        lent[:7] = 5  # and something breaks
+        with pytest.raises(StorageError, match="half changed in memory"):
+            is_all(store, 2)
+        with pytest.raises(StorageError, match="not written whole"):
+            store.commit()
+        store.drop()
+        assert is_all(store, 1)
+
+
+def test_a_commit_that_fails_may_be_tried_again(tmp_path: Path) -> None:
+    backend = FaultyBackend("write", 1 << 60, errno.EIO)
+    with open_store(tmp_path, backend=backend) as (store, _):
+        store.keep_new_in_ram(True)
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        store.commit()
+        store.write(*ALL, values(WEIGHT, fill=2)).wait()
+        backend.fail_on = backend.calls["write"] + 1
+        with pytest.raises(StorageError):
+            store.commit()
+        assert is_all(store, 2)
+        store.commit()
+    with open_store(tmp_path, resident=()) as (store, _):
+        store.drop()
+        assert is_all(store, 2)
+
+
+def test_loading_over_it_is_read_again(tmp_path: Path) -> None:
+    with open_store(tmp_path) as (store, _):
+        store.keep_new_in_ram(True)
+        store.write(*ALL, values(WEIGHT, fill=1)).wait()
+        bounce = mapped_empty(2 * WEIGHT.granule_bytes)
+        store.write_unaligned("layer", "param", 5, values(WEIGHT, GRANULE_NUMEL, fill=9), bounce)
+        out = values(WEIGHT)
+        for _ in range(2):  # from the drive and RAM, and then from RAM
+            store.read(*ALL, out).wait()
+            assert (out[5 : 5 + GRANULE_NUMEL] == 9).all() and (out == 1).sum() == WEIGHT.numel - GRANULE_NUMEL
+
+
+CHUNKS = [
+    (record, start, min(start + GRANULE_NUMEL, record.numel))
+    for record in RECORDS
+    for start in range(0, record.numel, GRANULE_NUMEL)
+]
+OPERATIONS = (
+    *("write", "change", "change", "write_unaligned", "read", "commit", "drop"),
+    *("keep", "write_through", "reopen"),
+)
+Contents = dict[str, Tensor]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.integers(0, 1 << 32),
+    st.sampled_from([1, 2]),
+    st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=30),
+    st.sets(st.sampled_from(RECORDS), min_size=1),
+)
+def test_it_reads_as_memory_does(
+    seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]
+) -> None:
+    """Against tensors in memory: as they are now, and as they were at the last commit."""
+    random = Random(seed)
+    now = {str(record): torch.zeros(record.numel) for record in RECORDS}
+    committed: Contents | None = None
+    remaining = list(operations)
+    with tempfile.TemporaryDirectory() as folder:
+        while remaining:
+            with open_store(Path(folder), num_homes=num_homes, resident=tuple(resident)) as (store, _):
+                if committed is None:
+                    store.begin_anew()
+                    now = {name: torch.zeros_like(value) for name, value in now.items()}
+                else:
+                    try:
+                        store.drop()
+                    except TornStoreError:
+                        return  # one home, written over: what it held is gone, and it says so
+                    now = {name: value.clone() for name, value in committed.items()}
+                store.keep_new_in_ram(random.random() < 0.7)
+                while remaining and (operation := remaining.pop(0)) != "reopen":
+                    committed = act(store, operation, random, now, committed)
+                    if store.versions.is_torn and operation == "drop":
+                        return
+                assert_reads_as(store, now)
+
+
+def act(store: Store, operation: str, random: Random, now: Contents, committed: Contents | None) -> Contents | None:
+    record, start, stop = random.choice(CHUNKS)
+    fill = float(random.randrange(100))
+    match operation:
+        case "write":
+            store.write(record.block, record.kind, start, values(record, stop - start, fill=fill)).wait()
+            now[str(record)][start:stop] = fill
+        case "change":
+            lent = store.ram.lend(record.block, record.kind, start, stop - start)
+            if lent is not None:
+                assert torch.equal(lent.float(), now[str(record)][start:stop])
+                lent.fill_(fill)
+                store.write(record.block, record.kind, start, lent).wait()
+                now[str(record)][start:stop] = fill
+        case "write_unaligned":
+            first = random.randrange(start, stop)
+            source = values(record, random.randrange(1, record.numel - first + 1), fill=fill)
+            bounce = mapped_empty(2 * record.granule_bytes)
+            store.write_unaligned(record.block, record.kind, first, source, bounce)
+            now[str(record)][first : first + source.numel()] = fill
+        case "read":
+            assert_reads_as(store, now)
+        case "commit":
+            store.commit()
+            return {name: value.clone() for name, value in now.items()}
+        case "drop":
+            if store.versions.is_torn:
+                with pytest.raises(TornStoreError):
+                    store.drop()
+            elif committed is not None:
+                store.drop()
+                now.update({name: value.clone() for name, value in committed.items()})
+        case "keep" | "write_through":
+            store.keep_new_in_ram(operation == "keep")
+    return committed
+
+
+def assert_reads_as(store: Store, now: Contents) -> None:
+    for record in RECORDS:
+        out = values(record)
+        store.read(record.block, record.kind, 0, out).wait()
+        assert torch.equal(out.float(), now[str(record)]), record
