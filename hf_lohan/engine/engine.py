@@ -56,7 +56,6 @@ class OffloadEngine:
         events: EngineEvents | None = None,
     ) -> None:
         self.model = model
-        self.layout = layout
         self.tiers = tiers
         self.config = config
         self.device: Device = tiers.device
@@ -156,6 +155,11 @@ class OffloadEngine:
             )
         )
         self._lifetime.close_at_exit(self)
+
+    @property
+    def layout(self) -> OffloadLayout:
+        """How the model and the memory are laid out."""
+        return self.activation_memory.layout
 
     # Several micro-batches at once.
 

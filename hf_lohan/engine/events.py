@@ -82,6 +82,11 @@ class FollowedPlan:
             self._needs_plan = False
             self._pipeline.settle()  # what still runs would make the hardware look slow
             self._follow(self._events.plan(replace(shape, num_together=self._activation_memory.num_together)))
+        self._activation_memory.take_copies()
+
+    def see_evaluation(self) -> None:
+        """A forward without gradients begins."""
+        self._activation_memory.take_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:

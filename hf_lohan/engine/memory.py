@@ -87,7 +87,6 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
         io.close()
         raise
     try:
-        store.keep_copies([(record.block, record.kind) for record in layout.resident_records], device.host_empty)
         store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
@@ -125,7 +124,7 @@ def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
         )
     logger.info(
         "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
-        "(%d-element chunks), copies of records %s; device slots %s; gradients of %d blocks held in RAM, of %d spilled",
+        "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, of %d spilled",
         layout.identity.model_class,
         layout.num_parameters,
         len(layout.blocks),
@@ -135,7 +134,6 @@ def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
         ", ".join(path.path for path in tiers.store.paths),
         format_bytes(plan.cpu_pool_bytes),
         plan.chunk_numel,
-        format_bytes(layout.resident_bytes),
         format_bytes(plan.gpu_pool_bytes),
         len(plan.held_blocks),
         len(plan.spilled_blocks),
@@ -159,7 +157,9 @@ class ActivationMemory:
         self._activations = activations
         self._mode = mode
         self._tiers = tiers
-        self._layout = layout
+        self.layout = layout
+        """With the RAM divided as it is, or will be if there is no plan."""
+        self._has_copies = False
         self.num_together = 1
         """The most micro-batches of a step that left what they leave before any of them had its backward."""
         self.trace: Mapping[str, LayerTrace] = activations.watch() if mode != "keep" else {}
@@ -171,9 +171,23 @@ class ActivationMemory:
     def follow(self, planned: PlannedStep) -> None:
         """From the next layer on. Where activations are kept, or all recomputed, there is nothing to follow."""
         self._activations.end_watching()
+        if not self._has_copies:
+            self.layout = planned.layout
+            self.take_copies()
         self.sizes = planned.activation_bytes
         if self._mode in ("auto", "swap"):
             self.place(planned.plan.activations)
+
+    def take_copies(self) -> None:
+        """Take the memory for copies of records, if that has not been done: when the plan is there, or cannot come any
+        more, or the model is used before."""
+        if self._has_copies:
+            return
+        self._has_copies = True
+        names = [(record.block, record.kind) for record in self.layout.resident_records]
+        self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
+        if names:
+            logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))
 
     def run_together(self, num_micro_batches: int) -> bool:
         """So many micro-batches come, all forwards before the first backward. Returns whether they are more than ever;
@@ -200,7 +214,7 @@ class ActivationMemory:
 
     def _swap_what_was_seen(self) -> None:
         if self._mode == "swap":
-            self.place(swap_everything(self.sizes, self._layout.activation_ram_bytes // self.num_together))
+            self.place(swap_everything(self.sizes, self.layout.activation_ram_bytes // self.num_together))
 
     def place(self, placements: ActivationPlacements) -> None:
         """Follow `placements` from now on. The first that need memory take it, for all that come later."""
@@ -209,7 +223,7 @@ class ActivationMemory:
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
         swapper = self._activations.swapper
         if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
-            swapper.take_ram(min(self._layout.activation_ram_bytes, int(all_bytes * _HEADROOM)))
+            swapper.take_ram(min(self.layout.activation_ram_bytes, int(all_bytes * _HEADROOM)))
         if ssd_bytes and not swapper.ssd_bytes:
             self._take_ssd(int(all_bytes * _HEADROOM))
         self._activations.follow(placements)
@@ -221,7 +235,7 @@ class ActivationMemory:
         )
 
     def _take_ssd(self, num_bytes: int) -> None:
-        if self._layout.activation_staging_bytes < GRANULE_NUMEL:
+        if self.layout.activation_staging_bytes < GRANULE_NUMEL:
             logger.warning("cpu_memory leaves no buffers for activations on their way to the SSD: they are recomputed")
             return
         unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
@@ -238,6 +252,6 @@ class ActivationMemory:
             self._tiers.device,
             name="activation staging",
             num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,
-            buffer_bytes=self._layout.activation_staging_bytes,
+            buffer_bytes=self.layout.activation_staging_bytes,
         )
         self._activations.swapper.take_ssd(files, self._staging, numel)

@@ -81,6 +81,8 @@ class ModelHooks:
         if torch.is_grad_enabled():
             self._parts.plan.see_batch(_step_shape(args, kwargs))
             self._forward_pass.save_by(self.saving())
+        else:
+            self._parts.plan.see_evaluation()
 
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output it is called because the forward raised; the next one recovers.

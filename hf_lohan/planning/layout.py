@@ -38,7 +38,9 @@ NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
 """At most one part in so many of the memory for activations is buffers on the way to the SSD."""
 _ACTIVATION_SHARE = 4
-"""Of `cpu_memory` one part in so many is for swapped activations, where any may be."""
+"""Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
+_RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
+"""What a plan may choose instead, of what pools leave."""
 _LOGITS_SHARE = 16
 """Logits, in float32, that take more than one part in so many of `gpu_memory` are taken in chunks."""
 _SMALL_LOGITS_BYTES = 64 << 20
@@ -61,6 +63,8 @@ class OffloadLayout(StoredForm):
     record_bytes: int = 0
     """RAM that those copies may take: what pools and activations leave."""
     activation_bytes: int = 0
+    is_split: bool = False
+    """Whether it is decided what of the RAM beside the pools is for activations. Before, this is a guess."""
     rules: Rules = adamw_everywhere
 
     @property
@@ -74,6 +78,16 @@ class OffloadLayout(StoredForm):
     @cached_property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
         return choose_resident_records(self.records_of_a_step, free_bytes=self.record_bytes)
+
+    def ram_splits(self) -> list[OffloadLayout]:
+        """Itself and, where a plan may choose, others that give activations another share of the same RAM."""
+        free_bytes = self.activation_bytes + self.record_bytes
+        shares = _RAM_SHARES if self.records_of_a_step and self.activation_bytes and not self.is_split else ()
+        others = [int(free_bytes * share) for share in shares]
+        return [self, *(self._split(num_bytes, free_bytes) for num_bytes in others)]
+
+    def _split(self, activation_bytes: int, free_bytes: int) -> OffloadLayout:
+        return replace(self, activation_bytes=activation_bytes, record_bytes=free_bytes - activation_bytes)
 
     @property
     def activation_staging_bytes(self) -> int:

@@ -95,6 +95,7 @@ class RunPlan:
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return None
         self.first = self.first or self.now
+        self._layout = self.now.layout  # its memory is taken once
         if self.now.plan.refusal is not None:
             logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
         self._announce("planned")

@@ -50,6 +50,8 @@ class PlannedStep:
     """A plan and all that went into it."""
 
     shape: StepShape
+    layout: OffloadLayout
+    """With the RAM divided as the plan has it."""
     profile: ModelProfile
     """Of all micro-batches that run together."""
     hardware: HardwareProfile
@@ -106,12 +108,20 @@ def plan_step(
     if shape.num_together > 1:
         profile = _one_at_a_time(trace(shape.num_together * shape.batch_size).profile, traced.profile)
 
+    in_memory = fits_without_offloading(trace(shape.batch_size, None).profile, hardware.device.memory_bytes)
+
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
-        setup = training_setup(config, layout, shape, durability)
-        plan = plan_offload(profile, hardware, setup)
-        in_memory = fits_without_offloading(trace(shape.batch_size, None).profile, hardware.device.memory_bytes)
-        plan = replace(plan, in_memory=in_memory)
-        return PlannedStep(shape=shape, profile=profile, hardware=hardware, setup=setup, plan=plan)
+        found: PlannedStep | None = None
+        for split in layout.ram_splits():
+            setup = training_setup(config, split, shape, durability)
+            plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
+            if found is None or _is_better(plan, found.plan):
+                own = replace(split, is_split=True)
+                found = PlannedStep(
+                    shape=shape, layout=own, profile=profile, hardware=hardware, setup=setup, plan=plan
+                )
+        assert found is not None
+        return found
 
     asked = durability or ("step" if config.durability == "auto" else config.durability)
     found = planned(layout, config, asked)
@@ -136,6 +146,16 @@ def plan_step(
             refusal = f"{found.plan.refusal}, or set prefetch_blocks to 1"
             found = replace(found, plan=replace(found.plan, refusal=refusal))
     return found
+
+
+_WORTH_ANOTHER_SPLIT = 0.99
+"""Of the usual one's step."""
+
+
+def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
+    if plan.fits != than.fits:
+        return plan.fits
+    return plan.prediction.step_s < _WORTH_ANOTHER_SPLIT * than.prediction.step_s
 
 
 def _one_at_a_time(joint: ModelProfile, one: ModelProfile) -> ModelProfile:

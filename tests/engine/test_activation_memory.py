@@ -89,7 +89,7 @@ def test_an_ssd_without_room(
 def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     memory = twins.engine.activation_memory
-    memory._layout = replace(twins.engine.layout, activation_bytes=100_000)
+    memory.layout = replace(twins.engine.layout, activation_bytes=100_000)
     with caplog.at_level(logging.WARNING):
         twins.train(3, max_norm=0.5)
     assert "leaves no buffers" in caplog.text

@@ -30,6 +30,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vertical, not clipped": ("llama", {**WIDE, **TOGETHER}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 4}),
     "swap": ("qwen3_moe", {**WIDE, "activations": "swap"}, {}),
     "recompute": ("llama", {**TIGHT, "activations": "recompute", "resident_records": "none"}, {"bf16": True}),
+    "half in RAM": ("llama", {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "commit_every": "10min"}, {}),
     "keep, two drives": ("llama", {**WIDE, "activations": "keep", "ssd": ["one", "two"]}, {}),
 }
 
@@ -94,4 +95,6 @@ def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path
         assert followed["activations"] == {
             layer: {operation: place.value for operation, place in places.items()} for layer, places in placed.items()
         }
+    copies = engine.tiers.store.ram.copies
+    assert [[*name] for name in copies] == followed["resident"]
     assert engine.clip_history.speculates == (followed["clip"] == "speculate")
