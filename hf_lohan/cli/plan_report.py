@@ -71,6 +71,8 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(heading(planned), soft_wrap=True)
     console.print()
     console.print(summary(planned), soft_wrap=True)
+    for line in _order(planned):
+        console.print(line, soft_wrap=True)
     for table in (_resources(planned), _tiers(planned), _activations(planned)):
         console.print()
         console.print(table)
@@ -114,6 +116,17 @@ def summary(planned: PlannedRun) -> Text:
         f", {step.tokens_per_s:.4g} tokens/s, {step.tflops:.4g} TFLOP/s, bound by ",
         (bottleneck_label(step.bottleneck), "bold yellow"),
     )
+
+
+def _order(planned: PlannedRun) -> Iterable[str]:
+    """How accumulated micro-batches run, where that was open."""
+    other_s = planned.plan.other_order_step_s
+    if planned.in_turn_because is not None:
+        yield f"The micro-batches run one after the other: {planned.in_turn_because}."
+    elif other_s is not None and planned.shape.num_together > 1:
+        yield f"The micro-batches run together; one after the other it would be {seconds(other_s)} a step."
+    elif other_s is not None:
+        yield f"The micro-batches run one after the other; together it would be {seconds(other_s)} a step."
 
 
 def _table(*columns: str) -> Table:
@@ -215,7 +228,7 @@ def hiding(planned: PlannedRun) -> str:
     length = planned.profile.sequence_length
     whole = f"{times(math.ceil(enough / length), 'sequence')} of {length}"
     apart = planned.plan.num_micro_batches > 1
-    together = ", in micro-batches that share the weights (vertical_micro_batches: true)" if apart else ""
+    together = ", in micro-batches that share the weights" if apart else ""
     return (
         f"The SSDs would hide behind computing from {count(enough)} tokens a step on ({whole}{together}). Here the "
         f"weights move for {count(at_once)}: the device waits {100 * (1 - at_once / enough):.0f}% of its time."

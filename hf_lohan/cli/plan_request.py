@@ -15,7 +15,7 @@ from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
-from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
+from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, why_in_turn
 from hf_lohan.threads import usable_cpus
 
 _DEFAULT_SSD_PATH = "_lohan/store"
@@ -59,6 +59,8 @@ class PlannedRun(PlannedStep):
 
     model_class: str
     dtype: torch.dtype
+    in_turn_because: str | None = None
+    """What keeps accumulated micro-batches from running together under `vertical_micro_batches: auto`."""
 
 
 def plan_run(request: PlanRequest) -> PlannedRun:
@@ -88,7 +90,10 @@ def plan_run(request: PlanRequest) -> PlannedRun:
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype, request.lora_rank)
     config = activations_kept_if_needed(model, config)
-    is_joint = config.vertical_micro_batches and request.num_micro_batches > 1
+    is_accumulated = request.num_micro_batches > 1
+    is_joint = config.vertical_micro_batches is True and is_accumulated
+    is_open = config.vertical_micro_batches == "auto" and is_accumulated
+    in_turn_because = why_in_turn(model) if is_open else None
     shape = StepShape(
         request.batch_size,
         request.sequence_length or _sequence_length_of(model_config),
@@ -109,8 +114,11 @@ def plan_run(request: PlanRequest) -> PlannedRun:
         shape,
         measure=lambda traced, _shape: hardware or _measured(config, device, traced, dtype),
         fused_attention=not memory_is_host,
+        may_run_together=is_open and in_turn_because is None,
     )
-    return PlannedRun(**vars(planned), model_class=type(model).__name__, dtype=dtype)
+    return PlannedRun(
+        **vars(planned), model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
+    )
 
 
 def _sequence_length_of(config: Any) -> int:

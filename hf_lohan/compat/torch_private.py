@@ -108,6 +108,11 @@ def sequence_number(node: Node) -> int:
 # Modules.
 
 
+def has_gradient_hook(tensor: Tensor) -> bool:
+    """Whether `register_hook` was called on it."""
+    return bool(tensor._backward_hooks)
+
+
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
     """A module's own by their names, tied ones each time."""
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]

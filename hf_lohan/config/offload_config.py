@@ -103,9 +103,10 @@ class OffloadConfig:
     """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
     updates in backward, and does it over if the norm clips; "auto" takes what is faster by its measurements."""
 
-    vertical_micro_batches: bool = False
+    vertical_micro_batches: bool | Literal["auto"] = AUTO
     """With gradient accumulation: run all micro-batches of a step through a block before the next one, so that weights
-    move once a step. What they leave for backward is there for all of them at once."""
+    move once a step. What they leave for backward is there for all of them at once. "auto" does so under Trainer where
+    the plan says that it pays and all numbers stay the same; a log line says what keeps it from it."""
 
     max_skipped_steps: int = 5
     """A step whose gradients are not finite is skipped; so many of them in a row end the run."""
@@ -184,7 +185,8 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`."""
+        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip` and
+        `vertical_micro_batches`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -199,7 +201,7 @@ OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | Offload
 
 _DECIDED_LATER = (
     *("resident_records", "optimizer", "activations", "chunked_loss"),
-    *("durability", "commit_every", "clip"),
+    *("durability", "commit_every", "clip", "vertical_micro_batches"),
 )
 
 SETTINGS = tuple(field.name for field in fields(OffloadConfig))
@@ -220,7 +222,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "durability": partial(check_choice, allowed=get_args(Durability)),
     "commit_every": check_interval,
     "clip": partial(check_choice, allowed=get_args(Clip)),
-    "vertical_micro_batches": check_flag,
+    "vertical_micro_batches": check_flag_or_auto,
     "max_skipped_steps": check_number,
     "cpu_threads": check_count,
     "trace": check_flag,

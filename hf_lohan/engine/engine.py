@@ -22,7 +22,7 @@ from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
-from hf_lohan.planning import OffloadLayout
+from hf_lohan.planning import OffloadLayout, StepShape
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
@@ -162,6 +162,12 @@ class OffloadEngine:
         return self.activation_memory.layout
 
     # Several micro-batches at once.
+
+    def choose_order(self, shape: StepShape) -> bool:
+        """Plan steps of such micro-batches, before the first of them. Returns whether it pays to give them to
+        `run_micro_batches`, instead of running one after the other."""
+        self._lifetime.check()
+        return self._plan.choose_order(shape)
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that

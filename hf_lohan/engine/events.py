@@ -28,6 +28,9 @@ class EngineEvents:
     plan: Callable[[StepShape], PlannedStep | None] = lambda _shape: None
     """The first training forward begins, or the first with more micro-batches together than ever. Returns what the run
     follows from here on; None: there is no plan, so activations are recomputed."""
+    plan_order: Callable[[StepShape], PlannedStep | None] = lambda _shape: None
+    """As `plan`, before the first forward, of a step whose micro-batches may run in either order: the shape that was
+    planned says which of them is better."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
     follow, or None if nothing changes."""
@@ -75,6 +78,17 @@ class FollowedPlan:
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
         self._needs_plan |= self._activation_memory.run_together(num_micro_batches)
+
+    def choose_order(self, shape: StepShape) -> bool:
+        """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
+        self._pipeline.settle()
+        planned = self._events.plan_order(shape)
+        self._needs_plan = False
+        if planned is None:
+            return False
+        self._activation_memory.run_together(planned.shape.num_together)
+        self._follow(planned)
+        return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
         """A training forward begins; its shape is known if its batch has token ids."""

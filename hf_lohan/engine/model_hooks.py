@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
@@ -79,7 +79,7 @@ class ModelHooks:
     def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
-            self._parts.plan.see_batch(_step_shape(args, kwargs))
+            self._parts.plan.see_batch(step_shape(args, kwargs))
             self._forward_pass.save_by(self.saving())
         else:
             self._parts.plan.see_evaluation()
@@ -154,7 +154,7 @@ def _told(method: Callable[..., Result]) -> Callable[..., Result]:
     return call
 
 
-def _step_shape(args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepShape | None:
+def step_shape(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepShape | None:
     """Of a causal LM's forward: [batch, sequence] of token ids, or of what stands for them."""
     for given in (kwargs.get("input_ids"), kwargs.get("inputs_embeds"), *args[:1]):
         if isinstance(given, Tensor) and given.dim() > 1:

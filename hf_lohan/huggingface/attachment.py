@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -143,6 +144,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
         plan=functools.partial(_plan_step, weakref.ref(model), plan),
+        plan_order=functools.partial(_plan_order, plan),
         step_began=lambda steps: plan.step_began(steps.clip_rate),
     )
     engine = OffloadEngine(model, layout, tiers, config, events)
@@ -192,11 +194,20 @@ def _is_final_backward(model: weakref.ref[nn.Module]) -> bool:
     return not is_prepared(model()) or bool(GradientState().sync_gradients)
 
 
+def _planning() -> contextlib.AbstractContextManager[None]:
+    return long_work("planning the first step; a machine that is new is measured")
+
+
 def _plan_step(model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape) -> PlannedStep | None:
     """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
-    with long_work("planning the first step; a machine that is new is measured"):
+    with _planning():
         return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
+
+
+def _plan_order(plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+    with _planning():
+        return plan.make(shape, may_run_together=True)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:

@@ -8,15 +8,19 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
 from hf_lohan.optim import OffloadOptimizer
+from hf_lohan.planning import why_in_turn as in_turn_for_the_model
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 """Who would place the weights, too."""
+
+_ONE_STEP_EACH = ("transformers", "hf_lohan")
+"""Packages in whose Trainer the micro-batches of a step know nothing of each other."""
 
 
 def check_arguments(args: TrainingArguments) -> None:
@@ -90,6 +94,23 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
     for sentence, is_refused in refused.items():
         if is_refused:
             raise ValueError(sentence)
+
+
+def why_in_turn(trainer: Trainer) -> str | None:
+    """What keeps a trainer's micro-batches from running together unasked, by name; None: nothing does. What others
+    wrote may count its calls, or look at one micro-batch's result before the next one begins."""
+    for name in ("training_step", "compute_loss", "get_batch_samples", "_prepare_inputs"):
+        package = getattr(trainer, name).__module__.partition(".")[0]
+        if package not in _ONE_STEP_EACH:
+            return f"{type(trainer).__name__} has a {name} of its own ({package})"
+    if trainer.compute_loss_func is not None:
+        return "compute_loss_func is given, which may keep something from one micro-batch to the next"
+    if trainer.args.neftune_noise_alpha is not None:
+        return "neftune_noise_alpha draws random numbers, which would be others"
+    for callback in trainer.callback_handler.callbacks:
+        if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
+            return f"{type(callback).__name__} has an on_substep_end, before which its micro-batch would not have run"
+    return in_turn_for_the_model(trainer.model)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

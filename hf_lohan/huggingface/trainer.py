@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import (
@@ -33,7 +35,13 @@ from hf_lohan.huggingface.attachment import (
     recompute_without_reentry,
     run_plan_of,
 )
-from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizer, check_optimizers
+from hf_lohan.huggingface.guards import (
+    check_arguments,
+    check_model,
+    check_optimizer,
+    check_optimizers,
+    why_in_turn,
+)
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
@@ -49,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 def _holds_gradients(args: TrainingArguments, config: OffloadConfig) -> bool:
     """Whether gradients must wait for `step()`: their norm decides about clipping, or later backwards add to them."""
-    has_later_backwards = args.gradient_accumulation_steps > 1 and not config.vertical_micro_batches
+    has_later_backwards = args.gradient_accumulation_steps > 1 and config.vertical_micro_batches is not True
     return args.max_grad_norm > 0 or has_later_backwards
 
 
@@ -94,6 +102,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self._termination = Termination()
         self._resume_point = ResumePoint()
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
+        self._runs_together: bool | None = None
         already = isinstance(model, nn.Module) and engine_of(model) is not None
         if offload is not None or already:
             keep_from_others()
@@ -218,7 +227,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
     ) -> Any:
-        self._waiting_micro_batches = ()  # of a run that broke off
+        self._waiting_micro_batches, self._runs_together = (), None  # of a run that broke off
         if self._offload_config is not None:
             recompute_without_reentry(self.model)
         engine = self._ensure_engine()
@@ -277,7 +286,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if record is None:
             return super().training_step(model, inputs, *args, **kwargs)
         run: Callable[[], Tensor] = functools.partial(super().training_step, model, inputs, *args, **kwargs)
-        if record.engine.config.vertical_micro_batches:
+        if self._runs_together is None:
+            self._runs_together = self._choose_order(record.engine, inputs)
+        if self._runs_together:
             record.count_tokens(inputs)
             waiting = (*self._waiting_micro_batches, run)
             if not self.accelerator.sync_gradients:
@@ -291,6 +302,19 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             record.count_tokens(trained_on(self, inputs, number))
         record.announce()
         return loss
+
+    def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
+        """Whether the micro-batches of this training's steps run together; ``inputs`` are those of the first."""
+        asked, num_micro_batches = engine.config.vertical_micro_batches, self.args.gradient_accumulation_steps
+        if asked != "auto" or num_micro_batches == 1:
+            return asked is True
+        shape, reason = step_shape((), inputs), why_in_turn(self)
+        if shape is None:
+            reason = reason or "their inputs have no token ids, by which a step is planned"
+        if reason is not None or shape is None:
+            logger.info("vertical_micro_batches: auto runs micro-batches one after the other: %s", reason)
+            return False
+        return engine.choose_order(replace(shape, num_micro_batches=num_micro_batches))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)

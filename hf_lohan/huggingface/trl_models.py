@@ -72,7 +72,7 @@ class TrlModels(_TrainerBase):
             yield
             return
         assert self._offload_config is not None
-        args, is_joint = settings["args"], self._offload_config.vertical_micro_batches
+        args, is_joint = settings["args"], self._offload_config.vertical_micro_batches is True
         trains_fused_head = has_fused_head(type(self)) and not _has_adapters(settings)
         check_trl(settings, is_joint=is_joint, trains_fused_head=trains_fused_head)
         if isinstance(settings["model"], Path):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 
 from hf_lohan.compat.torch_private import sequence_number
 
@@ -34,7 +34,7 @@ class MicroBatchHeads:
         """``is_leaf``: whether a tensor is one of the micro-batches' leaves."""
         self._is_leaf = is_leaf
         self._gates: dict[int, list[_Gate]] = defaultdict(list)
-        self._roots: list[tuple[Tensor, Tensor | None]] = []
+        self._roots: list[tuple[Any, Tensor | None]] = []  # tensors and edges; torch types lists of one of them
         self.are_apart = True
         """Whether all heads so far could be taken back alone."""
 
@@ -59,7 +59,8 @@ class MicroBatchHeads:
         gate = gates[0].hidden
         torch.autograd.backward(losses, inputs=[gate, *leaves])
         if gate.grad is not None:
-            self._roots.append((gate, gate.grad))
+            # Not the gate itself: with it the last layer's output would stay beside its gradient.
+            self._roots.append((get_gradient_edge(gate), gate.grad))
             gate.grad = None
 
     def backward(self) -> None:

@@ -223,6 +223,9 @@ class OffloadPlan:
     num_together: int
     """Micro-batches that share each of them."""
     num_params: int
+    other_order_step_s: float | None = None
+    """What the step would take with its micro-batches in the other order (one after the other, if they share their
+    weights here), if that order was open, too."""
     in_memory: InMemoryFit
     """Whether it would train without offloading."""
     prediction: StepPrediction

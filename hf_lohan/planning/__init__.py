@@ -6,6 +6,7 @@ run's first forward and once more when its first steps were timed.
 """
 
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
+from hf_lohan.planning.order import why_in_turn
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
 
@@ -18,4 +19,5 @@ __all__ = [
     "lay_out",
     "plan_step",
     "trace_blocks",
+    "why_in_turn",
 ]

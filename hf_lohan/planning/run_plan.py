@@ -77,9 +77,9 @@ class RunPlan:
 
     # Called by the engine.
 
-    def make(self, shape: StepShape) -> PlannedStep | None:
+    def make(self, shape: StepShape, *, may_run_together: bool = False) -> PlannedStep | None:
         """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
-        wrong here costs the plan, not the run."""
+        wrong here costs the plan, not the run. ``may_run_together``: see `plan_step`."""
         try:
             with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
                 self.now = plan_step(
@@ -90,6 +90,7 @@ class RunPlan:
                     measure=self._measured,
                     durability=self._durability,
                     device=self._device.torch_device,
+                    may_run_together=may_run_together,
                 )
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
@@ -144,6 +145,10 @@ class RunPlan:
         assert self.now is not None
         step = self.now.plan.prediction
         bytes_moved = format_bytes(step.swapped_bytes), format_bytes(step.spilled_bytes)
+        if self.now.plan.other_order_step_s is not None:
+            runs_together = self.now.shape.num_together > 1
+            order, other = ("together", "one after the other") if runs_together else ("one after the other", "together")
+            why = f"{why}, its micro-batches {order} ({other}: {self.now.plan.other_order_step_s:.3g} s)"
         message = "%s: %.3g s a step, bound by %s; %s of activations swapped, %s of them to the SSD"
         logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
 

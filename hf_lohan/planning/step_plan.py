@@ -14,6 +14,7 @@ from hf_lohan.model import ChunkedLoss, TracedModel, chunked_head_of, discover_b
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
+    BlockProfile,
     BudgetError,
     Durability,
     HardwareProfile,
@@ -81,34 +82,81 @@ def plan_step(
     durability: Durability | None = None,
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
+    may_run_together: bool = False,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
 
     ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
-    to keep keeps one where two do not fit. Raises ValueError for a model or a batch that cannot be traced; what does
-    not fit is said by the plan.
+    to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
+    also planned to run together, and the shape of what is returned says which of the two is better. Raises ValueError
+    for a model or a batch that cannot be traced; what does not fit is said by the plan.
     """
 
+    def plan(shape: StepShape, measure: Callable[[TracedModel, StepShape], HardwareProfile]) -> PlannedStep:
+        return _plan_shape(
+            model,
+            layout,
+            config,
+            shape,
+            measure=measure,
+            durability=durability,
+            device=device,
+            fused_attention=fused_attention,
+        )
+
+    in_turn = plan(shape, measure)
+    if not may_run_together or shape.num_micro_batches == 1:
+        return in_turn
+    num_together = shape.num_micro_batches * shape.num_together
+    together = plan(replace(shape, num_micro_batches=1, num_together=num_together), lambda *_: in_turn.hardware)
+    return _better_order(in_turn, together)
+
+
+WORTH_RUNNING_TOGETHER = 1.05
+"""So many times longer a step must take with its micro-batches one after the other."""
+TURN_S = 3e-4
+"""What it takes to hand a layer on from one micro-batch to the next, which no cost model counts. Of steps that are
+shorter than that, nothing is gained."""
+
+
+def _better_order(in_turn: PlannedStep, together: PlannedStep) -> PlannedStep:
+    in_turn_s, together_s = (planned.plan.prediction.step_s for planned in (in_turn, together))
+    turns_s = TURN_S * together.shape.num_together * len(together.profile.layers)
+    pays = WORTH_RUNNING_TOGETHER * (together_s + turns_s) < in_turn_s
+    if together.plan.fits and (pays or not in_turn.plan.fits):
+        return replace(together, plan=replace(together.plan, other_order_step_s=in_turn_s))
+    return replace(in_turn, plan=replace(in_turn.plan, other_order_step_s=together_s if together.plan.fits else None))
+
+
+def _plan_shape(
+    model: nn.Module,
+    layout: OffloadLayout,
+    config: OffloadConfig,
+    shape: StepShape,
+    *,
+    measure: Callable[[TracedModel, StepShape], HardwareProfile],
+    durability: Durability | None,
+    device: torch.device | str,
+    fused_attention: bool,
+) -> PlannedStep:
+    """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
 
-    def trace(batch_size: int, chunked_loss: ChunkedLoss | None = chunked_loss) -> TracedModel:
+    def trace(chunked_loss: ChunkedLoss | None) -> TracedModel:
         return trace_blocks(
             model,
-            batch_size=batch_size,
+            batch_size=shape.batch_size,
             sequence_length=shape.sequence_length,
             device=device,
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
         )
 
-    traced = trace(shape.batch_size)
+    traced = trace(chunked_loss)
     hardware = measure(traced, shape)
-    # What moves and what waits for backward is as with one micro-batch of their size together.
-    profile = traced.profile
-    if shape.num_together > 1:
-        profile = _one_at_a_time(trace(shape.num_together * shape.batch_size).profile, traced.profile)
+    profile = _together(traced.profile, shape.num_together)
 
-    in_memory = fits_without_offloading(trace(shape.batch_size, None).profile, hardware.device.memory_bytes)
+    in_memory = fits_without_offloading(trace(None).profile, hardware.device.memory_bytes)
 
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         found: PlannedStep | None = None
@@ -158,20 +206,35 @@ def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
     return plan.prediction.step_s < _WORTH_ANOTHER_SPLIT * than.prediction.step_s
 
 
-def _one_at_a_time(joint: ModelProfile, one: ModelProfile) -> ModelProfile:
-    """Of micro-batches that share the weights: one of them computes, while the others wait between two layers."""
-    waiting_bytes = max((layer.input_bytes for layer in joint.layers), default=0)
-    blocks = (
-        replace(block, working_bytes=waiting_bytes + alone.working_bytes) if alone.working_bytes else block
-        for block, alone in zip(joint.blocks, one.blocks, strict=True)
-    )
-    return replace(joint, blocks=tuple(blocks))
+def _together(one: ModelProfile, number: int) -> ModelProfile:
+    """Of so many micro-batches that share the weights. One of them computes, while the others wait between two layers;
+    what they compute, move and leave in layers for backward is that of each. Heads leave it for one at a time."""
+    if number == 1:
+        return one
+    waiting_bytes = number * max((layer.input_bytes for layer in one.layers), default=0)
+
+    def together(block: BlockProfile) -> BlockProfile:
+        is_layer = block.size_class is SizeClass.LAYER
+        of_each = ("flops", "input_bytes", "moved_bytes", *(("saved_bytes",) if is_layer else ()))
+        return replace(
+            block,
+            **{name: number * getattr(block, name) for name in of_each},
+            working_bytes=waiting_bytes + block.working_bytes if block.working_bytes else 0,
+            operations=tuple(
+                replace(operation, flops=number * operation.flops, output_bytes=number * operation.output_bytes)
+                for operation in block.operations
+            ),
+        )
+
+    return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))
 
 
 def plan_again(planned: PlannedStep, hardware: HardwareProfile, clip_rate: float) -> PlannedStep:
     """The same step, by what it was found to take and how often it clips."""
     setup = replace(planned.setup, clip_rate=clip_rate)
-    plan = replace(plan_offload(planned.profile, hardware, setup), in_memory=planned.plan.in_memory)
+    before = planned.plan
+    plan = plan_offload(planned.profile, hardware, setup)
+    plan = replace(plan, in_memory=before.in_memory, other_order_step_s=before.other_order_step_s)
     return replace(planned, hardware=hardware, setup=setup, plan=plan)
 
 

@@ -16,7 +16,11 @@ import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app
 from hf_lohan.hardware import read_hardware
 from hf_lohan.planner import HardwareProfile
+from hf_lohan.testing.models import tiny_config
 
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+DESKTOP = CONFIGS / "hardware" / "rtx4090_desktop.yaml"
+LLAMA_8B = str(CONFIGS / "models" / "llama-3.1-8b")
 PAPERS_TFLOPS = {1: 70.3, 2: 111.7, 3: 136.3, 6: 151.5, 12: 148.2}
 KEYS = {
     *("step_s", "forward_s", "backward_s", "bottleneck", "tflops", "swapped_bytes", "spilled_bytes"),
@@ -132,6 +136,22 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     assert together["kept_bytes"] >= in_one["kept_bytes"] and together["step_s"] <= in_one["step_s"]
     printed = plan(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8).stdout
     assert "batch 8 x" in printed and "4 accumulated vertically" in printed
+
+
+def test_accumulated_micro_batches_run_together_where_that_is_shorter() -> None:
+    options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 32)
+    values = planned(LLAMA_8B, *options, batch_size=16)
+    assert values["fits"] and values["num_together"] == 32 and values["num_micro_batches"] == 1
+    assert values["other_order_step_s"] > 1.05 * values["step_s"]
+    printed = plan(LLAMA_8B, *options, batch_size=16).stdout
+    assert "32 accumulated vertically" in printed and "The micro-batches run together; one after the other" in printed
+
+
+def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Path) -> None:
+    tiny_config("opt", dropout=0.1).save_pretrained(tmp_path)
+    options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 8)
+    printed = plan(str(tmp_path), *options, batch_size=1, seq_len=16).stdout
+    assert "The micro-batches run one after the other: the model draws random numbers (dropout" in printed
 
 
 def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import partial
@@ -12,6 +13,7 @@ import torch
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, assert_close, micro_batches, train
 from torch import Tensor, nn
 
+from hf_lohan.micro_batches.heads import MicroBatchHeads
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 HEADS_IN_TURN = [(what, number) for number in range(NUM_MICRO_BATCHES) for what in ("forward", "backward")]
@@ -51,6 +53,21 @@ def test_logits_of_one_micro_batch_at_a_time(
     twins.optimizer.zero_grad()
     train(twins, 2)
     twins.assert_equal()
+
+
+def test_the_last_layers_output_is_gone_when_its_gradient_is_there() -> None:
+    weight = nn.Parameter(torch.ones(8))
+    heads = MicroBatchHeads(lambda tensor: tensor is weight)
+    inputs = [torch.ones(8, requires_grad=True) for _ in range(2)]
+    outputs = []
+    for number, given in enumerate(inputs):
+        output = heads.put_gate(number, 2 * given)
+        outputs.append(weakref.ref(output.untyped_storage()))
+        heads.take_back(number, [(number + 1) * (output * weight).sum()])
+        del output
+        assert outputs[-1]() is None
+    heads.backward()
+    assert [given.grad.tolist() for given in inputs] == [[2.0] * 8, [4.0] * 8]
 
 
 def test_without_a_loss(make_twins: TwinsFactory) -> None:

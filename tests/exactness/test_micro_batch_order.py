@@ -1,0 +1,153 @@
+"""`vertical_micro_batches: auto`: together where the plan says that it pays and nothing forbids it."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trajectories import arguments, dataset, logged, stored_weights
+from transformers import Trainer as StockTrainer
+from transformers import TrainerCallback
+
+import hf_lohan
+from hf_lohan.planner import HardwareProfile
+from hf_lohan.planning import run_plan
+from hf_lohan.testing.models import tiny_model
+
+BUDGETS = {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "resident_records": "none"}
+ACCUMULATED = 8
+ROWS = dataset(2 * ACCUMULATED * 3)
+SLOW, FAST = 1e6, 1e12
+REASON = "vertical_micro_batches: auto runs micro-batches one after the other: "
+
+
+@pytest.fixture
+def drive(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Has the machine measured with a drive of so many bytes a second."""
+
+    def measured(bytes_per_s: float) -> None:
+        hardware = HardwareProfile.from_mapping(
+            {
+                "device": {"flops_per_s": 50e9, "memory_bytes": "1GB", "shares_cpu": True},
+                "h2d_bytes_per_s": "10GB/s",
+                "d2h_bytes_per_s": "10GB/s",
+                "ssd": [{"read_bytes_per_s": bytes_per_s, "write_bytes_per_s": bytes_per_s, "capacity_bytes": "1TB"}],
+                "cpu": {"memory_bytes": "4GB", "optimizer_params_per_s": 1e9},
+            }
+        )
+        monkeypatch.setattr(run_plan, "cached_hardware", lambda *_args, **_kwargs: hardware)
+
+    return measured
+
+
+def trained(folder: Path, trainer_class: Any = hf_lohan.Trainer, model: Any = None, **settings: Any) -> Any:
+    """An offloaded trainer behind two steps."""
+    offload = settings.pop("offload", BUDGETS)
+    rest = {name: settings.pop(name) for name in ("callbacks", "compute_loss_func") if name in settings}
+    args = arguments(folder, max_steps=2, gradient_accumulation_steps=ACCUMULATED, **settings)
+    model = model or tiny_model("llama")
+    trainer = trainer_class(model, args, train_dataset=ROWS, offload=offload, **rest)
+    trainer.train()
+    return trainer
+
+
+def ran_together(trainer: Any) -> bool:
+    plan = json.loads((Path(trainer.args.output_dir) / "lohan" / "plan.json").read_text())
+    num_together = trainer.offload_engine.activation_memory.num_together
+    assert plan["num_together"] == num_together
+    return num_together > 1
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+def test_a_slow_drive_has_them_run_together_with_the_numbers_of_stock(
+    max_grad_norm: float, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    drive(SLOW)
+    stock_model = tiny_model("llama")
+    settings = {"max_steps": 2, "gradient_accumulation_steps": ACCUMULATED, "max_grad_norm": max_grad_norm}
+    stock = StockTrainer(stock_model, arguments(tmp_path / "stock", **settings), train_dataset=ROWS)
+    stock.train()
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        trainer = trained(tmp_path / "ours", max_grad_norm=max_grad_norm)
+    assert ran_together(trainer)
+    assert "its micro-batches together (one after the other: " in caplog.text and REASON not in caplog.text
+    assert logged(trainer)[1:] == logged(stock)[1:]
+    weights = stored_weights(trainer)
+    trainer.offload_engine.close()
+    assert all(torch.equal(weights[name], parameter) for name, parameter in stock_model.named_parameters())
+
+
+def test_where_it_does_not_pay_they_run_one_after_the_other(drive: Any, tmp_path: Path) -> None:
+    drive(FAST)
+    trainer = trained(tmp_path)
+    assert not ran_together(trainer)
+    trainer.offload_engine.close()
+
+
+def test_a_training_is_planned_anew_for_its_own_number(drive: Any, tmp_path: Path) -> None:
+    """What was chosen for the first is not what the second asks for."""
+    drive(SLOW)
+    trainer = trained(tmp_path)
+    engine = trainer.offload_engine
+    assert trainer._runs_together
+    trainer.args.gradient_accumulation_steps = 1
+    trainer.train()
+    assert trainer.offload_engine is engine and not trainer._runs_together
+    engine.close()
+
+
+class OwnLoss(hf_lohan.Trainer):
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        return super().compute_loss(*args, **kwargs)
+
+
+class OwnStep(hf_lohan.Trainer):
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().training_step(*args, **kwargs)
+
+
+class Looks(TrainerCallback):
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        pass
+
+
+def mean_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
+    return outputs.logits.float().mean()
+
+
+def model_with_a_hook() -> Any:
+    model = tiny_model("llama")
+    model.model.norm.weight.register_hook(lambda gradient: gradient)
+    return model
+
+
+FORBIDDEN: dict[str, tuple[dict[str, Any], str]] = {
+    "compute_loss": ({"trainer_class": OwnLoss}, "OwnLoss has a compute_loss of its own"),
+    "training_step": ({"trainer_class": OwnStep}, "OwnStep has a training_step of its own"),
+    "compute_loss_func": ({"compute_loss_func": mean_loss}, "compute_loss_func"),
+    "neftune": ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha"),
+    "callback": ({"callbacks": [Looks()]}, "Looks has an on_substep_end"),
+    "dropout": ({"model": ("opt", {"dropout": 0.1})}, "dropout=0.1"),
+    "router": ({"model": ("mixtral", {"output_router_logits": True})}, "output_router_logits"),
+    "hook": ({"model": model_with_a_hook}, "model.norm.weight has a hook"),
+}
+
+
+@pytest.mark.parametrize("name", FORBIDDEN)
+def test_what_forbids_it_is_said_once(name: str, drive: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    drive(SLOW)
+    options, words = FORBIDDEN[name]
+    if isinstance(model := options.get("model"), tuple):
+        options = {**options, "model": tiny_model(model[0], **model[1])}
+    elif model is not None:
+        options = {**options, "model": model()}
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        trainer = trained(tmp_path, **options)
+    assert not ran_together(trainer)
+    trainer.offload_engine.close()
+    said = [record.getMessage() for record in caplog.records if REASON in record.getMessage()]
+    assert len(said) == 1 and words in said[0], said
