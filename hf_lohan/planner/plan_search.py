@@ -31,6 +31,8 @@ from hf_lohan.planner.step_costs import Choice, StepCosts, Values, gradient_spil
 
 COMMIT_FRACTION = 0.02
 """Commits may make steps so much longer, on average, than none would."""
+LITTLE_S = 0.25
+"""Steps that are longer by less, because each is committed, are not worth losing some."""
 EQUALLY_FAST = 1 + 1e-9
 """Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
 
@@ -60,7 +62,8 @@ def plan_offload(
     most = int((setup.commit_limit_s - (each_s - never_s)) / never_s)
     wanted = most if setup.commit_every_s else math.ceil((each_s / never_s - 1) / COMMIT_FRACTION)
     steps = min(most, wanted)
-    return planned(steps) if steps > 1 else each
+    is_cheap = each_s - never_s < LITTLE_S and not setup.commit_every_s
+    return planned(steps) if steps > 1 and not is_cheap else each
 
 
 def sweep_swapped_bytes(
