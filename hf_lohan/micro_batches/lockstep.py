@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
-from hf_lohan.micro_batches.torch_threads import SequenceNumbers
+from hf_lohan.micro_batches.sequence_numbers import SequenceNumbers
 
 Position: TypeAlias = tuple[int, ...]
 """How far a micro-batch has come; whoever is least far runs next."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_lohan.micro_batches.joint_forward import JointForward, JointParts
 from hf_lohan.micro_batches.lockstep import Lockstep
-from hf_lohan.micro_batches.torch_threads import ThreadSettings
+from hf_lohan.threads import ThreadSettings
 
 
 class MicroBatchRun:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from hf_lohan.planner import (
     plan_offload,
 )
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
+from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
@@ -300,7 +302,8 @@ def trace_blocks(
         _check_positions(model, sequence_length)
         if len(_traced) >= _MOST_TRACED:
             del _traced[next(iter(_traced))]
-        _traced[key] = trace_model(
+        trace = partial(
+            trace_model,
             model,
             discover_blocks(model),
             batch_size=batch_size,
@@ -309,6 +312,8 @@ def trace_blocks(
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
         )
+        # Fake tensors and modes are Python that torch calls also where an exception ends the process.
+        _traced[key] = uninterrupted(trace, ThreadSettings(torch.device(device).type))
     return _traced[key]
 
 

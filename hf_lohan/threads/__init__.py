@@ -1,5 +1,5 @@
-"""Threads: for short tasks, for kernels beside compute, for one order of commands; policies of a CPU that computes; and
-what a forked child leaves alone."""
+"""Threads: for short tasks, for kernels beside compute, for one order of commands, for what must not be interrupted;
+policies of a CPU that computes; and what a forked child leaves alone."""
 
 from hf_lohan.threads.cpu_policies import (
     keep_freed_memory,
@@ -11,6 +11,8 @@ from hf_lohan.threads.cpu_policies import (
 from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner, close_in_children, closing
 from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
+from hf_lohan.threads.thread_settings import ThreadSettings
+from hf_lohan.threads.uninterrupted import uninterrupted
 from hf_lohan.threads.work_thread import Command, WorkThread
 
 __all__ = [
@@ -19,6 +21,7 @@ __all__ = [
     "KernelThreads",
     "Owner",
     "TaskThreads",
+    "ThreadSettings",
     "WorkThread",
     "close_in_children",
     "closing",
@@ -26,6 +29,7 @@ __all__ = [
     "raised_anew",
     "set_compute_threads",
     "start_thread",
+    "uninterrupted",
     "usable_cpus",
     "use_all_cores",
 ]

@@ -16,12 +16,15 @@ from random import Random
 from typing import NamedTuple
 
 import pytest
-from runs import Mishap, Report, Run, train
+from runs import TELL_STACKS, Mishap, Report, Run, train
 
 import hf_lohan
 
 CONTEXT = multiprocessing.get_context("forkserver")
 HANGS_AFTER_S = 60.0
+TELLS_WITHIN_S = 5.0
+OUTPUT_TAIL_CHARS = 16_000
+"""The stacks of a dozen threads."""
 STEPS_GONE_ON = {signal.SIGTERM: 1.5}
 """How many steps a process still ends, on average, after the report that a signal followed."""
 
@@ -106,7 +109,7 @@ class Child:
 
     def output_tail(self) -> str:
         path = self.run.beside / "output.txt"
-        return path.read_text(errors="replace")[-4000:] if path.exists() else "(no output)"
+        return path.read_text(errors="replace")[-OUTPUT_TAIL_CHARS:] if path.exists() else "(no output)"
 
     def _receive(self) -> bool:
         try:
@@ -116,8 +119,21 @@ class Child:
         return True
 
     def _give_up(self, reason: str) -> None:
+        """Say where its threads are, and where the kernel is for them."""
+        tasks = sorted(Path(f"/proc/{self.pid}/task").glob("*"))
+        in_kernel = [f"{_text(task / 'comm')}: {_text(task / 'wchan')}" for task in tasks]
+        self.send_signal(TELL_STACKS)
+        self.lives_for(TELLS_WITHIN_S)
         self.send_signal(signal.SIGKILL)
-        pytest.fail(f"process {self.pid} hangs, {reason}:\n{self.output_tail()}")
+        state = f"load {os.getloadavg()[0]:.1f}, threads in the kernel: {', '.join(in_kernel) or 'none'}"
+        pytest.fail(f"process {self.pid} hangs, {reason}; {state}\n{self.output_tail()}")
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text().strip()
+    except OSError:  # it has ended
+        return "?"
 
 
 def finish(run: Run, mishap: Mishap | None = None) -> Child:
@@ -169,6 +185,7 @@ class Interrupter:
         child.go_on()
         code = child.end()
         assert not child.error, f"{child.error}\n{child.output_tail()}"
+        assert code >= 0 or code == -number, f"exit code {code}:\n{child.output_tail()}"
         for (report, begin_s), (_, end_s) in zip(child.reports, child.reports[1:], strict=False):
             self._pause_s[report.what] = end_s - begin_s
         return Interruption(after, code, child.last_step, self._committed_step())

@@ -5,6 +5,7 @@ The fork server imports this module once, so that each process starts with every
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import json
 import os
@@ -27,6 +28,7 @@ from write_calls import WriteCall, watch_write_calls
 
 import hf_lohan
 import hf_lohan.huggingface  # nothing is left to import when a process starts
+from hf_lohan.compat.torch_private import FakeTensorMode
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
@@ -38,6 +40,8 @@ NUM_ROWS = 64
 SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
 OUTCOME_NAME = "outcome.safetensors"
 FAILED, INTERRUPTED, TERMINATED = 3, 130, 143
+TELL_STACKS = signal.SIGUSR1
+"""Has a process write into its output where each of its threads is; so does an abort."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +71,8 @@ class Mishap(NamedTuple):
     signals: tuple[int, ...] = ()
     event: str = "on_step_begin"
     step: int = 0
-    """The process signals itself at this event of Trainer, in the step that brings `global_step` to this."""
+    """The process signals itself at this event of Trainer, in the step that brings `global_step` to this. Or at
+    "in_trace", in no step: while torch, planning the first one, calls Python where it bears no exception."""
 
     write_call: WriteCall | None = None
     holds_at: int = 0
@@ -97,10 +102,14 @@ def train(run: Run, mishap: Mishap, parent: Connection) -> None:
     output = os.open(run.beside / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
+    faulthandler.enable(file=output)
+    faulthandler.register(TELL_STACKS, file=output)
     disable_progress_bar()
     trainer: Any = None
     watched = watch_write_calls(run.output_dir, mishap.write_call)
     parent.send(Report("started"))
+    if mishap.event == "in_trace":
+        signal_in_trace(mishap.signals)
     try:
         trainer = make_trainer(run, TellsParent(mishap, parent))
         trainer.train(resume_from_checkpoint=where_from(run))
@@ -166,6 +175,24 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
     )
     trainer.remove_callback(PrinterCallback)  # its lines would hide those of a failure
     return trainer
+
+
+def signal_in_trace(numbers: tuple[int, ...]) -> None:
+    """Once, and from now on in this process for good: where the mode that torch calls is entered within itself. Left
+    so, it cannot be put back when torch returns to where it was."""
+    enter, left = FakeTensorMode.__enter__, list(numbers)
+
+    def is_called(mode: FakeTensorMode) -> bool:
+        calls = (frame for frame, _ in traceback.walk_stack(None) if frame.f_code.co_name == "__torch_dispatch__")
+        return any(call.f_locals.get("self") is mode for call in calls)
+
+    def entering(mode: FakeTensorMode) -> FakeTensorMode:
+        entered = enter(mode)
+        if left and is_called(mode):
+            os.kill(os.getpid(), left.pop())
+        return entered
+
+    FakeTensorMode.__enter__ = entering
 
 
 class TellsParent(TrainerCallback):

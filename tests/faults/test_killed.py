@@ -199,6 +199,23 @@ def test_at_once_abandons_the_step(
     assert_ends_as(run, undisturbed)
 
 
+def test_ctrl_c_while_the_first_step_is_planned(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """An exception in what torch calls there would abort the process."""
+    run = run_in(tmp_path, Run(num_steps=2))
+    child = Child(run, Mishap(signals=(signal.SIGINT,), event="in_trace"))
+    assert child.end() == INTERRUPTED, child.output_tail()
+    assert child.num_reports("begun") == 1 and child.last_step == 0
+    assert_ends_as(run, undisturbed)
+
+
+def test_what_hangs_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    child = Child(run_in(tmp_path, Run()), Mishap(holds_at=1))
+    assert child.wait_for("stepped"), child.output_tail()
+    monkeypatch.setattr("processes.HANGS_AFTER_S", 0.5)
+    with pytest.raises(pytest.fail.Exception, match="in on_step_end"):
+        child.end()
+
+
 def test_killed_when_all_steps_are_done(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Nothing is left to train: resuming gives the same log and weights again."""
     run = run_in(tmp_path, Run())

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from hf_lohan.micro_batches.lockstep import Lockstep
-from hf_lohan.micro_batches.torch_threads import SequenceNumbers, ThreadSettings
+from hf_lohan.micro_batches.sequence_numbers import SequenceNumbers
+from hf_lohan.threads import ThreadSettings
 
 
 def lockstep_of(*functions: Callable[[Lockstep], Any]) -> Lockstep:

@@ -1,0 +1,65 @@
+"""Work that no handler of a signal breaks off half-way."""
+
+from __future__ import annotations
+
+import contextvars
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import TypeVar
+
+from hf_lohan.threads.thread_settings import ThreadSettings
+
+_Result = TypeVar("_Result")
+_LOOK_S = 1.0
+"""An interrupt may take away the word that the work has ended: then it shows this much later."""
+
+
+def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Result:
+    """What ``work`` returns or raises. It runs under ``settings`` on a thread of its own, where Python calls no handler
+    of a signal. What one raises meanwhile (an interrupt) is raised when the work has ended, so keep that short.
+
+    For work in which torch calls Python where it cannot bear an exception, and would end the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+    may_begin: SimpleQueue[bool] = SimpleQueue()
+    ended = threading.Lock()
+    ended.acquire()
+
+    def run() -> None:
+        if not may_begin.get():
+            return
+        try:
+            with settings.applied():
+                results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        ended.release()
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="lohan-uninterrupted", daemon=True)
+    try:
+        thread.start()
+    except BaseException:
+        may_begin.put(False)  # there may be a thread, but nobody would wait for it
+        raise
+    interrupt: BaseException | None = None
+    is_told = False
+    # Not `Thread.join`, which takes the thread for ended when it was interrupted itself (Python 3.10 to 3.12).
+    while not (results or errors):
+        try:
+            if not is_told:
+                is_told = True
+                may_begin.put(True)
+            while not (results or errors):
+                ended.acquire(timeout=_LOOK_S)
+        except BaseException as error:
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
+    if errors:
+        raise errors.pop()
+    return results[0]

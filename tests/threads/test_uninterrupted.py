@@ -1,0 +1,103 @@
+"""An interrupt waits for what it would break. The instants at which it comes are chosen, in and around the work."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from hf_lohan.threads import ThreadSettings, uninterrupted
+
+
+class Interrupts:
+    """Ctrl-C, as a handler of ours sees it."""
+
+    def __init__(self) -> None:
+        self.has_come = threading.Event()
+
+    def __call__(self, _number: int, _frame: object) -> None:
+        self.has_come.set()
+        raise KeyboardInterrupt
+
+    def come(self) -> None:
+        """Returns when the handler has been called, where that was."""
+        self.has_come.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert self.has_come.wait(60)
+
+
+@pytest.fixture
+def interrupts() -> Iterator[Interrupts]:
+    handler = Interrupts()
+    before = signal.signal(signal.SIGINT, handler)
+    yield handler
+    signal.signal(signal.SIGINT, before)
+
+
+def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> None:
+    assert uninterrupted(lambda: 7, ThreadSettings("cpu")) == 7
+    with pytest.raises(ZeroDivisionError):
+        uninterrupted(lambda: 1 // 0, ThreadSettings("cpu"))
+
+
+def test_the_work_goes_under_the_callers_settings() -> None:
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        there = uninterrupted(
+            lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")), ThreadSettings("cpu")
+        )
+    assert there == (False, True)
+
+
+def test_interrupts_wait_for_the_end(interrupts: Interrupts) -> None:
+    done: list[str] = []
+
+    def work() -> None:
+        interrupts.come()
+        interrupts.come()  # of those who are in a hurry
+        done.append("all")
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(work, ThreadSettings("cpu"))
+    assert done == ["all"]
+    assert threading.active_count() <= before + 1, "but for the last instant of the thread"
+
+
+def test_an_interrupt_goes_before_an_error_of_the_work(interrupts: Interrupts) -> None:
+    def work() -> None:
+        interrupts.come()
+        raise ValueError("on purpose")
+
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(work, ThreadSettings("cpu"))
+
+
+def test_an_interrupt_before_it_begins_leaves_it_undone(
+    interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, begun = threading.Thread.start, list[str]()
+
+    def start_interrupted(thread: threading.Thread) -> None:
+        start(thread)
+        monkeypatch.undo()
+        interrupts.come()
+
+    monkeypatch.setattr(threading.Thread, "start", start_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        uninterrupted(lambda: begun.append("work"), ThreadSettings("cpu"))
+    for thread in threading.enumerate():
+        if thread.name == "lohan-uninterrupted":
+            thread.join()
+    assert not begun
+
+
+def test_a_thread_that_gets_no_interrupts_does_it_itself() -> None:
+    where: list[int] = []
+    thread = threading.Thread(target=lambda: where.append(uninterrupted(threading.get_ident, ThreadSettings("cpu"))))
+    thread.start()
+    thread.join()
+    assert where == [thread.ident]
