@@ -174,6 +174,7 @@ class RunRecord:
         facts = {
             "config": engine.config.to_dict(),
             "durability": engine.tiers.store.durability,
+            "commit_every_steps": self._now.commit_every_steps if self._now is not None else None,
             "num_parameters": engine.layout.num_parameters,
             "hardware": engine.device.describe(),
             "is_finished": is_finished,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
-from hf_lohan.wording import bottleneck_label, drive_bytes, format_bytes, listed, percent, seconds, times
+from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
 
 _WAITS_THAT_MATTER = 0.02
 """Of the step."""
@@ -116,8 +116,14 @@ def on_bytes(findings: Findings) -> str:
         )
         hardware = findings.summary.get("measured_hardware") or {}
         endurance = [ssd["endurance_bytes"] for ssd in hardware.get("ssd", ()) if ssd.get("endurance_bytes")]
-        days = sum(endurance) / findings.written_bytes_per_day if endurance else None
-        text += f": the drives are rated for {days:.0f} such days." if days else "."
+        if endurance:
+            text += f": the drives are rated for {sum(endurance) / findings.written_bytes_per_day:.0f} such days"
+            tokens = findings.mean_of("num_tokens")
+            text += f", or {count(sum(endurance) / written * tokens)} tokens" if tokens and written else ""
+        text += "."
+    every = findings.summary.get("commit_every_steps")
+    if isinstance(every, int) and every > 1:
+        text += f" By the plan one step of {every} is committed; between commits what lives in RAM is not written."
     return text
 
 

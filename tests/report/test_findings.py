@@ -10,6 +10,7 @@ import pytest
 from hf_lohan.report import sentences
 from hf_lohan.report.findings import NUM_FIRST_STEPS, Findings
 from hf_lohan.report.run_data import RunData
+from hf_lohan.wording import count
 
 
 def line(step: int, **changes: Any) -> dict[str, Any]:
@@ -83,7 +84,10 @@ def test_wear_counts_all_that_was_written() -> None:
     assert run.written_bytes == 2 * (2 << 30) + (1 << 30) + (1 << 29)
     assert run.written_bytes_per_day == pytest.approx((2 << 30) / 4 * 86400)
     hardware = {"ssd": [{"endurance_bytes": 100 * run.written_bytes_per_day}]}
-    assert "rated for 100 such days" in sentences.on_bytes(findings([line(1)], measured_hardware=hardware))
+    told = sentences.on_bytes(findings([line(1)], measured_hardware=hardware, commit_every_steps=7))
+    assert "rated for 100 such days" in told and "one step of 7" in told
+    a_day = 86400 / line(1)["step_s"] * line(1)["num_tokens"]
+    assert f"or {count(100 * a_day)} tokens" in told
 
 
 def test_warnings() -> None:
