@@ -6,7 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trajectories import arguments, assert_equal, dataset, train_offloaded, train_stock
+import torch
+from safetensors.torch import load_file
+from trajectories import arguments, assert_equal, dataset, stored_weights, train_offloaded, train_stock
+from transformers import TrainerCallback
 
 import hf_lohan
 from hf_lohan.testing.models import tiny_model
@@ -15,12 +18,19 @@ ALL_IN_RAM = {"cpu_memory": "64MiB", "gpu_memory": "2MiB"}
 SOME_IN_RAM = {"cpu_memory": "7MiB", "gpu_memory": "2MiB"}
 
 
-@pytest.mark.parametrize("offload", [ALL_IN_RAM, SOME_IN_RAM], ids=["all", "some"])
-@pytest.mark.parametrize("max_grad_norm", [0.0, 2.6], ids=["no-clipping", "some-clip"])
-@pytest.mark.parametrize("family", ["llama", "mixtral"])
-@pytest.mark.parametrize("durability", ["step", "checkpoint"])
+@pytest.mark.parametrize(
+    ("family", "offload", "max_grad_norm", "durability"),
+    [
+        ("llama", ALL_IN_RAM, 0.0, "step"),
+        ("llama", SOME_IN_RAM, 2.6, "step"),
+        ("mixtral", ALL_IN_RAM, 2.6, "step"),
+        ("mixtral", SOME_IN_RAM, 0.0, "step"),
+        ("llama", ALL_IN_RAM, 2.6, "checkpoint"),
+        ("mixtral", SOME_IN_RAM, 0.0, "checkpoint"),
+    ],
+)
 def test_equals_the_stock_trainer(
-    family: str, max_grad_norm: float, offload: dict[str, Any], durability: str, tmp_path: Path
+    family: str, offload: dict[str, Any], max_grad_norm: float, durability: str, tmp_path: Path
 ) -> None:
     settings = {"max_grad_norm": max_grad_norm, "weight_decay": 0.1, "lr_scheduler_type": "cosine"}
     stock = train_stock(family, tmp_path / "stock", {}, **settings)
@@ -28,6 +38,76 @@ def test_equals_the_stock_trainer(
         family, tmp_path / "ours", {}, offload={**offload, "commit_every": 7, "durability": durability}, **settings
     )
     assert_equal(ours, stock)
+
+
+@pytest.mark.parametrize(
+    ("settings", "offload"),
+    [
+        ({"bf16": True}, {}),
+        ({"bf16": True, "gradient_accumulation_steps": 2}, SOME_IN_RAM),
+        ({}, {"optimizer_state_dtype": "int8"}),
+        ({}, {"optimizer": "muon"}),
+        ({"optim": "adafactor"}, {}),
+        ({"max_grad_norm": 0.0}, {"schedule": "naive"}),
+        ({}, {"schedule": "serial", "activations": "swap"}),
+    ],
+    ids=["bf16", "bf16-accumulated", "int8", "muon", "adafactor", "naive", "serial"],
+)
+def test_how_often_is_committed_changes_no_bit(
+    settings: dict[str, Any], offload: dict[str, Any], tmp_path: Path
+) -> None:
+    asked = {"max_grad_norm": 2.6, "weight_decay": 0.1, "max_steps": 9, **settings}
+    each, seldom = (
+        train_offloaded(
+            "llama", tmp_path / str(every), {}, offload={**ALL_IN_RAM, **offload, "commit_every": every}, **asked
+        )
+        for every in (1, 4)
+    )
+    assert (seldom.losses, seldom.norms) == (each.losses, each.norms)
+    assert all(torch.equal(seldom.weights[name], weight) for name, weight in each.weights.items())
+
+
+class Evaluates(TrainerCallback):
+    """Uses the model between steps, and changes a weight there."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step % 3 == 0:
+            self.losses.append(self.trainer.evaluate(dataset(num_rows=8))["eval_loss"])
+        if state.global_step == 5:
+            norm = self.trainer.model.model.norm
+            with hf_lohan.gathered_parameters([norm.weight]), torch.no_grad():
+                norm.weight.mul_(1.5)
+
+
+@pytest.mark.parametrize("offload", [ALL_IN_RAM, SOME_IN_RAM], ids=["all", "some"])
+def test_checkpoints_evaluation_and_changed_weights(offload: dict[str, Any], tmp_path: Path) -> None:
+    """What reads or writes the store between two commits finds the last step."""
+    found = []
+    for every in (1, 6):
+        callback = Evaluates()
+        folder = tmp_path / str(every)
+        settings = {"max_steps": 11, "save_strategy": "steps", "save_steps": 4, "max_grad_norm": 1.0}
+        trainer = hf_lohan.Trainer(
+            tiny_model("llama"),
+            arguments(folder, **settings),
+            train_dataset=dataset(),
+            callbacks=[callback],
+            offload={**offload, "commit_every": every},
+        )
+        callback.trainer = trainer
+        trainer.train()
+        weights = stored_weights(trainer)
+        trainer.offload_engine.close()
+        saved = load_file(folder / "checkpoint-8" / "model.safetensors")
+        found.append((callback.losses, weights, saved))
+    (losses, weights, saved), (other_losses, other_weights, other_saved) = found
+    assert other_losses == losses
+    assert all(torch.equal(other_weights[name], weight) for name, weight in weights.items())
+    assert all(torch.equal(other_saved[name], weight) for name, weight in saved.items())
 
 
 def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, int, int]:
