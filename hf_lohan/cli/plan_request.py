@@ -105,6 +105,7 @@ def plan_run(request: PlanRequest) -> PlannedRun:
         config,
         working_dtype=dtype if request.lora_rank is None else None,  # adapters are float32
         hold_gradients=request.max_grad_norm > 0 or shape.num_micro_batches > 1,
+        sums_gradients=request.num_micro_batches > 1,
         memory_is_host=memory_is_host,
     )
     planned = plan_step(

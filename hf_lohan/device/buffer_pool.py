@@ -1,4 +1,4 @@
-"""A fixed set of equal host buffers under a byte budget: lend, wait, never grow."""
+"""A fixed set of equal host buffers under a byte budget: lend, whole or in halves, wait, never grow."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ class PoolAborted(RuntimeError):
 
 @dataclass(eq=False)
 class Buffer:
-    """One buffer on loan. `bytes` is a uint8 tensor [buffer_bytes]."""
+    """One buffer on loan, or half of one. `bytes` is a uint8 tensor [buffer_bytes], or [buffer_bytes / 2]."""
 
     bytes: Tensor
     pool: BufferPool = field(repr=False)
     _num_users: int = field(default=0, repr=False)
+    _whole: Buffer | None = field(default=None, repr=False)
+    """What it is half of."""
+    _other_half: Buffer | None = field(default=None, repr=False)
 
     def view(self, dtype: torch.dtype, numel: int, *, start_byte: int = 0) -> Tensor:
         """The first `numel` elements from `start_byte` on, as `dtype`."""
@@ -39,12 +42,15 @@ class Buffer:
             assert self._num_users > 0, "it was given back already"
             self._num_users -= 1
             if self._num_users == 0:
-                self.pool._free.append(self)
-                self.pool._changed.notify()
+                self.pool._take_back(self)
 
 
 class BufferPool:
-    """`num_buffers` buffers of `buffer_bytes` each, taken from the device's host memory at construction."""
+    """`num_buffers` buffers of `buffer_bytes` each, taken from the device's host memory at construction.
+
+    Half a buffer is taken from one that is lent in half already, if there is one, and a buffer is whole again when both
+    its halves are back: so many halves never keep more buffers from being whole than there are halves.
+    """
 
     def __init__(self, device: Device, *, name: str, num_buffers: int, buffer_bytes: int) -> None:
         self.name = name
@@ -52,30 +58,32 @@ class BufferPool:
         self.buffer_bytes = buffer_bytes
         memory = device.host_empty(num_buffers * buffer_bytes) if num_buffers else torch.empty(0, dtype=torch.uint8)
         self._free = [Buffer(part, self) for part in memory.split(buffer_bytes)] if num_buffers else []
+        self._free_halves: dict[Buffer, None] = {}
+        """Those whose other half is on loan."""
         # Entered itself, not through the condition: see `IoEngine`.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._cause: BaseException | None = None
-        self.high_water_buffers = 0
+        self._bytes_on_loan = 0
+        self.high_water_bytes = 0
+        """The most bytes that were ever on loan at once."""
 
     @property
     def num_free(self) -> int:
+        """Whole ones."""
         return len(self._free)
 
-    @property
-    def high_water_bytes(self) -> int:
-        """The most bytes that were ever on loan at once."""
-        return self.high_water_buffers * self.buffer_bytes
-
-    def acquire(self) -> Buffer:
-        """Lend a buffer, waiting until one is free. Raises PoolAborted if the pool is shut meanwhile."""
+    def acquire(self, *, half: bool = False) -> Buffer:
+        """Lend a buffer, or half of one, waiting until one is free. Raises PoolAborted if the pool is shut
+        meanwhile."""
         with self._lock:
-            self._changed.wait_for(lambda: self._free or self._cause is not None)
+            self._changed.wait_for(lambda: self._free or (half and self._free_halves) or self._cause is not None)
             if self._cause is not None:
                 raise PoolAborted(f"buffer pool {self.name!r} was shut: {self._cause}") from self._cause
-            buffer = self._free.pop()
+            buffer = self._take_half() if half else self._free.pop()
             buffer._num_users = 1
-            self.high_water_buffers = max(self.high_water_buffers, self.num_buffers - len(self._free))
+            self._bytes_on_loan += buffer.bytes.numel()
+            self.high_water_bytes = max(self.high_water_bytes, self._bytes_on_loan)
             return buffer
 
     def try_acquire(self, num_buffers: int = 1, *, leave: int = 0) -> list[Buffer] | None:
@@ -91,3 +99,23 @@ class BufferPool:
         with self._lock:
             self._cause = cause
             self._changed.notify_all()
+
+    def _take_half(self) -> Buffer:
+        if self._free_halves:
+            return self._free_halves.popitem()[0]
+        whole = self._free.pop()
+        half, other = (Buffer(part, self, _whole=whole) for part in whole.bytes.split(self.buffer_bytes // 2))
+        half._other_half, other._other_half = other, half
+        self._free_halves[other] = None
+        return half
+
+    def _take_back(self, buffer: Buffer) -> None:
+        self._bytes_on_loan -= buffer.bytes.numel()
+        if buffer._whole is None:
+            self._free.append(buffer)
+        elif buffer._other_half in self._free_halves:
+            del self._free_halves[buffer._other_half]
+            self._free.append(buffer._whole)
+        else:
+            self._free_halves[buffer] = None
+        self._changed.notify_all()  # who waits for a whole one has no use for a half

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -84,6 +85,8 @@ class OffloadEngine:
                 num_arrival_buffers=layout.plan.num_arrival_buffers,
                 spilled_blocks=frozenset(layout.plan.spilled_blocks),
                 spill=tiers.spill,
+                keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
+                open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
             )
         )
@@ -102,6 +105,7 @@ class OffloadEngine:
             tiers.gradients,
             layout.chunks(),
             self._pipeline,
+            keeps_dtypes=layout.keeps_gradient_dtypes,
             is_final_backward=events.is_final_backward,
             before_updates=self.commits.keep_what_was_loaded,
             lend=self._ring.lend,
@@ -177,7 +181,12 @@ class OffloadEngine:
         The functions run in threads, one at a time. What one raises is raised here, once all have ended. Raises
         RuntimeError if none gave a loss.
         """
-        self._lifetime.check()
+        self._pass.recover()
+        if self.layout.keeps_gradient_dtypes and len(micro_batches) > 1 and self._pipeline.has_gradients:
+            raise RuntimeError(
+                "run_micro_batches was called in a step that has gradients already, but memory was taken for one "
+                "backward a step; say gradient_accumulation_steps before the model is offloaded"
+            )
         self._plan.run_together(len(micro_batches))
         return self._micro_batches(micro_batches)
 

@@ -237,6 +237,7 @@ class Accelerator(OffloadAwareAccelerator):
             default_ssd_path=plugin.ssd_path,
             working_dtype=torch.bfloat16 if plugin.bf16 else None,
             hold_gradients=plugin.max_grad_norm != 0 or self.gradient_accumulation_steps > 1,
+            sums_gradients=self.gradient_accumulation_steps > 1,
             rules=rules,
         )
 

@@ -71,6 +71,7 @@ def offload_model(
     default_ssd_path: str | Path,
     working_dtype: torch.dtype | None = None,
     hold_gradients: bool = True,
+    sums_gradients: bool = True,
     rules: Rules | None = None,
     device: Device | None = None,
 ) -> OffloadEngine:
@@ -90,6 +91,7 @@ def offload_model(
         config,
         working_dtype=working_dtype,
         hold_gradients=hold_gradients,
+        sums_gradients=sums_gradients,
         memory_is_host=device.memory_is_host,
         rules=rules,
     )

@@ -50,6 +50,7 @@ def from_pretrained(
     bf16: bool = False,
     default_ssd_path: str | Path = "lohan_store",
     hold_gradients: bool = True,
+    sums_gradients: bool = True,
     model_class: Any = None,
     is_trained: bool = True,
     optimizer: Any = None,
@@ -67,6 +68,9 @@ def from_pretrained(
         default_ssd_path: the store's folder if the configuration names none.
         hold_gradients: keep gradients until `step()`, as clipping and accumulation need; False applies them in
             backward.
+        sums_gradients: several backwards a step are to be expected, so gradients are kept in float32. With False those
+            of bfloat16 weights stay in bfloat16, in half the memory, and if there are several after all, their sums
+            wait on the SSD. No number is another one.
         model_class: default `AutoModelForCausalLM`.
         is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
         optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default
@@ -104,6 +108,7 @@ def from_pretrained(
         config=config,
         working_dtype=working_dtype,
         hold_gradients=hold_gradients,
+        sums_gradients=sums_gradients,
         memory_is_host=device.memory_is_host,
         rules=None if optimizer is None else choice_of(optimizer).rules,
     )

@@ -138,6 +138,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             bf16=args.bf16,
             default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
             hold_gradients=_holds_gradients(args, config),
+            sums_gradients=args.gradient_accumulation_steps > 1,
             optimizer=self._optimizer_choice(args),
             **kwargs,
         )
@@ -165,6 +166,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
                 hold_gradients=_holds_gradients(args, self._offload_config),
+                sums_gradients=args.gradient_accumulation_steps > 1,
                 rules=self._rules(),
             )
         if self._record is None or self._record.engine is not engine:

@@ -189,7 +189,8 @@ class GradientSums:
     def _add(self, part: ParamSlice, gradient: Tensor) -> None:
         total = self._sums.get(part)
         if total is None:
-            self._sums[part] = gradient.to(torch.float32)
+            # The only one needs no sum, and is widened where it is used.
+            self._sums[part] = gradient.to(torch.float32) if self._num_micro_batches > 1 else gradient
         else:
             total.add_(gradient)
         self._num_added[part] += 1

@@ -17,8 +17,8 @@ from hf_lohan.optim.segments import Segment, within
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
 """A tile's float32 tensors fit a core's cache, just, and its dozens of calls cost little beside what they do."""
-_NUM_ROWS = 3 + NUM_SCRATCH
-"""Float32 tensors that a tile is worked on in: master, moments, scratch."""
+_NUM_ROWS = 4 + NUM_SCRATCH
+"""Float32 tensors that a tile is worked on in: master, moments, gradient, scratch."""
 MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
 
 
@@ -31,21 +31,28 @@ def update_records_(
     *,
     position: int,
     private: Sequence[Tensor],
+    scale: float = 1.0,
     aside: Aside = here,
 ) -> None:
-    """Update the records of ``form``, by kind, in place from their float32 ``gradient`` [numel]. ``position``: of the
-    first parameter in its block's records.
+    """Update the records of ``form``, by kind, in place from their ``gradient`` [numel], multiplied in float32 by
+    ``scale``. A float32 gradient is scaled in place; one in bfloat16, which only bfloat16 weights have, stays as it is,
+    and is widened where the update works. ``position``: of the first parameter in its block's records.
 
     ``private`` is `MasterFormat.num_private_buffers` uint8 tensors, each of 4 * numel bytes or more (for moments that
     are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes. ``aside``: see `UpdateRule.update_`.
     """
+    assert gradient.dtype == torch.float32 or form.has_residual, "no memory to widen the gradient in"
+    if gradient.dtype == torch.float32 and scale != 1.0:  # also where it is NaN, as torch does
+        gradient.mul_(scale)
     if form.moment_codec is not None:
-        adamw_in_tiles_(records, gradient, segments, form, position=position, workspace=private[0])
+        adamw_in_tiles_(records, gradient, segments, form, position=position, scale=scale, workspace=private[0])
     elif form.has_residual:
         num_bytes = 4 * gradient.numel()
         master = private[0][:num_bytes].view(torch.float32)
         scratch = private[1][:num_bytes].view(torch.int32)
         decode_master_(master, records["param"], records["master_residual"])
+        # The scratch is for afterwards: until then it has room for the gradient.
+        gradient = _in_float32(gradient, scale, scratch.view(torch.float32))
         form.rule.update_(master, gradient, records, segments, aside)
         encode_master_(master, records["param"], records["master_residual"], scratch)
     else:
@@ -61,9 +68,11 @@ def adamw_in_tiles_(
     *,
     position: int,
     workspace: Tensor,
+    scale: float = 1.0,
 ) -> None:
-    """Update the records of ``form``, by kind, from their float32 ``gradient`` [numel]; nothing outside the segments
-    changes. ``position`` is where in the block's records they begin.
+    """Update the records of ``form``, by kind, from their ``gradient`` [numel], float32, or bfloat16 that is still to
+    be multiplied by ``scale``; nothing outside the segments changes. ``position`` is where in the block's records they
+    begin.
 
     ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size and any cut at a multiple of
     32 elements, segments beginning at such, change no bit of the result.
@@ -81,15 +90,24 @@ def adamw_in_tiles_(
             continue
         tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
         master, exp_avg, exp_avg_sq = rows[:3, : stop - start]
-        scratch = rows[3:, : stop - start]
+        of_tile = _in_float32(gradient[start:stop], scale, rows[3, : stop - start])
+        scratch = rows[4:, : stop - start]
         codec.decode_(tile, exp_avg, exp_avg_sq, scratch)
         if form.has_residual:
             decode_master_(master, tile["param"], tile["master_residual"])
         else:
             master = tile["param"]
-        adamw_(master, gradient[start:stop], exp_avg, exp_avg_sq, inside)
+        adamw_(master, of_tile, exp_avg, exp_avg_sq, inside)
         if form.has_residual:
             encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
         for segment in inside:
             span = Span(segment.start, segment.stop, segment.step, position + start + segment.start)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
+
+
+def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
+    """A float32 gradient itself; another in `out` [numel], multiplied by `scale`."""
+    if gradient.dtype == torch.float32:
+        return gradient
+    out.copy_(gradient)
+    return out.mul_(scale) if scale != 1.0 else out

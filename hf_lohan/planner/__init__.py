@@ -40,10 +40,10 @@ from hf_lohan.planner.pool_plan import (
     RecordTraffic,
     SizeClass,
     choose_resident_records,
-    cut_units,
     plan_pools,
     step_traffic,
 )
+from hf_lohan.planner.unit_cuts import cut_units
 
 __all__ = [
     "INPUT",

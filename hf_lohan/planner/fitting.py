@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planner.offload_plan import InMemoryFit, TrainingSetup
-from hf_lohan.planner.step_costs import gradient_spill_bytes
 from hf_lohan.wording import format_bytes
 
 
@@ -64,7 +63,7 @@ def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: Training
     return Room(
         kept_bytes=min(setup.gpu_memory_bytes, beside_bytes) - setup.gpu_fixed_bytes,
         cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes,
-        ssd_bytes=ssd_limit_bytes(hardware, setup) - record_bytes(model, setup) - gradient_spill_bytes(setup),
+        ssd_bytes=ssd_limit_bytes(hardware, setup) - record_bytes(model, setup) - setup.spilled_gradient_bytes,
     )
 
 
@@ -134,7 +133,7 @@ def _refuse_ssd(
     spilled = f" and {_shown(least_spill)} of activations that RAM cannot hold" if least_spill else ""
     return (
         f"the SSDs' {_shown(limit)} cannot hold the training state of "
-        f"{_shown(record_bytes(model, setup) + gradient_spill_bytes(setup))}{spilled}; {', or '.join(ways)}"
+        f"{_shown(record_bytes(model, setup) + setup.spilled_gradient_bytes)}{spilled}; {', or '.join(ways)}"
     )
 
 

@@ -90,7 +90,7 @@ class TrainingSetup:
     """Records with a copy in RAM are written in one step of so many; 0: in none (of two checkpoints); None: in as many
     as `commit_every_s` says, or as the plan chooses."""
     commit_every_s: float | None = None
-    spilled_gradient_numel: int = 0
+    spilled_gradient_bytes: int = 0
     """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`)."""
     turnaround_bytes: int = 0
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""

@@ -27,7 +27,7 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.step_costs import Choice, StepCosts, Values, gradient_spill_bytes, operation_s
+from hf_lohan.planner.step_costs import Choice, StepCosts, Values, operation_s
 
 COMMIT_FRACTION = 0.02
 """Commits may make steps so much longer, on average, than none would."""
@@ -203,7 +203,7 @@ class _Search:
             "cpu": {"buffers": setup.cpu_fixed_bytes, "records": self._resident_bytes, "activations": swapped_to_cpu},
             "ssd": {
                 "records": record_bytes(model, setup),
-                "gradients": gradient_spill_bytes(setup),
+                "gradients": setup.spilled_gradient_bytes,
                 "activations": spilled,
             },
         }

@@ -6,8 +6,10 @@ buffers and nothing fragments. Pools with fixed shares cannot starve one another
 
 * staging buffers, through which parameters pass from the SSD to the device;
 * state buffers, in which the optimizer pipeline reads, updates and writes chunks;
-* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation);
-* recall buffers, into which gradients that had to be spilled to the SSD come back.
+* gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation); one
+  that stays in 2 bytes an element takes half a buffer;
+* recall buffers, into which gradients that had to be spilled to the SSD come back, and in which they are summed where
+  a step was not expected to sum any.
 """
 
 from __future__ import annotations
@@ -16,11 +18,12 @@ import enum
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache
 from typing import Any
 
+from hf_lohan.planner.unit_cuts import num_chunks
+
 MASTER_ITEMSIZE_BYTES = 4
-"""Gradients, moments and masters are float32 on the host, so a chunk of C elements needs buffers of 4C bytes."""
+"""Masters, moments and sums of gradients are float32 on the host: a chunk of C elements needs buffers of 4C bytes."""
 
 WHOLE_UPDATE_BYTES, WHOLE_DEVICE_BYTES = 12, 8
 """For each element of a matrix that is updated whole: its float32 update, and that in bfloat16 before and after a round
@@ -66,7 +69,7 @@ class BlockShape:
     num_trainable_params: int
 
     def num_chunks(self, chunk_numel: int) -> int:
-        return _num_chunks(self.unit_numels, chunk_numel)
+        return num_chunks(self.unit_numels, chunk_numel)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,6 +82,8 @@ class PoolRequest:
     prefetch_blocks: int
     num_state_buffers_per_chunk: int
     hold_gradients: bool
+    halves_gradients: bool = False
+    """Whether every gradient comes once a step, in 2 bytes an element, and stays so."""
     stages_params: bool = True
     """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
@@ -112,6 +117,8 @@ class PoolPlan:
     num_gradient_buffers: int
     num_arrival_buffers: int
     """Those of them in which gradients arrive; in the others they stay."""
+    gradients_per_buffer: int
+    """1, or 2 where each takes half a buffer."""
     num_recall_buffers: int
     held_blocks: tuple[str, ...]
     spilled_blocks: tuple[str, ...]
@@ -143,41 +150,6 @@ class PoolPlan:
         return {**asdict(self), **by_class, **blocks}
 
 
-def cut_units(unit_numels: Sequence[int], chunk_numel: int) -> list[tuple[int, int]]:
-    """Cut a row of units into chunks [start, stop) of at most `chunk_numel` elements.
-
-    A unit is a parameter with the small ones behind it. Units that fit are not cut: what is measured over a whole
-    parameter (its gradient's norm) is then measured in one piece, by the same kernel as in memory, to the same bit.
-    """
-    chunks: list[tuple[int, int]] = []
-    start = stop = 0
-    for numel in unit_numels:
-        if start < stop and stop + numel - start > chunk_numel:
-            chunks.append((start, stop))
-            start = stop
-        stop += numel
-        while stop - start > chunk_numel:
-            chunks.append((start, start + chunk_numel))
-            start += chunk_numel
-    if start < stop:
-        chunks.append((start, stop))
-    return chunks
-
-
-@cache
-def _num_chunks(unit_numels: tuple[int, ...], chunk_numel: int) -> int:
-    """How many chunks `cut_units` makes, without making them: a layer of a large model has a hundred thousand."""
-    count = held = 0
-    for numel in unit_numels:
-        if held and held + numel > chunk_numel:
-            count, held = count + 1, 0
-        held += numel
-        if held > chunk_numel:
-            whole = (held - 1) // chunk_numel
-            count, held = count + whole, held - whole * chunk_numel
-    return count + (held > 0)
-
-
 def plan_pools(request: PoolRequest) -> PoolPlan:
     """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError where they cannot serve."""
     slot_bytes, num_slots = _plan_slots(request)
@@ -187,14 +159,19 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
-    held, spilled, num_held = _choose_held(request, chunk_numel, spare - more_staging)
+    per_buffer = 2 if request.halves_gradients else 1
+    num_places = per_buffer * (num_arrival + spare - more_staging)
+    held, spilled, num_held = _choose_held(request, chunk_numel, num_places - num_arrival)
+    is_recalled = spilled or (held and request.halves_gradients)
     return PoolPlan(
         chunk_numel=chunk_numel,
         num_staging_buffers=num_staging + more_staging,
         num_state_buffers=num_state,
-        num_gradient_buffers=num_arrival + num_held,
-        num_arrival_buffers=num_arrival,
-        num_recall_buffers=num_recall if spilled else 0,
+        # Never fewer than arriving gradients need that are sums after all, and come in float32.
+        num_gradient_buffers=max(num_arrival, -(-(num_arrival + num_held) // per_buffer)),
+        num_arrival_buffers=-(-num_arrival // per_buffer),
+        gradients_per_buffer=per_buffer,
+        num_recall_buffers=num_recall if is_recalled else 0,
         held_blocks=held,
         spilled_blocks=spilled,
         slot_bytes=slot_bytes,
@@ -280,17 +257,23 @@ def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, in
 
 
 def _num_arrival_buffers(request: PoolRequest, chunk_numel: int) -> int:
-    """Gradient buffers that make progress certain.
+    """Gradients that must find room while others are held, to make progress certain.
 
     A parameter fills all chunks inside it at once; only the chunks it shares with its neighbours wait for them. So a
     block keeps at most (parameters + 1) chunks waiting, and two more travel: one arriving, one in the pipeline. The
-    pipeline never takes a buffer from this pool, so whatever has arrived can always be worked off.
+    pipeline never waits for a buffer of this pool, so whatever has arrived can always be worked off.
+
+    The same holds of halves, where each gradient takes one: these and the held ones are no more than the pool has, and
+    where one is given back another fits, whichever buffer it is half of. Should gradients come in float32 then (those
+    of micro-batches that ran together), each needs a whole buffer. No held half is in the way: such a step holds
+    nothing in RAM, as it has to begin with them, and what the step before holds the pipeline works off. Where only
+    some gradients stay in 2 bytes, each has the room of a whole buffer, so that halves can keep none from the others.
     """
     return 2 + max(min(block.num_chunks(chunk_numel), block.num_trainable_params + 1) for block in request.blocks)
 
 
 def _choose_held(
-    request: PoolRequest, chunk_numel: int, num_spare_buffers: int
+    request: PoolRequest, chunk_numel: int, num_places: int
 ) -> tuple[tuple[str, ...], tuple[str, ...], int]:
     """Blocks whose gradients stay in RAM: the first of the model, whose gradients arrive last."""
     held: list[str] = []
@@ -300,7 +283,7 @@ def _choose_held(
         num_chunks = block.num_chunks(chunk_numel)
         if not request.hold_gradients or num_chunks == 0:
             continue
-        if not spilled and num_held + num_chunks <= num_spare_buffers:
+        if not spilled and num_held + num_chunks <= num_places:
             held.append(block.name)
             num_held += num_chunks
         else:

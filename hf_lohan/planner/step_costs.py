@@ -28,8 +28,6 @@ from hf_lohan.planner.pool_plan import PARAM
 Values: TypeAlias = npt.NDArray[np.float64]
 """One number, or one for each candidate; they broadcast."""
 
-GRADIENT_ITEMSIZE_BYTES = 4
-"""Of a gradient on the host and on the SSD."""
 SHARED_CORES_EFFICIENCY = 0.87
 """Of cores that compute and do all else: where another thread takes a core for a while, those that compute on the other
 cores wait for the one that did there. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
@@ -81,11 +79,6 @@ class Phase:
     count: int
     is_forward: bool
     load: Load
-
-
-def gradient_spill_bytes(setup: TrainingSetup) -> int:
-    """Of the gradients that wait for the norm on the SSD."""
-    return setup.spilled_gradient_numel * GRADIENT_ITEMSIZE_BYTES
 
 
 def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
@@ -143,7 +136,7 @@ class StepCosts:
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
         self._num_trainable_params = model.num_trainable_params
-        self._spilled_gradient_bytes = gradient_spill_bytes(setup)
+        self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
         self._resident_update_read_bytes = sum(

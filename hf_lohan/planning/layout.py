@@ -58,6 +58,8 @@ class OffloadLayout(StoredForm):
     plan: PoolPlan
     holds_gradients: bool
     """Gradients are kept until `step()`, because their norm, their sum or the schedule asks for it."""
+    keeps_gradient_dtypes: bool = False
+    """One backward a step is to be expected, so gradients stay on the host as they come, not widened for their sum."""
     records_of_a_step: tuple[RecordTraffic, ...] = ()
     """All that may have a copy in RAM; none where the configuration says so."""
     record_bytes: int = 0
@@ -117,10 +119,19 @@ class OffloadLayout(StoredForm):
         """Scratch records for the gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(
-            RecordSpec(block.name, "gradient", "float32", block.state_numel, granule_numel=block.granule_numel)
+            _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
             for block in self.blocks
             if block.name in spilled
         )
+
+    def spill_records_of_sums(self) -> tuple[RecordSpec, ...]:
+        """Scratch records for sums of gradients that were to stay as they come."""
+        return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
+
+
+def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
+    name = str(dtype).removeprefix("torch.")
+    return RecordSpec(block.name, "gradient", name, block.state_numel, granule_numel=block.granule_numel)
 
 
 def resolved_here(config: OffloadConfig, device: Device, default_ssd_path: str | Path) -> OffloadConfig:
@@ -150,11 +161,13 @@ def lay_out(
     *,
     working_dtype: torch.dtype | None,
     hold_gradients: bool,
+    sums_gradients: bool = True,
     memory_is_host: bool = False,
     rules: Rules | None = None,
 ) -> OffloadLayout:
     """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
-    `discover_blocks`, `rules` by default those that the configuration asks for; `memory_is_host`: see `Device`.
+    `discover_blocks`, `rules` by default those that the configuration asks for; `sums_gradients`: whether a parameter's
+    gradients of several backwards may be summed in a step; `memory_is_host`: see `Device`.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
@@ -171,6 +184,7 @@ def lay_out(
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
         hold_gradients=hold_gradients or config.schedule == "serial",
+        halves_gradients=not sums_gradients and all(master.working_dtype.itemsize == 2 for master in trained),
         stages_params=not memory_is_host,
         min_chunk_numel=max(block.granule_numel for block in blocks),
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
@@ -187,6 +201,7 @@ def lay_out(
         **vars(form),
         plan=pools,
         holds_gradients=request.hold_gradients,
+        keeps_gradient_dtypes=not sums_gradients,
         records_of_a_step=_step_traffic(blocks, pools) if config.resident_records == "auto" else (),
         record_bytes=config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,

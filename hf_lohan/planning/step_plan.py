@@ -186,6 +186,7 @@ def _plan_shape(
                 fewer_slots,
                 working_dtype=None if layout.other_dtypes else layout.master.working_dtype,
                 hold_gradients=layout.holds_gradients,
+                sums_gradients=not layout.keeps_gradient_dtypes,
                 memory_is_host=hardware.device.shares_cpu,
                 rules=layout.rules,
             )
@@ -274,7 +275,7 @@ def training_setup(
         durability=durability,
         commit_every_steps=config.commit_every if isinstance(config.commit_every, int) else None,
         commit_every_s=interval_s(config.commit_every),
-        spilled_gradient_numel=sum(block.state_numel for block in layout.blocks if block.name in pools.spilled_blocks),
+        spilled_gradient_bytes=sum(record.num_bytes for record in layout.spill_records()),
         turnaround_bytes=sum(block.param_bytes for block in in_slots),
     )
 

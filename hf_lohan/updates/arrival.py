@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, Device, Lane
@@ -28,15 +29,18 @@ class GradientArrivals:
         chunks: Iterable[Chunk],
         pipeline: GradientPipeline,
         *,
+        keeps_dtypes: bool = False,
         is_final_backward: Callable[[], bool] = lambda: True,
         before_updates: Callable[[], None] = lambda: None,
         lend: Callable[[Block], WeightLoan | None] = lambda _block: None,
     ) -> None:
-        """`is_final_backward` is asked in backward whether the step's last one is running; `before_updates` is called
-        before what may be updated in backward; `lend` gives the optimizer the weights of a block that backward uses."""
+        """`keeps_dtypes`: see `UpdateSetup`; `is_final_backward` is asked in backward whether the step's last one is
+        running; `before_updates` is called before what may be updated in backward; `lend` gives the optimizer the
+        weights of a block that backward uses."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
+        self._keeps_dtypes = keeps_dtypes
         self._is_final_backward = is_final_backward
         self._is_final_announced = True
         self._before_updates = before_updates
@@ -74,9 +78,12 @@ class GradientArrivals:
     def _land(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
         if arrived is None:
+            keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
-                buffer = self._pool.acquire()
-            arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype)
+                buffer = self._pool.acquire(half=keeps_dtype)
+            arrived = self._open[piece.chunk] = ArrivedChunk(
+                piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype
+            )
         source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
         self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
         arrived.events.append(self._device.record(Lane.D2H))

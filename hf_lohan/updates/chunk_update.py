@@ -188,9 +188,9 @@ def update_in_parts(
     granule_numel: int = GRANULE_NUMEL,
     aside: Aside = here,
 ) -> dict[str, Checksums]:
-    """Update a chunk's ``records``, by kind, in place from its float32 ``gradient`` [numel], which is scaled. ``reads``
-    filled these; they have arrived, and are verified here. Returns checksums of the records' granules by kind, but of
-    the ``unhashed``.
+    """Update a chunk's ``records``, by kind, in place from its ``gradient`` [numel], scaled by ``clip_coefficient`` as
+    `update_records_` does. ``reads`` filled these; they have arrived, and are verified here. Returns checksums of the
+    records' granules by kind, but of the ``unhashed``.
 
     ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
     4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`.
@@ -198,13 +198,10 @@ def update_in_parts(
     """
     numel = records["param"].numel()
 
-    @torch.no_grad()
-    def scale(part: tuple[int, int]) -> None:
+    def verify(part: tuple[int, int]) -> None:
         start, stop = part
         for read in reads:
             read.verify(start // granule_numel, -(-stop // granule_numel))
-        if clip_coefficient != 1.0:  # also where it is NaN, as torch does
-            gradient[start:stop].mul_(clip_coefficient)
 
     def records_of(part: tuple[int, int]) -> dict[str, Tensor]:
         return {kind: record[slice(*form.elements(kind, *part))] for kind, record in records.items()}
@@ -213,7 +210,7 @@ def update_in_parts(
         return {kind: checksums_of(kind, record) for kind, record in records_of(part).items() if kind not in unhashed}
 
     def update(part: tuple[int, int]) -> dict[str, Checksums]:
-        scale(part)
+        verify(part)
         start, stop = part
         update_records_(
             records_of(part),
@@ -221,6 +218,7 @@ def update_in_parts(
             within(segments, start, stop),
             form,
             position=position + start,
+            scale=clip_coefficient,
             # What is left of the buffers is the last part's.
             private=[buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private],
         )
@@ -229,9 +227,18 @@ def update_in_parts(
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
     parts = list(ranges(numel, part_numel))
     if form.rule.needs_whole:  # kernels large enough to share all threads
-        threads.map(scale, parts)
+        threads.map(verify, parts)
         use_all_cores()
-        update_records_(records, gradient, segments, form, position=position, private=private, aside=aside)
+        update_records_(
+            records,
+            gradient,
+            segments,
+            form,
+            position=position,
+            scale=clip_coefficient,
+            private=private,
+            aside=aside,
+        )
         found = threads.map(hash_, parts)
     else:
         found = threads.map(update, parts)

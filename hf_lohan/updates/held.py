@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -12,10 +13,12 @@ from hf_lohan.device import Buffer, Event
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import widen_in_place
-from hf_lohan.store import RecordRead
+from hf_lohan.store import RecordFiles, RecordRead
 from hf_lohan.threads import use_all_cores
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.setup import UpdateSetup
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -25,21 +28,29 @@ class ArrivedChunk:
     chunk: Chunk
     buffer: Buffer
     dtype: torch.dtype
+    """As it came."""
     pieces: list[ChunkPiece] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
+    keeps_dtype: bool = False
+    """It stays so, and its buffer may be half of one. Else it is widened to float32."""
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """As it is once it has been waited for."""
+        return self.dtype if self.keeps_dtype else torch.float32
 
     @property
     def landing(self) -> Tensor:
-        """Where copies land: the whole buffer, or its second half for 2-byte gradients, which are widened later."""
-        start_byte = self.chunk.numel * (torch.float32.itemsize - self.dtype.itemsize)
+        """Where copies land: at the buffer's beginning, or in its second half if they are to be widened."""
+        start_byte = self.chunk.numel * (self.held_dtype.itemsize - self.dtype.itemsize)
         return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
 
     def wait(self) -> Tensor:
-        """Have all of it in the buffer: the gradient as float32 [chunk.numel], with zeros in the padding."""
+        """Have all of it in the buffer: the gradient [chunk.numel] as `held_dtype`, with zeros in the padding."""
         for event in self.events:
             event.synchronize()
         self.events.clear()
-        if self.dtype == torch.float32:
+        if self.dtype == self.held_dtype:
             gradient = self.landing
         else:
             gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
@@ -56,17 +67,20 @@ class ChunkGradient:
     buffer: Buffer | None
     slices: set[ParamSlice]
     """Parameters that have a gradient in it."""
+    dtype: torch.dtype = torch.float32
+    """What came once may stay as it came. Sums are float32."""
     summed: set[ParamSlice] = field(default_factory=set)
     """Those of them to which more than one backward contributed."""
     is_measured: bool = False
     """Whether the norms of those that were summed are known."""
     spill_write: IoRequest | None = None
+    spilled_to: RecordFiles | None = None
 
     @property
     def values(self) -> Tensor:
-        """float32 [chunk.numel], in its buffer."""
+        """`dtype` [chunk.numel], in its buffer."""
         assert self.buffer is not None
-        return self.buffer.view(torch.float32, self.chunk.numel)
+        return self.buffer.view(self.dtype, self.chunk.numel)
 
     def refuse_not_finite(self) -> None:
         """Raises NonFiniteGradientError, for where an update cannot be undone."""
@@ -85,6 +99,9 @@ class HeldGradients:
 
     def __init__(self, setup: UpdateSetup, norms: GradientNorms) -> None:
         self._spill = setup.spill
+        self._open_spill_of_sums = setup.open_spill_of_sums
+        self._spill_of_sums: RecordFiles | None = None
+        self._keeps_dtypes = setup.keeps_gradient_dtypes
         self._spilled_blocks = setup.spilled_blocks
         self._recall = setup.recall
         self._norms = norms
@@ -98,12 +115,13 @@ class HeldGradients:
         key = self._key(arrived.chunk)
         gradient = self._held.pop(key, None)
         self._unmeasured.discard(key)
-        if gradient is not None or arrived.dtype != torch.float32:
+        if gradient is not None or arrived.dtype != arrived.held_dtype:
             use_all_cores()  # there is more to do than to hold it, and sums are to be measured as torch would
         values = arrived.wait()
         if gradient is None:
-            return ChunkGradient(arrived.chunk, arrived.buffer, slices)
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.held_dtype)
         self._bring_back_now(gradient)
+        self._widen(gradient)
         for piece in arrived.pieces:
             part = slice(piece.start_in_chunk, piece.stop_in_chunk)
             if piece.param_slice in gradient.slices:
@@ -138,12 +156,28 @@ class HeldGradients:
         self._held[key] = gradient
         if gradient.summed and not gradient.is_measured:
             self._unmeasured.add(key)
-        if chunk.block.name in self._spilled_blocks:
-            assert self._spill is not None and gradient.buffer is not None
+        spill = self._spill_for(gradient)
+        if spill is not None:
+            assert gradient.buffer is not None
             buffer = gradient.buffer
-            write = self._spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
+            write = spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
             write.add_done_callback(lambda request: buffer.release())
-            gradient.spill_write, gradient.buffer = write, None
+            gradient.spill_write, gradient.spilled_to, gradient.buffer = write, spill, None
+
+    def _spill_for(self, gradient: ChunkGradient) -> RecordFiles | None:
+        """Where it waits on the SSD; None: in RAM. A sum of what was to come once has no place in RAM."""
+        block = gradient.chunk.block
+        if not (self._keeps_dtypes and gradient.dtype != block.master.working_dtype):
+            return self._spill if block.name in self._spilled_blocks else None
+        if self._spill_of_sums is None:
+            assert self._open_spill_of_sums is not None
+            logger.warning(
+                "gradients of %s are summed over several backwards, but memory was taken for one backward a step, so "
+                "sums wait on the SSD; where you can, say gradient_accumulation_steps before the model is offloaded",
+                block.master.working_dtype,
+            )
+            self._spill_of_sums = self._open_spill_of_sums()
+        return self._spill_of_sums
 
     @property
     def chunks(self) -> set[Chunk]:
@@ -177,11 +211,27 @@ class HeldGradients:
         """Reads that must be done, and verified, before its values are in its buffer again."""
         if gradient.buffer is not None:
             return []
-        assert self._spill is not None and gradient.spill_write is not None
+        assert gradient.spilled_to is not None and gradient.spill_write is not None
         gradient.spill_write.wait()
         gradient.buffer = self._recall.acquire()
         chunk = gradient.chunk
-        return [self._spill.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+        return [gradient.spilled_to.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+
+    def _widen(self, gradient: ChunkGradient) -> None:
+        """To float32: where it is, if there is room, else in a buffer for what comes back. Of those it takes one, for
+        a guess that is under way may keep the other."""
+        if gradient.dtype == torch.float32:
+            return
+        values, buffer, numel = gradient.values, gradient.buffer, gradient.chunk.numel
+        assert buffer is not None
+        if buffer.bytes.numel() >= torch.float32.itemsize * numel:
+            buffer.view(gradient.dtype, numel, start_byte=values.nbytes).copy_(values)
+            widen_in_place(buffer.bytes, gradient.dtype, numel)
+            gradient.dtype = torch.float32
+        else:
+            gradient.buffer, gradient.dtype = self._recall.acquire(), torch.float32
+            gradient.values.copy_(values)
+            buffer.release()
 
     def _bring_back_now(self, gradient: ChunkGradient) -> None:
         for read in self.bring_back(gradient):

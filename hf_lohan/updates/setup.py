@@ -48,3 +48,7 @@ class UpdateSetup:
     spilled_blocks: frozenset[str] = frozenset()
     """Their held gradients wait on the SSD, in `spill`."""
     spill: RecordFiles | None = None
+    keeps_gradient_dtypes: bool = False
+    """One backward a step is to be expected. What it brings in 2 bytes an element is kept so, in half a buffer. Sums of
+    it, where they come after all, are float32 and wait in what `open_spill_of_sums` opens."""
+    open_spill_of_sums: Callable[[], RecordFiles] | None = None

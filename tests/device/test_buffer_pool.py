@@ -23,7 +23,7 @@ def pool_of(num_buffers: int) -> BufferPool:
 class Waiter:
     """A thread that acquires from a pool; `is_waiting` is set when the pool makes it wait."""
 
-    def __init__(self, pool: BufferPool, threads: ThreadPoolExecutor) -> None:
+    def __init__(self, pool: BufferPool, threads: ThreadPoolExecutor, *, half: bool = False) -> None:
         self.is_waiting = threading.Event()
         condition = pool._changed
         wait = condition.wait
@@ -33,7 +33,7 @@ class Waiter:
             return wait(timeout)
 
         condition.wait = observed_wait  # type: ignore[method-assign]
-        self.outcome: Future[Buffer] = threads.submit(pool.acquire)
+        self.outcome: Future[Buffer] = threads.submit(pool.acquire, half=half)
 
     def until_it_waits(self) -> None:
         assert self.is_waiting.wait(PATIENCE_S)
@@ -151,6 +151,47 @@ def test_abort_wakes_everybody_who_waits_and_says_why() -> None:
     held.release()
     with pytest.raises(PoolAborted):
         pool.acquire()  # also where a buffer would be free
+
+
+def test_halves_share_a_buffer_that_is_whole_again_when_both_are_back() -> None:
+    pool = pool_of(2)
+    first, second, third = (pool.acquire(half=True) for _ in range(3))
+    assert pool.num_free == 0
+    for number, half in enumerate((first, second, third)):
+        assert half.bytes.numel() == BUFFER_BYTES // 2
+        half.bytes.fill_(number + 1)
+    assert [half.bytes.unique().tolist() for half in (first, second, third)] == [[1], [2], [3]]
+    assert pool.high_water_bytes == 3 * BUFFER_BYTES // 2
+    second.release()
+    third.release()
+    assert pool.num_free == 1
+    other = pool.acquire(half=True)
+    assert pool.num_free == 1, "a half was cut from a whole buffer, while there was one"
+    assert other.bytes.data_ptr() == second.bytes.data_ptr()
+    other.retain()
+    for half in (first, other):
+        half.release()
+    assert pool.num_free == 1  # somebody still has it
+    other.release()
+    assert pool.num_free == 2
+    assert pool.acquire().bytes.numel() == BUFFER_BYTES
+    assert pool.high_water_bytes == 3 * BUFFER_BYTES // 2
+
+
+def test_who_waits_for_a_whole_buffer_keeps_nobody_from_a_half() -> None:
+    pool = pool_of(1)
+    first, second = pool.acquire(half=True), pool.acquire(half=True)
+    with threads_of(pool, 2) as threads:
+        for_a_whole, for_a_half = Waiter(pool, threads), Waiter(pool, threads, half=True)
+        for waiter in (for_a_whole, for_a_half):
+            waiter.until_it_waits()
+        second.release()
+        half = for_a_half.outcome.result(PATIENCE_S)
+        assert half.bytes.data_ptr() == second.bytes.data_ptr()
+        half.release()
+        assert not for_a_whole.outcome.done()
+        first.release()
+        assert for_a_whole.outcome.result(PATIENCE_S).bytes.numel() == BUFFER_BYTES
 
 
 def test_a_pool_of_nothing_takes_no_memory() -> None:

@@ -203,7 +203,7 @@ setups = st.builds(
     clip_rate=st.floats(0.0, 1.0),
     num_micro_batches=st.integers(1, 3),
     durability=st.sampled_from(["step", "checkpoint"]),
-    spilled_gradient_numel=st.integers(0, 300),
+    spilled_gradient_bytes=st.integers(0, 1200),
     turnaround_bytes=st.integers(0, 300),
     counts_fill=st.booleans(),
 )

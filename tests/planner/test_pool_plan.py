@@ -55,6 +55,7 @@ def requests(draw: st.DrawFn) -> PoolRequest:
         prefetch_blocks=draw(st.integers(1, 6)),
         num_state_buffers_per_chunk=num_state_buffers_per_chunk,
         hold_gradients=draw(st.booleans()),
+        halves_gradients=draw(st.booleans()),
     )
 
 
@@ -113,8 +114,39 @@ def test_gradients_are_held_or_spilled_and_held_ones_have_their_buffers(request:
         return
     assert [*plan.held_blocks, *plan.spilled_blocks] == trainable  # the first blocks' gradients arrive last
     num_held = sum(chunks[name] for name in plan.held_blocks)
-    assert plan.num_gradient_buffers >= num_held + 3  # beside them, others still arrive and pass
-    assert (plan.num_recall_buffers > 0) == bool(plan.spilled_blocks)
+    assert plan.gradients_per_buffer == (2 if request.halves_gradients else 1)
+    num_places = plan.num_gradient_buffers * plan.gradients_per_buffer
+    assert num_places >= num_held + 3  # beside them, others still arrive and pass
+    assert (plan.num_recall_buffers > 0) == bool(plan.spilled_blocks or request.halves_gradients)
+
+
+@often
+@given(requests())
+def test_what_arrives_has_its_buffers_whatever_is_held_and_borrowed(request: PoolRequest) -> None:
+    """Chunks of a block that wait for each other, one that arrives, and one in the pipeline."""
+    plan = plan_pools(request)
+    chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
+    num_arriving = 2 + max(
+        min(chunks[block.name], block.num_trainable_params + 1) for block in request.blocks
+    )
+    num_held = sum(chunks[name] for name in plan.held_blocks)
+    assert plan.num_gradient_buffers * plan.gradients_per_buffer >= num_held + num_arriving
+    assert plan.num_arrival_buffers * plan.gradients_per_buffer >= num_arriving
+    assert plan.num_gradient_buffers >= num_arriving  # of sums in float32, while none are held
+
+
+@often
+@given(requests())
+def test_gradients_of_half_the_size_are_held_of_twice_as_many_chunks(request: PoolRequest) -> None:
+    wide, halved = (plan_pools(replace(request, halves_gradients=halves)) for halves in (False, True))
+    assert halved.cpu_pool_bytes <= request.cpu_memory_bytes
+    assert halved.chunk_numel == wide.chunk_numel
+    chunks = {block.name: block.num_chunks(wide.chunk_numel) for block in request.blocks}
+    num_wide = sum(chunks[name] for name in wide.held_blocks)
+    num_halved = sum(chunks[name] for name in halved.held_blocks)
+    assert halved.held_blocks[: len(wide.held_blocks)] == wide.held_blocks
+    if halved.spilled_blocks:
+        assert num_halved + chunks[halved.spilled_blocks[0]] > 2 * num_wide
 
 
 @often

@@ -117,13 +117,13 @@ def test_weights_move_with_each_micro_batch_and_states_once() -> None:
 
 
 def test_spilled_gradients_go_out_and_come_back() -> None:
-    plain, spilling = (predict(machine(), paper_setup(clip="defer", spilled_gradient_numel=n)) for n in (0, 50))
-    assert spilling.ssd_write_bytes_per_step - plain.ssd_write_bytes_per_step == 4 * 50
-    assert spilling.ssd_read_bytes_per_step - plain.ssd_read_bytes_per_step == 4 * 50
-    several = paper_setup(clip="defer", spilled_gradient_numel=50, num_micro_batches=3)
-    without = replace(several, spilled_gradient_numel=0)
+    plain, spilling = (predict(machine(), paper_setup(clip="defer", spilled_gradient_bytes=n)) for n in (0, 200))
+    assert spilling.ssd_write_bytes_per_step - plain.ssd_write_bytes_per_step == 200
+    assert spilling.ssd_read_bytes_per_step - plain.ssd_read_bytes_per_step == 200
+    several = paper_setup(clip="defer", spilled_gradient_bytes=200, num_micro_batches=3)
+    without = replace(several, spilled_gradient_bytes=0)
     more = predict(machine(), several).ssd_read_bytes_per_step - predict(machine(), without).ssd_read_bytes_per_step
-    assert more == 3 * 4 * 50, "twice to add to it, once to apply it"
+    assert more == 3 * 200, "twice to add to it, once to apply it"
 
 
 def test_the_optimizer_takes_its_time() -> None:

@@ -56,7 +56,8 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         model: Any,
         *,
         hold_gradients: bool = True,
-        dtype: torch.dtype = torch.float32,
+        sums_gradients: bool = True,
+        dtype: torch.dtype | None = torch.float32,
         device: Device | None = None,
         backend: FileBackend | None = None,
         events: EngineEvents | None = None,
@@ -72,6 +73,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
             config,
             working_dtype=dtype,
             hold_gradients=hold_gradients,
+            sums_gradients=sums_gradients,
             memory_is_host=device.memory_is_host,
             rules=rules,
         )

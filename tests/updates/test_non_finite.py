@@ -181,8 +181,8 @@ def test_what_lies_in_buffers_where_no_gradient_came_is_not_judged(
     pool = twins.engine.tiers.gradients
     acquire = pool.acquire
 
-    def acquire_dirty() -> Buffer:
-        buffer = acquire()
+    def acquire_dirty(*, half: bool = False) -> Buffer:
+        buffer = acquire(half=half)
         buffer.bytes.fill_(0xFF)  # NaN, as somebody may have left behind
         return buffer
 

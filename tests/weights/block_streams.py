@@ -33,6 +33,7 @@ def slots_only(num_layer_slots: int, slot_bytes: int, *, chunk_numel: int) -> Po
         num_state_buffers=0,
         num_gradient_buffers=0,
         num_arrival_buffers=0,
+        gradients_per_buffer=1,
         num_recall_buffers=0,
         held_blocks=(),
         spilled_blocks=(),
