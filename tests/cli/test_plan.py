@@ -130,8 +130,11 @@ def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path
     in_one = planned(model_13b, *options, batch_size=32)
     together = planned(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8)
     assert together["num_together"] == 4
-    moved = ("ssd_read_bytes_per_step", "ssd_write_bytes_per_step", "num_tokens", "model_flops", "clip", "pools")
+    moved = ("ssd_read_bytes_per_step", "ssd_write_bytes_per_step", "num_tokens", "model_flops", "clip")
     assert {name: together[name] for name in moved} == {name: in_one[name] for name in moved}
+    pools, pools_in_one = together["pools"], in_one["pools"]
+    assert pools["num_slots"] == pools_in_one["num_slots"]
+    assert (pools["gradients_per_buffer"], pools_in_one["gradients_per_buffer"]) == (1, 2)  # sums are float32
     assert together["tier_bytes"]["gpu"]["working_set"] < in_one["tier_bytes"]["gpu"]["working_set"]
     assert together["kept_bytes"] >= in_one["kept_bytes"] and together["step_s"] <= in_one["step_s"]
     printed = plan(model_13b, *options, "--gradient-accumulation-steps", 4, batch_size=8).stdout
