@@ -13,13 +13,26 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from hf_lohan.cli.plan_changes import (
+    WORTH_IT,
+    nearest_changes,
+    plan_facts,
+    times_slower_than_hidden,
+    tokens_at_once,
+)
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
-from hf_lohan.planner import BudgetError, HardwareProfile, drive_life, what_hardware_buys
+from hf_lohan.planner import (
+    ONE_MORE_SSD,
+    TWICE_THE_RAM,
+    BudgetError,
+    HardwareProfile,
+    drive_life,
+    what_hardware_buys,
+)
 from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
-_WORTH_BUYING = 1.01
 
 
 def run_plan(request: PlanRequest, *, as_json: bool, plot: str | None) -> None:
@@ -45,7 +58,7 @@ def _planned(request: PlanRequest, show: Callable[[PlannedRun, Console], None], 
             typer.echo(json.dumps({"fits": False, "refusal": str(error)}, indent=2))
         raise
     if as_json:
-        typer.echo(json.dumps(planned.plan.to_mapping(), indent=2))
+        typer.echo(json.dumps(plan_facts(planned), indent=2))
     planned.plan.check()
     if not as_json:
         show(planned, Console())
@@ -60,10 +73,10 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "forward": seconds(step.forward_s),
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
-        "writes": f"{format_bytes(step.ssd_write_bytes_per_step)} to the SSDs a step",
     }
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
-    for line in (heading(planned), summary(planned), *figures, hiding(planned), without_offloading(planned)):
+    lines_below = (*_wear(planned), hiding(planned), *_what_helps(planned), without_offloading(planned))
+    for line in (heading(planned), summary(planned), *figures, *lines_below):
         console.print(line, soft_wrap=True)
 
 
@@ -222,7 +235,7 @@ def hiding(planned: PlannedRun) -> str:
     enough = step.ssd_hides_from_tokens
     if enough is None:
         return "The SSDs are busy with activations for longer than the device computes, whatever the batch."
-    at_once = step.num_tokens // planned.plan.num_micro_batches
+    at_once = tokens_at_once(planned)
     if at_once >= enough:
         return f"The SSDs hide behind computing from {count(enough)} tokens a step on; this one has {count(at_once)}."
     length = planned.profile.sequence_length
@@ -231,8 +244,15 @@ def hiding(planned: PlannedRun) -> str:
     together = ", in micro-batches that share the weights" if apart else ""
     return (
         f"The SSDs would hide behind computing from {count(enough)} tokens a step on ({whole}{together}). Here the "
-        f"weights move for {count(at_once)}: the device waits {100 * (1 - at_once / enough):.0f}% of its time."
+        f"weights move for {count(at_once)}, and a step takes {times_slower_than_hidden(planned):.3g} x as long as if "
+        "they were hidden."
     )
+
+
+def _what_helps(planned: PlannedRun) -> Iterable[str]:
+    for change in nearest_changes(planned):
+        rate = change.planned.plan.prediction.tokens_per_s
+        yield f"With {change.description} it would be {rate:.4g} tokens/s, {change.times_faster:.2f} x as many."
 
 
 def without_offloading(planned: PlannedRun) -> str:
@@ -246,10 +266,16 @@ def without_offloading(planned: PlannedRun) -> str:
 
 
 def _purchases(planned: PlannedRun) -> Table:
-    table = _table("what would change it", "a step", "faster")
+    table = _table("what would change it", "a step", "tokens/s", "faster")
+    for nearest in nearest_changes(planned):
+        step = nearest.planned.plan.prediction
+        faster = f"{nearest.times_faster:.2f} x"
+        table.add_row(nearest.description, seconds(step.step_s), f"{step.tokens_per_s:.4g}", faster)
     for change in what_hardware_buys(planned.profile, planned.hardware, planned.setup):
-        if change.plan.fits and change.speedup >= _WORTH_BUYING:
-            table.add_row(change.description, seconds(change.step_s), f"{change.speedup:.2f} x")
+        is_planned_above = change.description in (ONE_MORE_SSD, TWICE_THE_RAM)
+        if change.plan.fits and change.speedup >= WORTH_IT and not is_planned_above:
+            rate = f"{change.plan.prediction.tokens_per_s:.4g}"
+            table.add_row(change.description, seconds(change.step_s), rate, f"{change.speedup:.2f} x")
     if not table.rows:
         table.add_row("nothing that one could buy", "", "")
     return table

@@ -57,15 +57,25 @@ class PlanRequest:
 class PlannedRun(PlannedStep):
     """A plan, all that went into it, and what it is of."""
 
+    request: PlanRequest
     model_class: str
     dtype: torch.dtype
     in_turn_because: str | None = None
     """What keeps accumulated micro-batches from running together under `vertical_micro_batches: auto`."""
 
 
-def plan_run(request: PlanRequest) -> PlannedRun:
-    """Plan a run. Raises ValueError for bad values and files, and BudgetError for budgets that are too small for the
-    pools; whether the rest fits is said by the plan."""
+@dataclass(frozen=True, slots=True)
+class OtherMachine:
+    """What to plan for instead of the machine that a request names."""
+
+    hardware: HardwareProfile
+    ram_factor: int = 1
+    """So many times as much RAM, and of it for the run. What more there is also holds copies of records."""
+
+
+def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> PlannedRun:
+    """Plan a run, on another machine if one is given. Raises ValueError for bad values and files, and BudgetError for
+    budgets that are too small for the pools; whether the rest fits is said by the plan."""
     asked = OffloadConfig.load(request.offload)
     hardware, device = None, device_for(default_torch_device())
     host_bytes, device_bytes, memory_is_host = (
@@ -80,6 +90,15 @@ def plan_run(request: PlanRequest) -> PlannedRun:
         if request.offload == "lohan":
             # A machine on paper: LoHan's own placement, with all state on the SSDs, comparable with what is published.
             asked = replace(asked, resident_records="none")
+    if other is not None:
+        hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
+        if other.ram_factor > 1:
+            ram = asked.cpu_memory
+            asked = replace(
+                asked,
+                cpu_memory=other.ram_factor * ram if isinstance(ram, int) else ram,
+                resident_records="auto",
+            )
     config = asked.resolve(
         host_memory_bytes=host_bytes,
         device_memory_bytes=device_bytes,
@@ -118,7 +137,9 @@ def plan_run(request: PlanRequest) -> PlannedRun:
         may_run_together=is_open and in_turn_because is None,
     )
     return PlannedRun(
-        **vars(planned), model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
+        **vars(planned),
+        request=request,
+        model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
     )
 
 

@@ -7,7 +7,13 @@ kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.fitting import fits_without_offloading
-from hf_lohan.planner.hardware_changes import drive_life, what_hardware_buys
+from hf_lohan.planner.hardware_changes import (
+    ONE_MORE_SSD,
+    TWICE_THE_RAM,
+    drive_life,
+    one_more_ssd,
+    what_hardware_buys,
+)
 from hf_lohan.planner.hardware_profile import (
     CpuProfile,
     DeviceProfile,
@@ -49,6 +55,8 @@ __all__ = [
     "INPUT",
     "MIN_CHUNK_NUMEL",
     "MIN_SLOTS_TO_LEND",
+    "ONE_MORE_SSD",
+    "TWICE_THE_RAM",
     "ActivationPlacements",
     "Activations",
     "BlockProfile",
@@ -76,6 +84,7 @@ __all__ = [
     "cut_units",
     "drive_life",
     "fits_without_offloading",
+    "one_more_ssd",
     "plan_offload",
     "plan_pools",
     "step_traffic",

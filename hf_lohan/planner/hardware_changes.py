@@ -11,6 +11,7 @@ from hf_lohan.planner.offload_plan import OffloadPlan, StepPrediction, TrainingS
 from hf_lohan.planner.plan_search import plan_offload
 
 DAY_S = 24 * 60 * 60
+ONE_MORE_SSD, TWICE_THE_RAM = "one more SSD like the first", "twice the RAM"
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +47,14 @@ def _improvements(
     hardware: HardwareProfile, setup: TrainingSetup
 ) -> Iterator[tuple[str, HardwareProfile, TrainingSetup]]:
     device, cpu, first = hardware.device, hardware.cpu, hardware.ssd[0]
-
-    def grown(rate: float) -> float:
-        """What was measured for all drives at once is taken to grow with their number."""
-        return rate * (1 + 1 / len(hardware.ssd))
-
-    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
     limit = setup.ssd_capacity_bytes
     yield (
-        "one more SSD like the first",
-        replace(with_changed(hardware, grown, *together), ssd=(*hardware.ssd, first)),
+        ONE_MORE_SSD,
+        one_more_ssd(hardware),
         replace(setup, ssd_capacity_bytes=None if limit is None else limit + first.capacity_bytes),
     )
     yield (
-        "twice the RAM",
+        TWICE_THE_RAM,
         replace(hardware, cpu=with_changed(cpu, _doubled, "memory_bytes")),
         replace(
             setup,
@@ -80,6 +75,17 @@ def _improvements(
     )
     links = ("h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
     yield "a link to the device twice as fast", with_changed(hardware, _doubled, *links), setup
+
+
+def one_more_ssd(hardware: HardwareProfile) -> HardwareProfile:
+    """The machine with another drive like its first."""
+
+    def grown(rate: float) -> float:
+        """What was measured for all drives at once is taken to grow with their number."""
+        return rate * (1 + 1 / len(hardware.ssd))
+
+    together = ("ssd_together_read_bytes_per_s", "ssd_together_write_bytes_per_s", "ssd_mixed_bytes_per_s")
+    return replace(with_changed(hardware, grown, *together), ssd=(*hardware.ssd, hardware.ssd[0]))
 
 
 def _doubled(value: float) -> float:

@@ -171,6 +171,8 @@ class StepPrediction:
     ssd_hides_from_tokens: float | None
     """T*: with so many tokens for each time that the weights move, the drives are busy as long as the device. None:
     each token keeps them busier."""
+    ssd_hidden_step_s: float
+    """What the step would take if it never waited for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
     fits: bool
 

@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import ClipMode, Lanes, StepPrediction, TrainingSetup
 from hf_lohan.planner.pool_plan import PARAM
@@ -257,6 +257,7 @@ class StepCosts:
             spilled_bytes=int(choice.spilled_bytes.item()),
             ssd_read_bytes_per_step=round(whole.ssd_read_bytes.item()),
             ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
+            ssd_hidden_step_s=self._ssd_hidden_step_s(choice, clip),
             ssd_hides_from_tokens=self._ssd_hides_from(choice, clip, decided["num_tokens"]),
             **decided,
         )
@@ -274,6 +275,20 @@ class StepCosts:
         spare_s = (compute_s - self._ssd_s(choice.spilled_bytes, choice.spilled_bytes)).item()
         fixed_s = float(self._ssd_s(read_bytes, write_bytes).item())
         return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
+
+    def _ssd_hidden_step_s(self, choice: Choice, clip: ClipMode) -> float:
+        hardware = replace(
+            self._hardware,
+            ssd=tuple(
+                with_changed(ssd, lambda _rate: math.inf, "read_bytes_per_s", "write_bytes_per_s")
+                for ssd in self._hardware.ssd
+            ),
+            ssd_together_read_bytes_per_s=None,
+            ssd_together_write_bytes_per_s=None,
+            ssd_mixed_bytes_per_s=None,
+        )
+        forward_s, backward_s = StepCosts(self._model, hardware, self._setup).step_s(choice, clip)
+        return float((forward_s + backward_s).item())
 
     def _with(self, **changes: Any) -> StepCosts:
         return StepCosts(self._model, self._hardware, replace(self._setup, **changes))

@@ -39,9 +39,9 @@ def model_13b(tmp_path: Path) -> str:
     return str(tmp_path / "13b")
 
 
-def hardware_file(path: Path, **changes: Any) -> str:
-    """The paper's machine with some of its keys changed; a mapping changes only its own keys."""
-    values = yaml.safe_load(PAPER.read_text())
+def hardware_file(path: Path, machine: Path = PAPER, **changes: Any) -> str:
+    """A machine, the paper's by default, with some of its keys changed; a mapping changes only its own keys."""
+    values = yaml.safe_load(machine.read_text())
     for key, value in changes.items():
         values[key] = {**values[key], **value} if isinstance(value, dict) else value
     path.write_text(yaml.safe_dump(values))

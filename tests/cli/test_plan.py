@@ -150,6 +150,29 @@ def test_accumulated_micro_batches_run_together_where_that_is_shorter() -> None:
     assert "32 accumulated vertically" in printed and "The micro-batches run together; one after the other" in printed
 
 
+def test_the_nearest_changes_are_planned_as_the_run_itself(tmp_path: Path) -> None:
+    offload = tmp_path / "offload.yaml"
+    offload.write_text("clip: auto\n")
+    options = ("--hardware", DESKTOP, "--offload", offload)
+    values = planned(LLAMA_8B, *options, batch_size=8)
+    assert values["times_slower_than_hidden"] == pytest.approx(values["step_s"] / values["ssd_hidden_step_s"])
+    assert values["ssd_hides_from_tokens"] > values["num_tokens"] and values["times_slower_than_hidden"] > 2
+    assert values["drive_life"]["tokens"] == pytest.approx(values["drive_life"]["steps"] * values["num_tokens"])
+    changes = {change["description"]: change for change in values["nearest_changes"]}
+    assert len(changes) == 3 and all(change["times_faster"] > 1 for change in changes.values())
+    more = next(words for words in changes if words.startswith("gradient_accumulation_steps="))
+    steps = int(more.partition("=")[2])
+    again = planned(LLAMA_8B, *options, "--gradient-accumulation-steps", steps, batch_size=8)
+    assert again["tokens_per_s"] == pytest.approx(changes[more]["tokens_per_s"])
+    assert again["num_tokens"] >= values["ssd_hides_from_tokens"]
+    roomy = hardware_file(tmp_path / "roomy.yaml", DESKTOP, cpu={"memory_bytes": "128GB"})
+    with_ram = planned(LLAMA_8B, "--hardware", roomy, "--offload", offload, batch_size=8)
+    ram = next(change for words, change in changes.items() if words.startswith("twice the RAM"))
+    assert with_ram["tokens_per_s"] == pytest.approx(ram["tokens_per_s"], rel=1e-3)
+    shown = plan(LLAMA_8B, *options, batch_size=8).stdout
+    assert more in shown and "twice the RAM" in shown and "one more SSD" in shown and "tokens/s" in shown
+
+
 def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Path) -> None:
     tiny_config("opt", dropout=0.1).save_pretrained(tmp_path)
     options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 8)

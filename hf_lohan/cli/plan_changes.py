@@ -1,0 +1,100 @@
+"""The nearest changes that would make a planned run faster, each planned as the run itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_lohan.cli.plan_request import OtherMachine, PlannedRun, plan_run
+from hf_lohan.planner import ONE_MORE_SSD, BudgetError, drive_life, one_more_ssd, with_changed
+from hf_lohan.wording import format_bytes
+
+WORTH_IT = 1.01
+"""So many times faster."""
+_MOST_TIMES_THE_BATCH = 256
+
+
+@dataclass(frozen=True, slots=True)
+class NearestChange:
+    """One thing to change, and the plan with it."""
+
+    description: str
+    planned: PlannedRun
+    times_faster: float
+    """In tokens a second."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        step = self.planned.plan.prediction
+        return {
+            "description": self.description,
+            "step_s": step.step_s,
+            "tokens_per_s": step.tokens_per_s,
+            "times_faster": self.times_faster,
+        }
+
+
+def nearest_changes(planned: PlannedRun) -> list[NearestChange]:
+    """More tokens a step, more RAM, another drive: those that help, most first."""
+    now = planned.plan.prediction.tokens_per_s
+    changes = [
+        NearestChange(description, changed, changed.plan.prediction.tokens_per_s / now)
+        for description, changed in _changed(planned)
+        if changed.plan.fits
+    ]
+    helpful = [change for change in changes if change.times_faster >= WORTH_IT]
+    return sorted(helpful, key=lambda change: -change.times_faster)
+
+
+def plan_facts(planned: PlannedRun) -> dict[str, Any]:
+    """For JSON: the plan, what the drives cost and what would help."""
+    step, life = planned.plan.prediction, drive_life(planned.hardware, planned.plan.prediction)
+    return {
+        **planned.plan.to_mapping(),
+        "times_slower_than_hidden": times_slower_than_hidden(planned),
+        "drive_life": {"steps": life.steps, "tokens": life.tokens, "days": life.days} if life else None,
+        "nearest_changes": [change.to_mapping() for change in nearest_changes(planned)] if step.fits else [],
+    }
+
+
+def times_slower_than_hidden(planned: PlannedRun) -> float:
+    """Than a step that never waits for the drives."""
+    step = planned.plan.prediction
+    return step.step_s / step.ssd_hidden_step_s
+
+
+def tokens_at_once(planned: PlannedRun) -> int:
+    """For each time that the weights move."""
+    return planned.plan.prediction.num_tokens // planned.plan.num_micro_batches
+
+
+def _changed(planned: PlannedRun) -> Iterator[tuple[str, PlannedRun]]:
+    request, hardware = planned.request, planned.hardware
+    larger = _with_more_tokens(planned)
+    if larger is not None:
+        yield f"gradient_accumulation_steps={larger.request.num_micro_batches}", larger
+    cpu = with_changed(hardware.cpu, lambda value: 2 * value, "memory_bytes")
+    more_ram = OtherMachine(replace(hardware, cpu=cpu), ram_factor=2)
+    yield f"twice the RAM ({format_bytes(cpu.memory_bytes)})", plan_run(request, more_ram)
+    yield ONE_MORE_SSD, plan_run(request, OtherMachine(one_more_ssd(hardware)))
+
+
+def _with_more_tokens(planned: PlannedRun) -> PlannedRun | None:
+    """With as many times the micro-batches as hide the drives, or as fit."""
+    enough = planned.plan.prediction.ssd_hides_from_tokens
+    if enough is None or enough <= tokens_at_once(planned):
+        return None
+    request = planned.request
+    factor = 2 ** math.ceil(math.log2(enough / tokens_at_once(planned)))
+    factor = min(factor, _MOST_TIMES_THE_BATCH)
+    while factor > 1:
+        more = replace(request, num_micro_batches=factor * request.num_micro_batches)
+        try:
+            larger = plan_run(more, OtherMachine(planned.hardware))
+        except BudgetError:
+            return None
+        if larger.plan.fits:
+            return larger
+        factor //= 2
+    return None
