@@ -6,8 +6,8 @@ import contextlib
 import logging
 import statistics
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,10 +18,11 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, with_changed
+from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, plan_offload, with_changed
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
 from hf_lohan.threads import usable_cpus
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, Timeline
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,37 @@ _STEP_BYTES_PER_PARAM = 26
 _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
 
 
+_WAITS_WITHIN_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
+"""Of the thread that gives the device its work, between the begin and the end of what a block computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took, or what steps took so far."""
+
+    step_s: float
+    compute_s: float
+    """Of the device, with what it had to wait for within a block's work."""
+    waits_s: float
+    """How long who gives it that work waited meanwhile: the device may have worked on, or not."""
+
+    @classmethod
+    def so_far(cls, timeline: Timeline) -> StepTimes:
+        totals = timeline.totals()
+        waits_s = sum(totals[COMPUTE_WAITS].task_s.get(name, 0.0) for name in _WAITS_WITHIN_COMPUTE)
+        return cls(time.perf_counter(), totals[COMPUTE].busy_s, waits_s)
+
+    def since(self, before: StepTimes) -> StepTimes:
+        return StepTimes(
+            self.step_s - before.step_s, self.compute_s - before.compute_s, self.waits_s - before.waits_s
+        )
+
+    @property
+    def least_compute_s(self) -> float:
+        """The device computed at least so long, and at most `compute_s`."""
+        return max(0.0, self.compute_s - self.waits_s)
+
+
 class RunPlan:
     """Plans one run, and keeps what was planned.
 
@@ -63,8 +95,8 @@ class RunPlan:
         self._config = config
         self._device = device
         self._durability = durability
-        self._step_s: list[float] = []
-        self._ended_s: float | None = None
+        self._steps: list[StepTimes] = []
+        self._before: StepTimes | None = None
 
     def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
@@ -104,27 +136,22 @@ class RunPlan:
 
     def step_began(self, clip_rate: float) -> PlannedStep | None:
         """Time the step before. Once enough of them were timed: plan anew by what they took, and return that."""
-        now_s = time.perf_counter()
-        if self._ended_s is not None:
-            self._step_s.append(now_s - self._ended_s)
-        self._ended_s = now_s
-        if self.now is None or len(self._step_s) != NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
+        now = StepTimes.so_far(self._device.timeline)
+        if self._before is not None:
+            self._steps.append(now.since(self._before))
+        self._before = now
+        if self.now is None or len(self._steps) != NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
             return None
-        timed_s = self._step_s[NUM_STEPS_BEFORE - 1 :]
-        has_more_than_a_step = max(timed_s) > _MOST_SPREAD * min(timed_s)
-        return self._correct(min(timed_s) if has_more_than_a_step else statistics.mean(timed_s), clip_rate)
+        return self._correct(usual_step(self._steps[NUM_STEPS_BEFORE - 1 :]), clip_rate)
 
-    def _correct(self, measured_s: float, clip_rate: float) -> PlannedStep | None:
-        """Scale what bounds the step to what was measured, and plan once more."""
+    def _correct(self, measured: StepTimes, clip_rate: float) -> PlannedStep | None:
+        """Scale compute, and then what bounds the step, to what was measured, and plan once more."""
         assert self.now is not None
-        predicted, hardware = self.now.plan.prediction, self.now.hardware
-        factor = measured_s / predicted.step_s
-        if abs(factor - 1) >= _GOOD_ENOUGH:
-            hardware = slowed(hardware, predicted.bottleneck, factor)
-        elif clip_rate == self.now.setup.clip_rate:
+        corrected = corrected_hardware(self.now, measured)
+        if corrected is self.now.hardware and clip_rate == self.now.setup.clip_rate:
             return None
-        self.now = plan_again(self.now, hardware, clip_rate)
-        self._announce(f"a step took {measured_s:.3g} s, so it was planned again")
+        self.now = plan_again(self.now, corrected, clip_rate)
+        self._announce(f"a step took {measured.step_s:.3g} s, so it was planned again")
         return self.now
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
@@ -153,6 +180,40 @@ class RunPlan:
         logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
 
 
+def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean; if one took much longer than another there was something beside it, and the shortest counts."""
+    shortest = min(steps, key=lambda step: step.step_s)
+    if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
+        return shortest
+    return StepTimes(
+        *(statistics.mean(getattr(step, name) for step in steps) for name in ("step_s", "compute_s", "waits_s"))
+    )
+
+
+def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
+    """The hardware as a step shows it; the same object if it was near enough.
+
+    A step that is bound by the drives says nothing of compute by its length, and whether updates run under the forward
+    or the backward depends on both. On a device of its own compute can be seen: there it is corrected first.
+    """
+    hardware, predicted = planned.hardware, planned.plan.prediction
+    predicted_compute_s = predicted.forward.compute_s + predicted.backward.compute_s
+    if predicted_compute_s and not hardware.device.shares_cpu:
+        compute_s = min(max(predicted_compute_s, measured.least_compute_s), measured.compute_s)
+        if compute_s and abs(compute_s / predicted_compute_s - 1) >= _GOOD_ENOUGH:
+            hardware = computing_slower(hardware, compute_s / predicted_compute_s)
+            as_it_runs = replace(planned.setup, clip=planned.plan.clip)
+            predicted = plan_offload(planned.profile, hardware, as_it_runs).prediction
+    factor = measured.step_s / predicted.step_s
+    return hardware if abs(factor - 1) < _GOOD_ENOUGH else slowed(hardware, predicted.bottleneck, factor)
+
+
+def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
+    """The hardware with a device that is slower by ``factor``, or faster."""
+    rates = ("flops_per_s", "memory_bytes_per_s")
+    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
+
+
 def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
     """The hardware with what bounds the step slower by ``factor``."""
 
@@ -167,9 +228,7 @@ def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> Hardwar
             ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
         )
     return replace(
-        hardware,
-        device=with_changed(hardware.device, divided, "flops_per_s", "memory_bytes_per_s"),
-        cpu=with_changed(hardware.cpu, divided, "optimizer_params_per_s"),
+        computing_slower(hardware, factor), cpu=with_changed(hardware.cpu, divided, "optimizer_params_per_s")
     )
 
 
