@@ -5,7 +5,7 @@ CUDA and one for CPU. Everything above this room is written against the interfac
 a laptop's CPU in the tests is the engine that runs on the GPU. The only room that names `torch.cuda`.
 """
 
-from hf_lohan.device.base import Device, Event, Lane, Stamp
+from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.factory import default_torch_device, device_for
@@ -13,6 +13,7 @@ from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empt
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 
 __all__ = [
+    "COPY_LANES",
     "Buffer",
     "BufferPool",
     "CpuDevice",

@@ -1,4 +1,4 @@
-"""The interface: three lanes of work, events between them, and two kinds of memory."""
+"""The interface: lanes of work, events between them, and two kinds of memory."""
 
 from __future__ import annotations
 
@@ -22,6 +22,17 @@ class Lane(enum.Enum):
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
+    D2H_ASIDE = "d2h aside"
+    """To the host, too, for what is there and must not wait behind gradients that are still to be computed: the host is
+    layers ahead of the device."""
+
+    @property
+    def in_timeline(self) -> str:
+        """The lane that its work is noted under."""
+        return str(Lane.D2H.value if self is Lane.D2H_ASIDE else self.value)
+
+
+COPY_LANES: tuple[Lane, ...] = (Lane.H2D, Lane.D2H, Lane.D2H_ASIDE)
 
 
 class Event(ABC):
@@ -57,13 +68,14 @@ class _Span:
 
 
 class Device(ABC):
-    """One compute device: its memory, the host memory it copies from, and its three lanes.
+    """One compute device: its memory, the host memory it copies from, and its lanes.
 
     Copies are asynchronous. The rules every caller keeps:
 
     * device memory is read by COMPUTE only after `wait(COMPUTE, event of the copy that filled it)`;
     * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
     * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
+      D2H_ASIDE copies what H2D brought, once the host has synchronised with compute behind that;
     * host memory is read, or used again, only after `synchronize()` of the event of the copy that uses it.
     """
 
@@ -89,7 +101,8 @@ class Device(ABC):
         while self._spans and self._spans[0].ended.is_reached():
             span = self._spans.popleft()
             began_s, ended_s = span.began.at_s(), span.ended.at_s()
-            self.timeline.add(span.lane.value, span.name, began_s, ended_s, block=span.block, num_bytes=span.num_bytes)
+            lane, block, num_bytes = span.lane.in_timeline, span.block, span.num_bytes
+            self.timeline.add(lane, span.name, began_s, ended_s, block=block, num_bytes=num_bytes)
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Stamp:
@@ -105,7 +118,7 @@ class Device(ABC):
 
     @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        """Enqueue `dst.copy_(src)` on `lane` (H2D or D2H), and note it. Both tensors stay alive until it has run."""
+        """Enqueue `dst.copy_(src)` on `lane` (not COMPUTE), and note it. Both tensors stay alive until it has run."""
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:

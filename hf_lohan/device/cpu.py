@@ -43,7 +43,7 @@ class CpuDevice(Device):
         return mapped_empty(num_bytes)
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        with self.timeline.task(lane.value, "copy", num_bytes=dst.nbytes):
+        with self.timeline.task(lane.in_timeline, "copy", num_bytes=dst.nbytes):
             dst.copy_(src)
 
     def stamp(self, lane: Lane) -> Stamp:

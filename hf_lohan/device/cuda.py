@@ -1,4 +1,4 @@
-"""CUDA: one stream for each copy direction beside the compute stream, events, and host memory pinned at exact size."""
+"""CUDA: a stream for each copy lane beside the compute stream, events, and host memory pinned at exact size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import Device, Event, Lane, Stamp
+from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
 from hf_lohan.device.host_memory import mapped_empty
 from hf_lohan.timeline import Timeline
 
@@ -67,7 +67,7 @@ class CudaDevice(Device):
         super().__init__(timeline)
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
-        self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in (Lane.H2D, Lane.D2H)}
+        self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._pinning_refused = False
         self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}
         self._clock: _Clock | None = None

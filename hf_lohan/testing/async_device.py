@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lohan.device import CpuDevice, Event, Lane
+from hf_lohan.device import COPY_LANES, CpuDevice, Event, Lane
 from hf_lohan.timeline import Timeline
 
 
@@ -85,7 +85,7 @@ class AsyncDevice(CpuDevice):
         self._random = random.Random(seed)
         self._max_delay_s = max_delay_s
         self._ignored = ignored
-        self._lanes = {lane: _CopyLane(f"async-{lane.value}") for lane in (Lane.H2D, Lane.D2H)}
+        self._lanes = {lane: _CopyLane(f"async-{lane.value}") for lane in COPY_LANES}
         self._compute_time = 0
         self._busy_until: dict[int, int] = {}
         self._written_until: dict[int, int] = {}

@@ -44,6 +44,21 @@ class WallClock:
             time.sleep(left_s)
 
 
+class SteppedClock:
+    """Time passes only where somebody sleeps, and then at once."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+        self._lock = threading.Lock()
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def sleep_until(self, at_s: float) -> None:
+        with self._lock:
+            self._now_s = max(self._now_s, at_s)
+
+
 class _Point(Event, Stamp):
     """A lane's time."""
 
@@ -81,7 +96,7 @@ class PacedDevice(CpuDevice):
         clock: Clock | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """`link_bytes_per_s`: of each direction, whatever the other one does; `flops_per_s`: of what is paced, see
+        """`link_bytes_per_s`: of each lane, whatever the others do; `flops_per_s`: of what is paced, see
         `take_flops`."""
         super().__init__(timeline)
         self.clock: Clock = clock or WallClock()

@@ -21,12 +21,12 @@ class WeightLoan:
         self._give_back: Callable[[], None] | None = give_back
 
     def read(self, start_numel: int, out: Tensor) -> RecordRead:
-        """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on: once, and after the D2H lane
-        has waited for compute on the block."""
+        """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on: once, when a gradient of the
+        block has arrived, so that the block has, too."""
         give_back, self._give_back = self._give_back, None
         assert give_back is not None, "the loan is over"
-        self._device.copy(Lane.D2H, out, self._weights[start_numel : start_numel + out.numel()])
-        return _LoanedRead(self._device.record(Lane.D2H), give_back)
+        self._device.copy(Lane.D2H_ASIDE, out, self._weights[start_numel : start_numel + out.numel()])
+        return _LoanedRead(self._device.record(Lane.D2H_ASIDE), give_back)
 
     def give_back(self) -> None:
         """The weights are not wanted, or read already."""

@@ -8,7 +8,7 @@ The layers hold all their weights and compute by waiting (`hf_lohan.testing.pace
 take the time of a link (`paced_device`), so the cores are as free as beside a GPU. All else is real: engine, drive,
 optimizer and journal, under `hf_lohan.Trainer`, every step committed.
 
-A first short run waits for nothing. The bytes of its last step, moved by the I/O engine alone, say how long the drive
+A first short run waits for nothing. The bytes of its last steps, moved by the I/O engine alone, say how long the drive
 needs; a regime then has compute take twice that (`compute`), a quarter (`bytes`) or as long (`balanced`), or
 `--compute-s`. Each turn is a run of its own of each side (A B C A B C ...): its first steps are not timed, for the plan
 is corrected in them, and behind its last one the I/O engine alone moves a step's bytes over the run's own files.
@@ -50,12 +50,13 @@ from hf_lohan.planning import trace_blocks
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.paced_device import PacedDevice
 from hf_lohan.testing.paced_layers import pace_layers
+from hf_lohan.timeline import Timeline
 from hf_lohan.wording import format_bytes
 
 COMPUTE_OVER_DRIVE = {"compute": 2.0, "bytes": 0.25, "balanced": 1.0}
 WARM_UP_STEPS = 6
 """The plan is corrected behind the fourth; the fifth is the first that goes by it, beside what the fourth left."""
-FIRST_RUN_STEPS = 3
+FIRST_RUN_STEPS = 4
 NO_WAIT_FLOPS_PER_S = 1e18
 HEAD_SCALE = 1e-2
 """Of the head's weights and of the norm before it, so that the gradients' norm stays below 1."""
@@ -188,8 +189,9 @@ def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
     """A run that has taken its steps. With `hardware` it plans for that, with the device's own rate of FLOPs."""
-    device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s)
     config = OffloadConfig.load({**work.settings, "clip": side.clip, "ssd": str(folder / "store")})
+    timeline = Timeline(is_tracing=config.trace)
+    device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
     model = work.model(device)
     options = work.options
     if hardware is not None:
@@ -302,8 +304,15 @@ def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
     with running(
         work, side, folder, flops_per_s=NO_WAIT_FLOPS_PER_S, num_steps=FIRST_RUN_STEPS, hardware=None
     ) as (_, engine, meter):
-        figures = meter.per_step(1)
+        figures = meter.per_step(2)
         return {"flops": figures["flops"], "drive_s": drive_alone_s(engine, figures)}
+
+
+def wanted_compute_s(regime: str, drive_s: float) -> float:
+    """Of a step. Raises BadParameter where the drive has nothing to do."""
+    if not drive_s:
+        raise typer.BadParameter("a step moves nothing from or to the drive: lower --cpu-memory, or give --compute-s")
+    return COMPUTE_OVER_DRIVE[regime] * drive_s
 
 
 def summarize(side: Side, turns: list[dict[str, Any]]) -> dict[str, Any]:
@@ -423,7 +432,7 @@ def main(
         turns: dict[Side, list[dict[str, Any]]] = {side: [] for side in sides}
         for _ in range(options.num_turns):
             for side in sides:
-                wanted_s = compute_s or COMPUTE_OVER_DRIVE[side.regime] * first["drive_s"]
+                wanted_s = compute_s or wanted_compute_s(side.regime, first["drive_s"])
                 turns[side].append(
                     take_turn(work, side, folder, flops_per_s=first["flops"] / wanted_s, hardware=hardware)
                 )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -19,28 +18,13 @@ from hf_lohan.hardware.rates import MatrixShape
 from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.planning import trace_blocks
 from hf_lohan.testing.models import tiny_model
-from hf_lohan.testing.paced_device import PacedDevice
+from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
 from hf_lohan.testing.paced_layers import PacedLinear, pace_layers
 
 FLOPS_PER_S = 1e6
 LINK_BYTES_PER_S = 1e6
 NUM_STEPS = 4
 NUM_TOKENS = 2 * 16
-
-
-class SteppedClock:
-    """Time passes only where somebody sleeps."""
-
-    def __init__(self) -> None:
-        self._now_s = 1000.0
-        self._lock = threading.Lock()
-
-    def now_s(self) -> float:
-        return self._now_s
-
-    def sleep_until(self, at_s: float) -> None:
-        with self._lock:
-            self._now_s = max(self._now_s, at_s)
 
 
 def make_device() -> PacedDevice:

@@ -37,10 +37,10 @@ def test_a_gpu_step_in_small_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_paced_step_in_small(tmp_path: Path) -> None:
-    own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1", "--set", "prefetch_blocks=1"]
+    own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1", "--set", "resident_records=none"]
     run(BENCHMARKS / "paced_step.py", *SMALL, *own, "--output", str(tmp_path / "figures.json"), folder=tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
-    assert figures["settings"]["prefetch_blocks"] == 1
+    assert figures["settings"]["resident_records"] == "none"
     (result,) = figures["results"]
     (turn,) = result["turns"]
     assert len(turn["steps_s"]) == 1 and turn["num_commits"] == 1 and turn["write_bytes"] > 0

@@ -10,11 +10,12 @@ import torch
 from engines import EngineFactory, TwinsFactory
 from torch import Tensor
 
-from hf_lohan.device import CpuDevice
+from hf_lohan.device import CpuDevice, Lane
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
 from hf_lohan.updates.loan import WeightLoan
 
 
@@ -40,6 +41,16 @@ def test_a_loan_ends_when_what_was_read_of_it_is_there() -> None:
     assert read.is_verified
     read.wait()
     assert lender.num_returns == 1
+
+
+def test_a_loan_does_not_wait_for_gradients_that_are_still_to_be_computed() -> None:
+    device = PacedDevice(link_bytes_per_s=1e3, flops_per_s=1.0, clock=SteppedClock())
+    began_s = device.clock.now_s()
+    device.take_flops(100.0)
+    device.wait(Lane.D2H, device.record(Lane.COMPUTE))
+    device.copy(Lane.D2H, torch.empty(4), torch.ones(4))
+    WeightLoan(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).arrive()
+    assert device.clock.now_s() - began_s == pytest.approx(16 / 1e3)
 
 
 def test_a_loan_that_nobody_reads_is_given_back_once() -> None:
