@@ -10,6 +10,7 @@ from random import Random
 
 import pytest
 
+from hf_lohan.device import mapped_empty
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
 from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
@@ -42,7 +43,9 @@ class Mark:
 class Run:
     """A store on a disk that remembers; its commits are marks among the calls."""
 
-    def __init__(self, disk: RecordedDisk, engine: IoEngine, *, num_paths: int, num_homes: int) -> None:
+    def __init__(
+        self, disk: RecordedDisk, engine: IoEngine, *, num_paths: int, num_homes: int, lives_in_ram: bool = False
+    ) -> None:
         self.disk = disk
         self.paths = [StorePath(str(disk.root / str(i)), 10**6) for i in range(num_paths)]
         self.random = Random(num_paths)
@@ -52,10 +55,15 @@ class Run:
         self.store = Store.create(
             self.paths, RECORDS, model=MODEL, engine=engine, num_homes=num_homes, stripe_bytes=8192
         )
+        self.lives_in_ram = lives_in_ram
+        if lives_in_ram:
+            self.store.keep_copies([(record.block, record.kind) for record in RECORDS], mapped_empty)
         disk.mark(Mark(Found("", content_of(self.store), b""), is_sure=True))
 
     def write(self) -> None:
         """Some of the versioned granules, and the frozen one with its own bytes again."""
+        if self.lives_in_ram:
+            self.store.keep_new_in_ram(self.random.random() < 0.7)
         record = self.random.choice(RECORDS)
         self.store.write(record.block, record.kind, 0, aligned(record, GRANULE_NUMEL, self.random)).wait()
         if self.random.random() < 0.5:
@@ -154,12 +162,13 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
     return key
 
 
+@pytest.mark.parametrize("lives_in_ram", [False, True])
 @pytest.mark.parametrize("num_paths", [1, 2, 3])
 def test_with_two_homes_there_is_always_a_whole_state(
-    ram_folder: Path, engine: IoEngine, num_paths: int
+    ram_folder: Path, engine: IoEngine, num_paths: int, lives_in_ram: bool
 ) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
-        run = Run(disk, engine, num_paths=num_paths, num_homes=2)
+        run = Run(disk, engine, num_paths=num_paths, num_homes=2, lives_in_ram=lives_in_ram)
         run.live_through_much()
         run.step_back()
         run.store.close()
