@@ -5,13 +5,17 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from hf_lohan.micro_batches.sequence_numbers import SequenceNumbers
 
 Position: TypeAlias = tuple[int, ...]
 """How far a micro-batch has come; whoever is least far runs next."""
+
+_LOOK_S = 1.0
+"""An interrupt may take away the word that a thread is over: then it shows this much later."""
 
 
 class _Abandoned(BaseException):
@@ -37,6 +41,9 @@ class Lockstep:
         self._error: BaseException | None = None
         self._has_ended = threading.Event()
         self._threads: set[int] = set()
+        self._left: set[int] = set()
+        """Whose function is over, or will never be called."""
+        self._leaving: SimpleQueue[None] = SimpleQueue()
         self.running = -1
         """Whose turn it is."""
 
@@ -64,8 +71,8 @@ class Lockstep:
             self._has_ended.wait()
         except BaseException as error:
             self._abandon(error)
-        for thread in threads:
-            self._join(thread)
+        for number, thread in enumerate(threads):
+            self._join(number, thread)
         if self._error is not None:
             try:
                 raise self._error
@@ -99,7 +106,11 @@ class Lockstep:
             pass
         except BaseException as error:
             self._abandon(error)
-        self._wake_next()
+        try:
+            self._wake_next()
+        finally:
+            self._left.add(number)
+            self._leaving.put(None)
 
     def _await_turn(self, number: int) -> None:
         self._turns[number].acquire()
@@ -128,10 +139,14 @@ class Lockstep:
             turn.release()
         self._has_ended.set()
 
-    def _join(self, thread: threading.Thread) -> None:
+    def _join(self, number: int, thread: threading.Thread) -> None:
         """Not to be interrupted: what a thread that runs on does to the model, nobody could undo."""
-        while thread.ident is not None and thread.is_alive():
+        # `Thread.join` alone takes a thread for ended when it was interrupted itself (Python 3.10 to 3.12).
+        while thread.ident is not None and (number not in self._left or thread.is_alive()):
             try:
+                while number not in self._left:
+                    with suppress(Empty):
+                        self._leaving.get(timeout=_LOOK_S)
                 thread.join()
             except KeyboardInterrupt as error:
                 self._abandon(error)

@@ -6,7 +6,10 @@ import contextlib
 import contextvars
 import os
 import signal
+import sys
 import threading
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -123,6 +126,39 @@ def test_an_interrupt_ends_all() -> None:
     with pytest.raises(KeyboardInterrupt):
         lockstep_of(wait, wait).run()
     assert threading.active_count() == before
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_a_second_interrupt_does_not_leave_a_thread_behind() -> None:
+    """Which would go on with the model."""
+    main = threading.get_ident()
+    has_come, has_returned = threading.Event(), threading.Event()
+    ran_on: list[bool] = []
+
+    def note(_number: int, _frame: object) -> None:
+        has_come.set()
+        raise KeyboardInterrupt
+
+    def interrupt() -> None:
+        has_come.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        assert has_come.wait(60)
+
+    def is_joining() -> bool:
+        return any(frame.f_code.co_name == "_join" for frame, _ in traceback.walk_stack(sys._current_frames()[main]))
+
+    def run(lockstep: Lockstep) -> None:
+        interrupt()
+        while not is_joining():
+            time.sleep(0.001)
+        interrupt()
+        ran_on.append(has_returned.wait(0.5))
+
+    signal.signal(signal.SIGINT, note)
+    with pytest.raises(KeyboardInterrupt):
+        lockstep_of(run).run()
+    has_returned.set()
+    assert ran_on == [False]
 
 
 def test_one_function_alone() -> None:
