@@ -110,6 +110,7 @@ class Timeline:
     def __init__(self, *, is_tracing: bool = False) -> None:
         self.began_s = time.perf_counter()
         self._counters = {lane: _LaneCounter() for lane in LANES}
+        self._drives = _LaneCounter()
         self._tasks: list[Task] | None = [] if is_tracing else None
 
     @property
@@ -126,16 +127,26 @@ class Timeline:
         is about is the ``block``."""
         counter = self._counters[lane]
         began_s = counter.begin()
+        uses_drives = lane in (SSD_READ, SSD_WRITE)
+        if uses_drives:
+            self._drives.begin()
         try:
             yield
         finally:
             ended_s = counter.end(name, began_s, num_bytes)
+            if uses_drives:
+                self._drives.end(name, began_s, num_bytes)
             self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
     def add(self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0) -> None:
         """Note a task that is over and overlapped no other one of its lane."""
         self._counters[lane].add(name, ended_s - began_s, num_bytes)
         self._keep(lane, name, block, began_s, ended_s, num_bytes)
+
+    @property
+    def drives_busy_s(self) -> float:
+        """Seconds in which something was read or written."""
+        return self._drives.totals().busy_s
 
     def totals(self) -> dict[str, LaneTotals]:
         return {lane: counter.totals() for lane, counter in self._counters.items()}

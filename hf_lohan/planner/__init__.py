@@ -7,6 +7,7 @@ kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.fitting import fits_without_offloading
+from hf_lohan.planner.forecast import forecast, scaled_to
 from hf_lohan.planner.hardware_changes import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
@@ -84,9 +85,11 @@ __all__ = [
     "cut_units",
     "drive_life",
     "fits_without_offloading",
+    "forecast",
     "one_more_ssd",
     "plan_offload",
     "plan_pools",
+    "scaled_to",
     "step_traffic",
     "sweep_swapped_bytes",
     "what_hardware_buys",

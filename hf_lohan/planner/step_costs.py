@@ -110,6 +110,20 @@ def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
     return block.moved_bytes / rate if rate else 0.0
 
 
+def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
+    """Of the drives, for bytes or arrays of them. Reading and writing share a drive's time (simplex), unless the mix of
+    both was measured."""
+    read_s = read_bytes / hardware.ssd_read_bytes_per_s
+    write_s = write_bytes / hardware.ssd_write_bytes_per_s
+    if not hardware.ssd_mixed_bytes_per_s:
+        return read_s + write_s
+    both_bytes = np.minimum(read_bytes, write_bytes)
+    mixed_s = 2 * both_bytes / hardware.ssd_mixed_bytes_per_s
+    rest_s = (read_bytes - both_bytes) / hardware.ssd_read_bytes_per_s
+    rest_s = rest_s + (write_bytes - both_bytes) / hardware.ssd_write_bytes_per_s
+    return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))
+
+
 class StepCosts:
     """The cost model of one model on one machine under one setup."""
 
@@ -204,7 +218,7 @@ class StepCosts:
             "compute": load.compute_s,
             "h2d": load.h2d_bytes / hardware.h2d_bytes_per_s,
             "d2h": load.d2h_bytes / hardware.d2h_bytes_per_s,
-            "ssd": self._ssd_s(load.ssd_read_bytes, load.ssd_write_bytes),
+            "ssd": ssd_s(self._hardware, load.ssd_read_bytes, load.ssd_write_bytes),
             "cpu": load.updated_params / hardware.cpu.optimizer_params_per_s,
         }
         if hardware.cpu.checksum_bytes_per_s:
@@ -272,8 +286,8 @@ class StepCosts:
         read_bytes, write_bytes = (sum(getattr(load, name) for load in loads) for name in _SSD_AMOUNTS)
         tokens_at_once = num_tokens / self._setup.num_micro_batches
         compute_s = sum(load.compute_s for load in loads)
-        spare_s = (compute_s - self._ssd_s(choice.spilled_bytes, choice.spilled_bytes)).item()
-        fixed_s = float(self._ssd_s(read_bytes, write_bytes).item())
+        spare_s = (compute_s - ssd_s(self._hardware, choice.spilled_bytes, choice.spilled_bytes)).item()
+        fixed_s = float(ssd_s(self._hardware, read_bytes, write_bytes).item())
         return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
 
     def _ssd_hidden_step_s(self, choice: Choice, clip: ClipMode) -> float:
@@ -354,16 +368,3 @@ class StepCosts:
             ssd_write_bytes=self._update_write_bytes,
             updated_params=self._num_trainable_params,
         )
-
-    def _ssd_s(self, read_bytes: Values, write_bytes: Values) -> Values:
-        """Reading and writing share a drive's time (simplex), unless the mix of both was measured."""
-        hardware = self._hardware
-        read_s = read_bytes / hardware.ssd_read_bytes_per_s
-        write_s = write_bytes / hardware.ssd_write_bytes_per_s
-        if not hardware.ssd_mixed_bytes_per_s:
-            return read_s + write_s
-        both_bytes = np.minimum(read_bytes, write_bytes)
-        mixed_s = 2 * both_bytes / hardware.ssd_mixed_bytes_per_s
-        rest_s = (read_bytes - both_bytes) / hardware.ssd_read_bytes_per_s
-        rest_s = rest_s + (write_bytes - both_bytes) / hardware.ssd_write_bytes_per_s
-        return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))

@@ -1,13 +1,12 @@
-"""The plan of a run: made when its first batch comes, corrected once by what its first steps took."""
+"""The plan of a run: made when its first batch comes, and once more with the rates that its first steps had."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import statistics
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,11 +17,11 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, plan_offload, with_changed
+from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, forecast, scaled_to
 from hf_lohan.planning.layout import OffloadLayout
+from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
 from hf_lohan.threads import usable_cpus
-from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, Timeline
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -30,10 +29,10 @@ logger = logging.getLogger(__name__)
 NUM_STEPS_BEFORE = 2
 """Steps that are not timed: the first meets cold caches, the second has the first's updates beside it."""
 NUM_STEPS_TIMED = 2
-_MOST_SPREAD = 1.5
-"""Of steps of a kind. In what took longer there was an evaluation or a checkpoint."""
-_GOOD_ENOUGH = 0.05
-"""A prediction that is off by less is left alone."""
+NUM_STEPS_TRIED = 3
+"""By another plan, behind one that is not timed."""
+_WORTH_TRYING = 0.97
+"""Of a step by the plan that is followed."""
 _WORTH_MEASURING_S = 60.0
 """Measuring unknown hardware well takes a few seconds; for a run that is over sooner it is measured roughly."""
 _UNKNOWN_NUM_STEPS = 60
@@ -43,37 +42,6 @@ _SLOW_ACCELERATOR_FLOPS_PER_S = 20e12
 _SLOW_DRIVE_BYTES_PER_S = 1e9
 _STEP_BYTES_PER_PARAM = 26
 _QUICK = MeasuringEffort(budget_s=0.3, scratch_bytes=16 << 20)
-
-
-_WAITS_WITHIN_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
-"""Of the thread that gives the device its work, between the begin and the end of what a block computes."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """What a step took, or what steps took so far."""
-
-    step_s: float
-    compute_s: float
-    """Of the device, with what it had to wait for within a block's work."""
-    waits_s: float
-    """How long who gives it that work waited meanwhile: the device may have worked on, or not."""
-
-    @classmethod
-    def so_far(cls, timeline: Timeline) -> StepTimes:
-        totals = timeline.totals()
-        waits_s = sum(totals[COMPUTE_WAITS].task_s.get(name, 0.0) for name in _WAITS_WITHIN_COMPUTE)
-        return cls(time.perf_counter(), totals[COMPUTE].busy_s, waits_s)
-
-    def since(self, before: StepTimes) -> StepTimes:
-        return StepTimes(
-            self.step_s - before.step_s, self.compute_s - before.compute_s, self.waits_s - before.waits_s
-        )
-
-    @property
-    def least_compute_s(self) -> float:
-        """The device computed at least so long, and at most `compute_s`."""
-        return max(0.0, self.compute_s - self.waits_s)
 
 
 class RunPlan:
@@ -87,7 +55,7 @@ class RunPlan:
     ) -> None:
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
-        """What the run follows; its hardware is scaled to what steps took."""
+        """What the run follows; its hardware is what steps have found."""
         self.num_steps: int | None = None
         self.num_micro_batches = 1
         self._model = model
@@ -97,6 +65,9 @@ class RunPlan:
         self._durability = durability
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
+        self._tried_after: PlannedStep | None = None
+        """What was followed before the plan that is tried now."""
+        self._num_before_trial = 0
 
     def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
@@ -128,6 +99,7 @@ class RunPlan:
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return None
         self.first = self.first or self.now
+        self._tried_after = None
         self._layout = self.now.layout  # its memory is taken once
         if self.now.plan.refusal is not None:
             logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
@@ -135,24 +107,51 @@ class RunPlan:
         return self.now
 
     def step_began(self, clip_rate: float) -> PlannedStep | None:
-        """Time the step before. Once enough of them were timed: plan anew by what they took, and return that."""
+        """Time the step before. Once enough of them were timed: plan anew by what they took, and return that. A plan
+        with other placements or another way to clip is tried; if its steps are longer, return the one before."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None:
             self._steps.append(now.since(self._before))
         self._before = now
-        if self.now is None or len(self._steps) != NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
+        if self.now is None:
             return None
-        return self._correct(usual_step(self._steps[NUM_STEPS_BEFORE - 1 :]), clip_rate)
+        if len(self._steps) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
+            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate)
+        if self._tried_after is not None and len(self._steps) == self._num_before_trial + 1 + NUM_STEPS_TRIED:
+            tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
+            return self._judge(self.now, self._tried_after, tried_s)
+        return None
 
-    def _correct(self, measured: StepTimes, clip_rate: float) -> PlannedStep | None:
-        """Scale compute, and then what bounds the step, to what was measured, and plan once more."""
-        assert self.now is not None
-        corrected = corrected_hardware(self.now, measured)
-        if corrected is self.now.hardware and clip_rate == self.now.setup.clip_rate:
+    def _correct(self, now: PlannedStep, measured: StepTimes, clip_rate: float) -> PlannedStep | None:
+        """Plan once more with the rates that the run has measured."""
+        hardware = corrected_hardware(now, measured)
+        if hardware is now.hardware and clip_rate == now.setup.clip_rate:
             return None
-        self.now = plan_again(self.now, corrected, clip_rate)
+        again = plan_again(now, hardware, clip_rate)
+        stays = _as_long_as_found(replace(again, plan=now.plan), measured.step_s)
+        is_other = (again.plan.activations, again.plan.clip) != (stays.plan.activations, stays.plan.clip)
+        if is_other and again.plan.prediction.step_s < _WORTH_TRYING * measured.step_s:
+            self._tried_after, self._num_before_trial, self.now = stays, len(self._steps), again
+            self._announce(f"a step took {measured.step_s:.3g} s, so another plan is tried")
+            return again
+        if again.plan.clip == stays.plan.clip:
+            stays = _committed_every(stays, again.plan.commit_every_steps)
+        self.now = stays
         self._announce(f"a step took {measured.step_s:.3g} s, so it was planned again")
-        return self.now
+        return stays
+
+    def _judge(self, tried: PlannedStep, before: PlannedStep, tried_s: float) -> PlannedStep | None:
+        """Keep what is faster by measurement."""
+        self._tried_after = None
+        before_s = before.plan.prediction.step_s
+        if tried_s <= before_s:
+            self.now = _as_long_as_found(tried, tried_s)
+            return None
+        logger.info(
+            "steps by the second plan took %.3g s, longer than %.3g s by the first: back to that", tried_s, before_s
+        )
+        self.now = before
+        return before
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
@@ -180,56 +179,19 @@ class RunPlan:
         logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
 
 
-def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
-    """The mean; if one took much longer than another there was something beside it, and the shortest counts."""
-    shortest = min(steps, key=lambda step: step.step_s)
-    if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
-        return shortest
-    return StepTimes(
-        *(statistics.mean(getattr(step, name) for step in steps) for name in ("step_s", "compute_s", "waits_s"))
+def _as_long_as_found(planned: PlannedStep, step_s: float) -> PlannedStep:
+    """With what its plan is expected to take on its hardware, and its step as long as it was found to be."""
+    expected = forecast(planned.profile, planned.hardware, planned.setup, planned.plan)
+    return replace(planned, plan=replace(planned.plan, prediction=scaled_to(expected, step_s)))
+
+
+def _committed_every(planned: PlannedStep, num_steps: int) -> PlannedStep:
+    """The same plan with commits at another interval, and its step longer or shorter by what that makes of it."""
+    plan = replace(planned.plan, commit_every_steps=num_steps)
+    before_s, after_s = (
+        forecast(planned.profile, planned.hardware, planned.setup, one).step_s for one in (planned.plan, plan)
     )
-
-
-def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
-    """The hardware as a step shows it; the same object if it was near enough.
-
-    A step that is bound by the drives says nothing of compute by its length, and whether updates run under the forward
-    or the backward depends on both. On a device of its own compute can be seen: there it is corrected first.
-    """
-    hardware, predicted = planned.hardware, planned.plan.prediction
-    predicted_compute_s = predicted.forward.compute_s + predicted.backward.compute_s
-    if predicted_compute_s and not hardware.device.shares_cpu:
-        compute_s = min(max(predicted_compute_s, measured.least_compute_s), measured.compute_s)
-        if compute_s and abs(compute_s / predicted_compute_s - 1) >= _GOOD_ENOUGH:
-            hardware = computing_slower(hardware, compute_s / predicted_compute_s)
-            as_it_runs = replace(planned.setup, clip=planned.plan.clip)
-            predicted = plan_offload(planned.profile, hardware, as_it_runs).prediction
-    factor = measured.step_s / predicted.step_s
-    return hardware if abs(factor - 1) < _GOOD_ENOUGH else slowed(hardware, predicted.bottleneck, factor)
-
-
-def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
-    """The hardware with a device that is slower by ``factor``, or faster."""
-    rates = ("flops_per_s", "memory_bytes_per_s")
-    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
-
-
-def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
-    """The hardware with what bounds the step slower by ``factor``."""
-
-    def divided(rate: float) -> float:
-        return rate / factor
-
-    if bottleneck == "ssd":
-        return replace(
-            with_changed(hardware, divided, "ssd_mixed_bytes_per_s"),
-            ssd=tuple(with_changed(ssd, divided, "read_bytes_per_s", "write_bytes_per_s") for ssd in hardware.ssd),
-            ssd_together_read_bytes_per_s=hardware.ssd_read_bytes_per_s / factor,
-            ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
-        )
-    return replace(
-        computing_slower(hardware, factor), cpu=with_changed(hardware.cpu, divided, "optimizer_params_per_s")
-    )
+    return _as_long_as_found(replace(planned, plan=plan), planned.plan.prediction.step_s * after_s / before_s)
 
 
 @contextlib.contextmanager

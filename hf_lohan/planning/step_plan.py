@@ -167,9 +167,7 @@ def _plan_shape(
             plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
             if found is None or _is_better(plan, found.plan):
                 own = replace(split, is_split=True)
-                found = PlannedStep(
-                    shape=shape, layout=own, profile=profile, hardware=hardware, setup=setup, plan=plan
-                )
+                found = PlannedStep(shape=shape, layout=own, profile=profile, hardware=hardware, setup=setup, plan=plan)
         assert found is not None
         return found
 

@@ -11,7 +11,7 @@ import torch
 from hf_lohan.config import OffloadConfig
 from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProfile
 from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step
-from hf_lohan.planning.run_plan import StepTimes, corrected_hardware, usual_step
+from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import plan_again
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, Timeline

@@ -73,3 +73,15 @@ def test_a_trace_draws_overlapping_tasks_of_a_lane_in_rows_of_their_own() -> Non
         ("ssd read", "exp_avg", 3_000_000, 2_000_000),
     ]
     assert drawn[1]["args"]["bytes"] == 8 and drawn[1]["cat"] in LANES
+
+
+def test_drives_that_read_and_write_at_once_are_busy_once() -> None:
+    timeline = Timeline()
+    with timeline.task(SSD_READ, "param"), timeline.task(SSD_WRITE, "param"):
+        sum(range(1_000_000))
+    totals = timeline.totals()
+    reads_s, writes_s = totals[SSD_READ].busy_s, totals[SSD_WRITE].busy_s
+    assert writes_s <= timeline.drives_busy_s < reads_s + writes_s
+    before_s = timeline.drives_busy_s
+    timeline.add(COMPUTE, "forward", 1.0, 3.0)
+    assert timeline.drives_busy_s == before_s

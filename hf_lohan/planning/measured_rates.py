@@ -1,0 +1,158 @@
+"""The hardware as a run itself has seen it: what each lane moved and how long it was busy, beside all the others."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+
+from hf_lohan.planner import HardwareProfile, forecast, with_changed
+from hf_lohan.planner.step_costs import ssd_s
+from hf_lohan.planning.step_plan import PlannedStep
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, Timeline
+
+_MOST_SPREAD = 1.5
+"""Of steps of a kind. In what took longer there was an evaluation or a checkpoint."""
+GOOD_ENOUGH = 0.05
+"""A rate or a prediction that is off by less is left alone."""
+_WAITS_WITHIN_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
+"""Of the thread that gives the device its work, between the begin and the end of what a block computes."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """What a step took, or what steps took so far. Seconds in which lanes were busy, and bytes that they moved."""
+
+    step_s: float
+    compute_s: float
+    """Of the device, with what it had to wait for within a block's work."""
+    waits_s: float
+    """How long who gives it that work waited meanwhile: the device may have worked on, or not."""
+    drives_s: float = 0.0
+    """In which something was read or written."""
+    read_bytes: float = 0.0
+    written_bytes: float = 0.0
+    optimizer_s: float = 0.0
+    h2d_s: float = 0.0
+    h2d_bytes: float = 0.0
+    d2h_s: float = 0.0
+    d2h_bytes: float = 0.0
+
+    @classmethod
+    def so_far(cls, timeline: Timeline) -> StepTimes:
+        totals = timeline.totals()
+        return cls(
+            step_s=time.perf_counter(),
+            compute_s=totals[COMPUTE].busy_s,
+            waits_s=sum(totals[COMPUTE_WAITS].task_s.get(name, 0.0) for name in _WAITS_WITHIN_COMPUTE),
+            drives_s=timeline.drives_busy_s,
+            read_bytes=totals[SSD_READ].num_bytes,
+            written_bytes=totals[SSD_WRITE].num_bytes,
+            optimizer_s=totals[CPU_OPTIMIZER].busy_s,
+            h2d_s=totals[H2D].busy_s,
+            h2d_bytes=totals[H2D].num_bytes,
+            d2h_s=totals[D2H].busy_s,
+            d2h_bytes=totals[D2H].num_bytes,
+        )
+
+    def since(self, before: StepTimes) -> StepTimes:
+        return StepTimes(*(getattr(self, name) - getattr(before, name) for name in _NAMES))
+
+    @property
+    def least_compute_s(self) -> float:
+        """The device computed at least so long, and at most `compute_s`."""
+        return max(0.0, self.compute_s - self.waits_s)
+
+
+_NAMES = [field.name for field in fields(StepTimes)]
+
+
+def usual_step(steps: Sequence[StepTimes]) -> StepTimes:
+    """The mean; if one took much longer than another there was something beside it, and the shortest counts."""
+    shortest = min(steps, key=lambda step: step.step_s)
+    if max(step.step_s for step in steps) > _MOST_SPREAD * shortest.step_s:
+        return shortest
+    return StepTimes(*(statistics.mean(getattr(step, name) for step in steps) for name in _NAMES))
+
+
+def corrected_hardware(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
+    """The hardware as a step shows it; the same object if it was near enough.
+
+    The length of a step tells of one resource, and whether updates run under the forward or the backward depends on
+    several. So each is corrected by what it was seen to do: drives by the bytes that they moved, the others, where the
+    device does not share its cores with them, by the seconds that were predicted. What that does not explain is put
+    down to what bounds the step.
+    """
+    hardware = _as_seen(planned, measured)
+    expected = forecast(planned.profile, hardware, planned.setup, planned.plan)
+    factor = measured.step_s / expected.step_s
+    return slowed(hardware, expected.bottleneck, factor) if _is_off(factor) else hardware
+
+
+def _as_seen(planned: PlannedStep, measured: StepTimes) -> HardwareProfile:
+    seen = hardware = planned.hardware
+    predicted = planned.plan.prediction
+    drives_s = float(ssd_s(hardware, measured.read_bytes, measured.written_bytes))
+    if drives_s and measured.drives_s and _is_off(measured.drives_s / drives_s):
+        seen = drives_slower(seen, measured.drives_s / drives_s)
+    if hardware.device.shares_cpu:
+        return seen
+    compute_s = predicted.forward.compute_s + predicted.backward.compute_s
+    seen_compute_s = min(max(compute_s, measured.least_compute_s), measured.compute_s)
+    if compute_s and seen_compute_s and _is_off(seen_compute_s / compute_s):
+        seen = computing_slower(seen, seen_compute_s / compute_s)
+    optimizer_s = predicted.forward.optimizer_s + predicted.backward.optimizer_s
+    if optimizer_s and measured.optimizer_s and _is_off(measured.optimizer_s / optimizer_s):
+        seen = optimizer_slower(seen, measured.optimizer_s / optimizer_s)
+    for num_bytes, busy_s, name in (
+        (measured.h2d_bytes, measured.h2d_s, "h2d_bytes_per_s"),
+        (measured.d2h_bytes, measured.d2h_s, "d2h_bytes_per_s"),
+    ):
+        factor = busy_s * getattr(hardware, name) / num_bytes if num_bytes else 0.0
+        if factor and _is_off(factor):
+            seen = _slower(seen, factor, name)
+    return seen
+
+
+def _is_off(factor: float) -> bool:
+    return abs(factor - 1) >= GOOD_ENOUGH
+
+
+def slowed(hardware: HardwareProfile, bottleneck: str, factor: float) -> HardwareProfile:
+    """The hardware with what bounds the step slower by ``factor``."""
+    match bottleneck:
+        case "ssd":
+            return drives_slower(hardware, factor)
+        case "h2d" | "d2h" | "link":
+            return _slower(hardware, factor, "h2d_bytes_per_s", "d2h_bytes_per_s", "duplex_bytes_per_s")
+        case "cpu":
+            return optimizer_slower(hardware, factor)
+    slower = computing_slower(hardware, factor)
+    return optimizer_slower(slower, factor) if hardware.device.shares_cpu else slower
+
+
+def drives_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
+    def divided(rate: float) -> float:
+        return rate / factor
+
+    return replace(
+        _slower(hardware, factor, "ssd_mixed_bytes_per_s"),
+        ssd=tuple(with_changed(ssd, divided, "read_bytes_per_s", "write_bytes_per_s") for ssd in hardware.ssd),
+        ssd_together_read_bytes_per_s=hardware.ssd_read_bytes_per_s / factor,
+        ssd_together_write_bytes_per_s=hardware.ssd_write_bytes_per_s / factor,
+    )
+
+
+def computing_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
+    """The hardware with a device that is slower by ``factor``, or faster."""
+    rates = ("flops_per_s", "memory_bytes_per_s")
+    return replace(hardware, device=with_changed(hardware.device, lambda rate: rate / factor, *rates))
+
+
+def optimizer_slower(hardware: HardwareProfile, factor: float) -> HardwareProfile:
+    return replace(hardware, cpu=with_changed(hardware.cpu, lambda rate: rate / factor, "optimizer_params_per_s"))
+
+
+def _slower(hardware: HardwareProfile, factor: float, *names: str) -> HardwareProfile:
+    return with_changed(hardware, lambda rate: rate / factor, *names)

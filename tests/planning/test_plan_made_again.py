@@ -1,0 +1,180 @@
+"""A run's plan that proves wrong is made again with the rates of its own steps, and kept if those are shorter."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.hardware import read_hardware
+from hf_lohan.planner import HardwareProfile, OffloadPlan, forecast
+from hf_lohan.planning import RunPlan, StepShape, lay_out, measured_rates, run_plan
+from hf_lohan.planning.measured_rates import computing_slower, drives_slower, optimizer_slower
+from hf_lohan.planning.step_plan import plan_again
+from hf_lohan.testing.models import tiny_model
+from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE, LaneTotals
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+SHAPE = StepShape(batch_size=32, sequence_length=1024)
+BUDGETS = {"gpu_memory": "400MB", "cpu_memory": "600MB", "commit_every": 1}
+BACK = "back to that"
+
+
+class FakeMachine:
+    """Takes for a step what the plan's own arithmetic says of its true hardware, and notes it in its timeline."""
+
+    memory_is_host = False
+    torch_device = "cpu"
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        self.hardware = hardware
+        self.now_s = 100.0
+        self.drives_busy_s = 0.0
+        self._totals = {
+            lane: LaneTotals() for lane in (COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE)
+        }
+        self.timeline = self
+
+    def totals(self) -> dict[str, LaneTotals]:
+        return dict(self._totals)
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+    def run_step(self, run: RunPlan, *, hidden_s: float = 0.0) -> None:
+        """By the plan that ``run`` follows, and so many seconds that no lane knows of."""
+        assert run.now is not None and run.plan is not None
+        step = forecast(run.now.profile, self.hardware, run.now.setup, run.plan)
+        self.now_s += step.step_s + hidden_s
+        both = (step.forward, step.backward)
+        for lane, name in (
+            (COMPUTE, "compute_s"), (CPU_OPTIMIZER, "optimizer_s"), (D2H, "d2h_s"), (H2D, "h2d_s"),
+            (SSD_READ, "ssd_read_s"), (SSD_WRITE, "ssd_write_s"),
+        ):  # fmt: skip
+            busy_s = sum(getattr(lanes, name) for lanes in both)
+            num_bytes = {
+                SSD_READ: step.ssd_read_bytes_per_step,
+                SSD_WRITE: step.ssd_write_bytes_per_step,
+                H2D: round(busy_s * self.hardware.h2d_bytes_per_s),
+                D2H: round(busy_s * self.hardware.d2h_bytes_per_s),
+            }.get(lane, 0)
+            before = self._totals[lane]
+            self._totals[lane] = LaneTotals(before.busy_s + busy_s, before.num_bytes + num_bytes)
+            if lane in (SSD_READ, SSD_WRITE):
+                self.drives_busy_s += busy_s
+
+
+@pytest.fixture
+def desktop() -> HardwareProfile:
+    return read_hardware(CONFIGS / "hardware" / "rtx4090_desktop.yaml")
+
+
+@pytest.fixture
+def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Of a model of 0.2 billion parameters in little memory, on a machine that was measured as ``told``."""
+
+    def make(machine: FakeMachine, told: HardwareProfile, **settings: Any) -> RunPlan:
+        with torch.device("meta"):
+            model = tiny_model("llama", num_layers=8, hidden_size=1024, vocab_size=4096)
+        config = OffloadConfig.load({**BUDGETS, **settings}).resolve(
+            host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
+        )
+        layout = lay_out(model, config, working_dtype=torch.bfloat16, hold_gradients=True)
+        monkeypatch.setattr(run_plan, "cached_hardware", lambda *_args, **_kwargs: told)
+        monkeypatch.setattr(run_plan, "has_cached_hardware", lambda *_args, **_kwargs: True)
+        monkeypatch.setattr(measured_rates, "time", SimpleNamespace(perf_counter=machine.perf_counter))
+        device: Any = machine
+        run = RunPlan(model, layout, config, device, "step")
+        assert run.make(SHAPE) is not None
+        return run
+
+    return make
+
+
+def decisions(plan: OffloadPlan) -> Any:
+    return plan.activations, plan.clip
+
+
+def follow(run: RunPlan, machine: FakeMachine, num_steps: int, hidden_s: Any = lambda plan: 0.0) -> list[float]:
+    """Run steps; returns what each took."""
+    steps_s = []
+    for _ in range(num_steps):
+        began_s = machine.now_s
+        machine.run_step(run, hidden_s=hidden_s(run.plan))
+        steps_s.append(machine.now_s - began_s)
+        run.step_began(clip_rate=0.0)
+    return steps_s
+
+
+WRONG: dict[str, Any] = {
+    "drives too fast": lambda true: drives_slower(true, 1 / 20),
+    "drives too slow": lambda true: drives_slower(true, 20),
+    "device too fast": lambda true: computing_slower(true, 1 / 10),
+    "device too slow": lambda true: computing_slower(true, 10),
+    "all wrong": lambda true: optimizer_slower(computing_slower(drives_slower(true, 1 / 20), 5), 3),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_rates_end_in_the_plan_of_the_true_ones(name: str, desktop: HardwareProfile, make_run: Any) -> None:
+    machine = FakeMachine(desktop)
+    run = make_run(machine, WRONG[name](desktop))
+    first = run.now
+    best = plan_again(first, desktop, 0.0).plan
+    steps_s = follow(run, machine, 12)
+    assert steps_s[-1] <= 1.03 * best.prediction.step_s
+    assert steps_s[-1] <= steps_s[0]
+    assert run.plan.prediction.step_s == pytest.approx(steps_s[-1], rel=0.01)
+    assert decisions(run.plan) == decisions(best)
+    assert (decisions(first.plan) == decisions(best)) is (name == "device too slow")
+
+
+def test_the_rates_are_those_of_the_run(desktop: HardwareProfile, make_run: Any) -> None:
+    machine = FakeMachine(desktop)
+    run = make_run(machine, WRONG["all wrong"](desktop))
+    follow(run, machine, 6)
+    found = run.now.hardware
+    assert found.ssd_read_bytes_per_s == pytest.approx(desktop.ssd_read_bytes_per_s)
+    assert found.ssd_write_bytes_per_s == pytest.approx(desktop.ssd_write_bytes_per_s)
+    assert found.device.flops_per_s == pytest.approx(desktop.device.flops_per_s)
+    assert found.cpu.optimizer_params_per_s == pytest.approx(desktop.cpu.optimizer_params_per_s)
+
+
+def test_a_second_plan_that_is_slower_is_left_once(
+    desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What it takes longer for, no lane shows."""
+    machine = FakeMachine(desktop)
+    run = make_run(machine, WRONG["drives too fast"](desktop))
+    first = run.plan
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        steps_s = follow(run, machine, 20, lambda plan: 0.0 if decisions(plan) == decisions(first) else 1000.0)
+    assert sum(step_s > 1000 for step_s in steps_s) == 1 + run_plan.NUM_STEPS_TRIED
+    assert decisions(run.plan) == decisions(first)
+    assert run.plan.prediction.step_s == pytest.approx(steps_s[-1])
+    assert len([record for record in caplog.records if BACK in record.getMessage()]) == 1
+
+
+def test_a_true_plan_stays(desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    machine = FakeMachine(desktop)
+    run = make_run(machine, desktop)
+    first = run.plan
+    with caplog.at_level(logging.INFO, logger="hf_lohan"):
+        follow(run, machine, 12)
+    assert decisions(run.plan) == decisions(first)
+    assert run.plan.prediction.step_s == pytest.approx(first.prediction.step_s)
+    assert "tried" not in caplog.text
+
+
+def test_what_no_lane_shows_is_put_down_to_what_bounds_the_step(desktop: HardwareProfile, make_run: Any) -> None:
+    machine = FakeMachine(desktop)
+    run = make_run(machine, desktop)
+    lost_s = run.first.plan.prediction.step_s / 3
+    steps_s = follow(run, machine, 12, lambda plan: lost_s)
+    assert run.plan.prediction.step_s == pytest.approx(steps_s[-1])
+    assert run.plan.prediction.step_s > 1.2 * run.first.plan.prediction.step_s
