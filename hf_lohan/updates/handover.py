@@ -173,6 +173,11 @@ class Handover:
             self._new.clear()
         self._end_all(lambda: raised_anew(cause))
 
+    def _is_outstanding(self, block: Block) -> bool:
+        """Whether some of it is still to be updated."""
+        with self._lock:
+            return any(new.param is None for new in self._new.get(block, {}).values())
+
     def _end_all(self, error: Callable[[], BaseException]) -> None:
         with self._lock:
             deliveries, self._deliveries = list(self._deliveries.values()), {}
@@ -182,9 +187,16 @@ class Handover:
 
     # Whoever reads.
 
-    def deliver(self, block: Block, weights: Tensor) -> Delivery:
+    def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
         """Have what is still to be updated of the block put into ``weights`` as it becomes new, and what waits to be
-        written at once. Raises what made that impossible."""
+        written at once; not before ``free``, when compute has last read them. What is copied to them from now on by the
+        device's H2D lane comes behind that, too. Raises what made that impossible."""
+        if free is not None:
+            if self._is_outstanding(block):
+                # The lane must not wait for compute: updates bring others what that compute waits for, by the same one.
+                free.synchronize()
+            else:
+                self._device.wait(Lane.H2D, free)
         with self._lock:
             # One may be under way to a slot that has been forgotten: what it was to have goes there first.
             self._changed.wait_for(lambda: self._cause is not None or block not in self._deliveries)

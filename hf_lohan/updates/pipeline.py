@@ -7,6 +7,7 @@ from functools import partial
 
 from torch import Tensor
 
+from hf_lohan.device import Event
 from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.threads import FirstFailure, WorkThread
 from hf_lohan.updates.handover import Delivery, Handover
@@ -118,12 +119,12 @@ class GradientPipeline:
 
     # For who reads weights, or the store.
 
-    def deliver(self, block: Block, weights: Tensor) -> Delivery:
+    def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
         """Wait until the block's parameters can be read as the last finished step leaves them, except for those that
-        come from its updates: they are put into `weights` [block.numel], which is on the device."""
+        come from its updates: they are put into `weights` [block.numel], which is on the device, after `free`."""
         if block in self._guesses:
             self.undo_guesses()
-        return self._handover.deliver(block, weights)
+        return self._handover.deliver(block, weights, free)
 
     def settle(self) -> None:
         """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""

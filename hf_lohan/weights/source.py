@@ -49,9 +49,9 @@ class LocalWeights:
         device: Device,
         store: RecordReader,
         staging: BufferPool,
-        deliver: Callable[[Block, Tensor], Delivery],
+        deliver: Callable[[Block, Tensor, Event | None], Delivery],
     ) -> None:
-        """``deliver`` says what comes from updates, and sees that it does."""
+        """``deliver`` says what comes from updates, and sees that it does; nothing is copied before its event."""
         self._device = device
         self._store = store
         self._staging = staging
@@ -60,11 +60,9 @@ class LocalWeights:
 
     def load(self, block: Block, slot: Slot) -> Arrival:
         """Read and copy what is to be read; what comes from updates may still come."""
-        if slot.last_use is not None:
-            self._device.wait(Lane.H2D, slot.last_use)
         timeline = self._device.timeline
         with timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
-            delivery = self._deliver(block, slot.weights[: block.numel])
+            delivery = self._deliver(block, slot.weights[: block.numel], slot.last_use)
         parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
         try:
             with timeline.task(LOADS_WAIT, "for the SSD", block=block.name):

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import nn
 
-from hf_lohan.device import Buffer, BufferPool, CpuDevice, Event
+from hf_lohan.device import Buffer, BufferPool, CpuDevice, Event, Lane
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
 from hf_lohan.updates.handover import Delivery, Handover, NewParams
 
 NUM_CHUNKS = 4
@@ -55,6 +56,24 @@ def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object])
         working = threads.submit(work)
         meanwhile()
         working.result(60)
+
+
+@pytest.mark.parametrize("is_outstanding", [True, False])
+def test_what_updates_bring_to_others_does_not_wait_until_a_slot_is_free(is_outstanding: bool) -> None:
+    """A load into a slot that compute still reads waits for it: on its own thread if updates are to bring the block,
+    for then they also bring what comes before, which that compute may wait for."""
+    device = PacedDevice(link_bytes_per_s=1e6, flops_per_s=1.0, clock=SteppedClock())
+    updates, (block, chunks) = Updates(device), a_block()
+    if is_outstanding:
+        updates.handover.announce(chunks)
+    device.take_flops(100.0)
+    free, before_s = device.record(Lane.COMPUTE), device.clock.now_s()
+    updates.handover.deliver(block, torch.zeros(block.numel), free)
+    lane_ends = device.record(Lane.H2D)
+    waited_s = device.clock.now_s() - before_s
+    lane_ends.synchronize()
+    assert (waited_s, device.clock.now_s() - before_s) == ((100.0, 100.0) if is_outstanding else (0.0, 100.0))
+    assert device.num_waits.total() == 1
 
 
 def test_what_nobody_updates_is_read_from_the_store() -> None:

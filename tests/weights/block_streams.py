@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.device import BufferPool, CpuDevice, Event, Lane
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.model import Block, lay_out_block
@@ -132,7 +132,9 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
         ring = SlotRing(device, plan)
         reader = NotingReader(Store.open([folder], model=identity, engine=engines[-1]))
 
-        def deliver(block: Block, weights: Tensor) -> Delivery:
+        def deliver(block: Block, weights: Tensor, free: Event | None) -> Delivery:
+            if free is not None:
+                device.wait(Lane.H2D, free)
             current(block.name)
             return delivers(block, weights)
 
