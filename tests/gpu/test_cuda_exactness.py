@@ -45,11 +45,20 @@ def make_model(family: str, *, recompute: bool, **overrides: Any) -> Any:
     return model
 
 
-def offloaded(model: Any, folder: Path, *, hold: bool, cpu: str = "4MiB", gpu: str = "2MiB", dtype: Any = None) -> Any:
+def offloaded(
+    model: Any,
+    folder: Path,
+    *,
+    hold: bool,
+    sums: bool = True,
+    cpu: str = "4MiB",
+    gpu: str = "2MiB",
+    dtype: Any = None,
+) -> Any:
     config = OffloadConfig.load({"cpu_memory": cpu, "gpu_memory": gpu, "ssd": str(folder)}).resolve(
         host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=2, default_ssd_path=str(folder)
     )
-    layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold)
+    layout = lay_out(model, config, working_dtype=dtype or torch.float32, hold_gradients=hold, sums_gradients=sums)
     tiers = open_tiers(layout, config, device_for("cuda"))
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
     engine = OffloadEngine(model, layout, tiers, config)
@@ -164,9 +173,10 @@ def test_device_memory_stays_within_slots_and_activations(tmp_path: Path) -> Non
     engine.close()
 
 
-def test_bfloat16_on_the_device(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sums", [True, False], ids=["float32_gradients", "kept_gradients"])
+def test_bfloat16_on_the_device(sums: bool, tmp_path: Path) -> None:
     model = make_model("llama", recompute=True)
-    engine, optimizer = offloaded(model, tmp_path, hold=True, dtype=torch.bfloat16)
+    engine, optimizer = offloaded(model, tmp_path, hold=True, sums=sums, dtype=torch.bfloat16)
     losses = []
     for _ in range(NUM_STEPS):
         loss = model(**batches(0, 0)).loss
