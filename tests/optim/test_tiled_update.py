@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from stored_moments import DTYPES, GROUP, NUMEL, Records, bytes_of, decoded, encoded, new_records, some_moments
 from torch import Tensor
 
-from hf_lohan.optim import MomentDtype, Segment, master_format
+from hf_lohan.optim import AdamWGroup, MomentDtype, Segment, master_format
 from hf_lohan.optim.adamw import adamw_
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL
 from hf_lohan.optim.update import adamw_in_tiles_
@@ -102,7 +102,7 @@ def test_cuts_and_workspaces_change_no_bit_and_gaps_keep_theirs(
     large = torch.empty(1 << 20, dtype=torch.uint8)
     adamw_in_tiles_(whole, gradient, segments, form, position=position, workspace=large)
     cut = SCALE_BLOCK_NUMEL * data.draw(st.integers(0, numel // SCALE_BLOCK_NUMEL))
-    small = torch.empty(data.draw(st.integers(896, 8192)) // 4 * 4, dtype=torch.uint8)
+    small = torch.empty(data.draw(st.integers(1024, 8192)) // 4 * 4, dtype=torch.uint8)
     for start, stop in ((0, cut), (cut, numel)):
         of_part = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in parts.items()}
         clipped = [
@@ -121,7 +121,22 @@ def test_cuts_and_workspaces_change_no_bit_and_gaps_keep_theirs(
         assert torch.equal(record[~is_touched], before[kind][~is_touched]), kind
 
 
+@pytest.mark.parametrize("scale", [1.0, 0.3])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_in_bfloat16_is_widened_and_scaled_in_float32(dtype: MomentDtype, scale: float) -> None:
+    segments = [Segment(0, 100, AdamWGroup(1e-2, 0.9, 0.999, 1e-8, 0.1), 3)]
+    form, narrow, gradient = chunk(dtype, torch.bfloat16, 128)
+    _, wide, _ = chunk(dtype, torch.bfloat16, 128)
+    gradient = gradient.bfloat16()
+    before = gradient.clone()
+    workspace = torch.empty(1024, dtype=torch.uint8)
+    adamw_in_tiles_(narrow, gradient, segments, form, position=0, scale=scale, workspace=workspace)
+    adamw_in_tiles_(wide, gradient.float() * scale, segments, form, position=0, workspace=workspace)
+    assert bytes_of(narrow) == bytes_of(wide)
+    assert torch.equal(gradient, before)
+
+
 def test_a_workspace_that_is_too_small_is_said_so() -> None:
     form, records, gradient = chunk("int8", torch.float32, 64)
-    with pytest.raises(AssertionError, match="a workspace of 800 bytes is less than 896"):
-        adamw_in_tiles_(records, gradient, [], form, position=0, workspace=torch.empty(800, dtype=torch.uint8))
+    with pytest.raises(AssertionError, match="a workspace of 1000 bytes is less than 1024"):
+        adamw_in_tiles_(records, gradient, [], form, position=0, workspace=torch.empty(1000, dtype=torch.uint8))
