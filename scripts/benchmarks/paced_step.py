@@ -6,7 +6,7 @@
 
 The layers hold all their weights and compute by waiting (`hf_lohan.testing.paced_layers`), on a device whose copies
 take the time of a link (`paced_device`), so the cores are as free as beside a GPU. All else is real: engine, drive,
-optimizer and journal, under `hf_lohan.Trainer`, every step committed.
+optimizer and journal, under `hf_lohan.Trainer`. `--set commit_every=1` has every step committed.
 
 A first short run waits for nothing. The bytes of its last steps, moved by the I/O engine alone, say how long the drive
 needs; a regime then has compute take twice that (`compute`), a quarter (`bytes`) or as long (`balanced`), or
@@ -54,8 +54,9 @@ from hf_lohan.timeline import Timeline
 from hf_lohan.wording import format_bytes
 
 COMPUTE_OVER_DRIVE = {"compute": 2.0, "bytes": 0.25, "balanced": 1.0}
-WARM_UP_STEPS = 6
-"""The plan is corrected behind the fourth; the fifth is the first that goes by it, beside what the fourth left."""
+WARM_UP_STEPS = 9
+"""The plan is corrected behind the fourth; another one may be tried until the eighth is over; the ninth is the first by
+the plan that stays, beside what the eighth left."""
 FIRST_RUN_STEPS = 4
 NO_WAIT_FLOPS_PER_S = 1e18
 HEAD_SCALE = 1e-2

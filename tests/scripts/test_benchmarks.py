@@ -37,7 +37,8 @@ def test_a_gpu_step_in_small_on_the_cpu(tmp_path: Path) -> None:
 
 
 def test_a_paced_step_in_small(tmp_path: Path) -> None:
-    own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1", "--set", "resident_records=none"]
+    own = ["--regime", "balanced", "--max-grad-norm", "1", "--steps-per-turn", "1"]
+    own += ["--set", "resident_records=none", "--set", "commit_every=1"]
     run(BENCHMARKS / "paced_step.py", *SMALL, *own, "--output", str(tmp_path / "figures.json"), folder=tmp_path)
     figures = json.loads((tmp_path / "figures.json").read_text())
     assert figures["settings"]["resident_records"] == "none"
