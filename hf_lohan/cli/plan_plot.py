@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_lohan.cli.plan_report import Resource, machine, resources_of
 from hf_lohan.cli.plan_request import PlannedRun
+from hf_lohan.cli.plan_resources import Resource, machine, resources_of
 from hf_lohan.planner import sweep_swapped_bytes
 from hf_lohan.wording import bottleneck_label, count, seconds
 

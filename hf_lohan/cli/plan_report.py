@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
 import typer
 from rich import box
@@ -21,15 +20,15 @@ from hf_lohan.cli.plan_changes import (
     tokens_at_once,
 )
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
+from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
     BudgetError,
-    HardwareProfile,
     drive_life,
     what_hardware_buys,
 )
-from hf_lohan.wording import bottleneck_label, count, format_bytes, gb_per_s, seconds, times
+from hf_lohan.wording import bottleneck_label, count, format_bytes, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
@@ -110,15 +109,6 @@ def heading(planned: PlannedRun) -> Text:
         f", {count(profile.num_params)} parameters, {dtype}; "
         f"batch {profile.batch_size // num_together} x {profile.sequence_length} tokens{accumulated}\n",
         machine(hardware),
-    )
-
-
-def machine(hardware: HardwareProfile) -> str:
-    reads, writes = gb_per_s(hardware.ssd_read_bytes_per_s), gb_per_s(hardware.ssd_write_bytes_per_s)
-    return (
-        f"{hardware.device.name or 'a device'}, {format_bytes(hardware.device.memory_bytes)}; "
-        f"{format_bytes(hardware.cpu.memory_bytes)} RAM; {times(len(hardware.ssd), 'SSD')}, "
-        f"{format_bytes(hardware.ssd_capacity_bytes)}, reads {reads}, writes {writes}"
     )
 
 
@@ -279,44 +269,3 @@ def _purchases(planned: PlannedRun) -> Table:
     if not table.rows:
         table.add_row("nothing that one could buy", "", "")
     return table
-
-
-# Who is busy how long, and with what.
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    label: str
-    forward_s: float
-    backward_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resource:
-    """Something that does one thing after another, while the others do theirs."""
-
-    label: str
-    bottlenecks: frozenset[str]
-    """What the planner calls it where a phase waits for it."""
-    work: tuple[Work, ...]
-
-
-def resources_of(planned: PlannedRun) -> list[Resource]:
-    """All resources of the machine. Where the CPU is the device, its cores do all but what the drives do."""
-    step = planned.plan.prediction
-
-    def work(label: str, lane: str) -> Work:
-        return Work(label, getattr(step.forward, lane), getattr(step.backward, lane))
-
-    compute, update = work("computing", "compute_s"), work("optimizer", "optimizer_s")
-    to_device, to_host = work("copies to the device", "h2d_s"), work("copies from the device", "d2h_s")
-    ssds = Resource("SSDs", frozenset({"ssd"}), (work("reading", "ssd_read_s"), work("writing", "ssd_write_s")))
-    if planned.hardware.device.shares_cpu:
-        return [Resource("CPU", frozenset({"compute", "cpu"}), (compute, to_device, to_host, update)), ssds]
-    return [
-        Resource("device", frozenset({"compute"}), (compute,)),
-        Resource("link to the device", frozenset({"h2d", "link"}), (to_device,)),
-        Resource("link from the device", frozenset({"d2h", "link"}), (to_host,)),
-        ssds,
-        Resource("CPU (optimizer)", frozenset({"cpu"}), (update,)),
-    ]

@@ -310,7 +310,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         asked, num_micro_batches = engine.config.vertical_micro_batches, self.args.gradient_accumulation_steps
         if asked != "auto" or num_micro_batches == 1:
             return asked is True
-        shape, reason = step_shape((), inputs), why_in_turn(self)
+        shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_in_turn(self)
         if shape is None:
             reason = reason or "their inputs have no token ids, by which a step is planned"
         if reason is not None or shape is None:

@@ -77,6 +77,7 @@ def test_state_twenty_times_the_budgets(
         assert result["num_spilled_blocks"] > 0  # else the budget was not tight
 
 
+@pytest.mark.slow
 def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: int, tmp_path: Path) -> None:
     """They pass through the device two layers at a time, and wait on the SSD."""
     cpu_bytes, gpu_bytes = 24 * MIB, 12 * MIB
@@ -93,6 +94,7 @@ def test_activations_five_times_the_budgets(thin_checkpoint: Path, idle_bytes: i
     assert all(math.isfinite(loss) for loss in result["losses"])
 
 
+@pytest.mark.slow
 def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(
     deep_checkpoint: Path, idle_bytes: int, tmp_path: Path
 ) -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).with_name("train_many_steps.py")
 MIB = 1024**2
 NUM_STEPS, LOOK_EVERY = 240, 40
@@ -14,6 +16,7 @@ NUM_GROWN = NUM_STEPS - LOOK_EVERY
 """Steps after the first look; what a run builds up once is there by then."""
 
 
+@pytest.mark.slow
 def test_no_growth_over_two_hundred_steps(tmp_path: Path) -> None:
     command = [sys.executable, str(SCRIPT), str(tmp_path), str(NUM_STEPS), str(LOOK_EVERY)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=240)

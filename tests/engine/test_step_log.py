@@ -140,11 +140,22 @@ def test_a_store_with_one_version_is_whole_when_closed(mode: str, make_twins: Tw
 
 
 def test_a_store_with_one_version_is_torn_when_closed_in_a_step(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    twins = make_twins("llama", durability="checkpoint", hold_gradients=False)
+    twins = make_twins("llama", durability="checkpoint", hold_gradients=False, resident_records="none")
     train(twins, 2)
     twins.model(**tiny_batch(seed=5)).loss.backward()
     with pytest.raises(TornStoreError), reopened(twins, tmp_path):
         pass
+
+
+def test_one_version_that_lives_in_ram_is_not_torn_when_closed_in_a_step(
+    make_twins: TwinsFactory, tmp_path: Path
+) -> None:
+    """Nothing was written over what is committed."""
+    twins = make_twins("llama", durability="checkpoint", hold_gradients=False)
+    train(twins, 2)
+    twins.model(**tiny_batch(seed=5)).loss.backward()
+    with reopened(twins, tmp_path) as store:
+        assert store.committed is not None and not store.committed.is_torn
 
 
 @MODE

@@ -154,6 +154,7 @@ def test_late_copies_change_no_bit(
     assert device.num_races == 0
 
 
+@pytest.mark.slow
 def test_every_wait_is_needed(references: dict[tuple[str, str], Outcome], tmp_path: Path) -> None:
     """Without any one of its waits, the engine goes wrong: a wrong weight, a NaN, or an error."""
     needless: list[WaitSite] = []

@@ -106,6 +106,7 @@ def learnt_by_heart(folder: Path, dtype: str, working_dtype: torch.dtype) -> lis
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("working_dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_training_is_near_that_with_float32_moments(working_dtype: torch.dtype, tmp_path: Path) -> None:
     """The loss falls from 5.5 to nearly nothing, and what rounding does to it on the way is a hundredth of that."""
