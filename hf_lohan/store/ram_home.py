@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
 from hf_lohan.files import StorageError
 from hf_lohan.store.layout import StoreLayout
-from hf_lohan.store.resident_copies import ResidentCopy
+from hf_lohan.store.resident_copies import ResidentCopy, take_copies
 from hf_lohan.store.versions import Home, Versions
 
 _WRITE_BACK_BYTES = 32 << 20
@@ -25,6 +25,30 @@ class RamHome:
         """Whether what is written to these records stays in RAM alone, until it is written back for a commit."""
         self._layout = layout
         self._versions = versions
+
+    def take(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
+        """Take the memory for the records with these (block, kind) ``names``; once. See `take_copies`."""
+        assert not self.copies, "memory is taken once"
+        self.copies = take_copies([self._layout.record(block, kind) for block, kind in names], host_empty)
+
+    def keep_new(self, is_wanted: bool) -> None:
+        """See `keeps_new`. To be changed while no write is under way."""
+        self.keeps_new = is_wanted
+
+    def commit(self) -> None:
+        """All that was written is committed."""
+        for copy in self.copies.values():
+            copy.commit()
+
+    def drop(self) -> None:
+        """The store has gone back to its last commit; no request is under way."""
+        for copy in self.copies.values():
+            copy.drop()
+
+    def begin_anew(self) -> None:
+        """The store's records are other ones from now on, and not committed."""
+        for copy in self.copies.values():
+            copy.begin_anew()
 
     def keeps(self, block: str, kind: str) -> bool:
         """Whether a write to that record would go to RAM alone."""

@@ -30,7 +30,6 @@ from hf_lohan.store.manifest import (
     write_manifests,
 )
 from hf_lohan.store.record_files import RecordFiles
-from hf_lohan.store.resident_copies import take_copies
 from hf_lohan.store.store_folders import (
     DATA_NAMES,
     HOME_NAMES,
@@ -239,21 +238,19 @@ class Store(RecordFiles):
     def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
         """Keep copies in RAM of the records with these (block, kind) ``names``; once. Raises as ``host_empty``: see
         `take_copies`."""
-        assert not self.ram.copies, "memory is taken once"
-        self.ram.copies = take_copies([self.layout.record(block, kind) for block, kind in names], host_empty)
+        self.ram.take(names, host_empty)
 
     def keep_new_in_ram(self, is_wanted: bool) -> None:
         """Whether what is written from now on to records with a copy in RAM stays there alone, until the next commit
         writes it back. To be changed while no write is under way."""
-        self.ram.keeps_new = is_wanted
+        self.ram.keep_new(is_wanted)
 
     def begin_anew(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
         committed record that has one home is overwritten."""
         self.settle()
         self.versions.begin_anew()
-        for copy in self.ram.copies.values():
-            copy.begin_anew()
+        self.ram.begin_anew()
 
     def commit(
         self,
@@ -278,8 +275,7 @@ class Store(RecordFiles):
             home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
         )
         self.versions.commit(home, checksum)
-        for copy in self.ram.copies.values():
-            copy.commit()
+        self.ram.commit()
 
     def drop(self) -> None:
         """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
@@ -293,8 +289,7 @@ class Store(RecordFiles):
         for home in self._homes:
             home.forget_failures()
         self.versions.drop()
-        for copy in self.ram.copies.values():
-            copy.drop()
+        self.ram.drop()
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
         """More preallocated records, in ``<name>.bin`` on the same paths, deleted when closed.
