@@ -134,7 +134,7 @@ class ModelTrace:
             )
             operations.target.working_bytes = max(operations.target.working_bytes, operations.live.peak_bytes)
         except (RuntimeError, NotImplementedError, TypeError) as error:
-            logger.debug("a backward is not traced: %s", error)
+            logger.info("a backward cannot be traced, so the plan does not count its memory: %s", error)
         finally:
             operations.is_in_backward = False
 
