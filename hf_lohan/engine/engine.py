@@ -15,7 +15,7 @@ from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
-from hf_lohan.engine.memory import ActivationMemory, Tiers
+from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
@@ -119,9 +119,9 @@ class OffloadEngine:
         self.activations = ActivationTiers(
             self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
         )
-        self.activation_memory = ActivationMemory(self.activations, config.activations, tiers, layout)
+        self.planned_memory = PlannedMemory(self.activations, config.activations, tiers, layout)
         self._plan = FollowedPlan(
-            events, self.activation_memory, self._pipeline, self._step, self.clip_history, self.commits
+            events, self.planned_memory, self._pipeline, self._step, self.clip_history, self.commits
         )
         self._lifetime = Lifetime()
         parts = PassParts(
@@ -163,7 +163,7 @@ class OffloadEngine:
     @property
     def layout(self) -> OffloadLayout:
         """How the model and the memory are laid out."""
-        return self.activation_memory.layout
+        return self.planned_memory.layout
 
     # Several micro-batches at once.
 

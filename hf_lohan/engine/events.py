@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
-from hf_lohan.engine.memory import ActivationMemory
+from hf_lohan.engine.memory import PlannedMemory
 from hf_lohan.planning import PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
 
@@ -42,14 +42,14 @@ class FollowedPlan:
     def __init__(
         self,
         events: EngineEvents,
-        activation_memory: ActivationMemory,
+        planned_memory: PlannedMemory,
         pipeline: GradientPipeline,
         step: StepTransaction,
         clip_history: ClipHistory,
         commits: StepCommits,
     ) -> None:
         self._events = events
-        self._activation_memory = activation_memory
+        self._planned_memory = planned_memory
         self._pipeline = pipeline
         self._step = step
         self._clip_history = clip_history
@@ -69,7 +69,7 @@ class FollowedPlan:
         """A training forward begins, maybe a step's first."""
         if self._step_has_ended:
             self._step_has_ended = False
-            self._activation_memory.begin_step()
+            self._planned_memory.begin_step()
             self._follow(self._events.step_began(StepsSoFar(clip_rate=self._clip_history.clip_rate)))
         if self._is_first_forward:
             self._is_first_forward = False
@@ -77,7 +77,7 @@ class FollowedPlan:
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
-        self._needs_plan |= self._activation_memory.run_together(num_micro_batches)
+        self._needs_plan |= self._planned_memory.run_together(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
         """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
@@ -86,7 +86,7 @@ class FollowedPlan:
         self._needs_plan = False
         if planned is None:
             return False
-        self._activation_memory.run_together(planned.shape.num_together)
+        self._planned_memory.run_together(planned.shape.num_together)
         self._follow(planned)
         return planned.shape.num_together > 1
 
@@ -95,16 +95,16 @@ class FollowedPlan:
         if self._needs_plan and shape is not None:
             self._needs_plan = False
             self._pipeline.settle()  # what still runs would make the hardware look slow
-            self._follow(self._events.plan(replace(shape, num_together=self._activation_memory.num_together)))
-        self._activation_memory.take_copies()
+            self._follow(self._events.plan(replace(shape, num_together=self._planned_memory.num_together)))
+        self._planned_memory.take_copies()
 
     def see_evaluation(self) -> None:
         """A forward without gradients begins."""
-        self._activation_memory.take_copies()
+        self._planned_memory.take_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:
-            self._activation_memory.follow(planned)
+            self._planned_memory.follow(planned)
             self._commits.follow(_interval(planned))
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)

@@ -140,8 +140,9 @@ def _announce(layout: OffloadLayout, tiers: Tiers) -> None:
     )
 
 
-class ActivationMemory:
-    """Decides where activations go, and takes the memory for it once.
+class PlannedMemory:
+    """The RAM that the plan divides: decides where activations go, and takes the memory for them and for copies of
+    records, once.
 
     Planned before the first layer runs, where a plan is to be had. Else the first step is watched, with everything
     recomputed, and decided after it.

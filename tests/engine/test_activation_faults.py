@@ -35,7 +35,7 @@ def make_swapping(make_twins: TwinsFactory) -> TwinsFactory:
     def make(place: Placement | None, **settings: Any) -> Any:
         twins = make_twins(settings.pop("family", "llama"), recompute=True, **{**ROOM, **settings})
         twins.train(1)
-        memory = twins.engine.activation_memory
+        memory = twins.engine.planned_memory
         memory.place(random_mixture(memory.trace, 1) if place is None else all_in(memory.trace, place))
         return twins
 
@@ -85,7 +85,7 @@ def test_a_loss_that_is_never_backwarded(place: Placement, make_swapping: TwinsF
 
 def test_thirty_steps_leave_nothing(make_swapping: TwinsFactory, no_collector: None) -> None:
     twins = make_swapping(None, family="qwen3_moe")
-    memory = twins.engine.activation_memory
+    memory = twins.engine.planned_memory
     held_bytes: list[int] = []
     for number in range(30):
         memory.place(random_mixture(memory.trace, number % 3))
@@ -201,7 +201,7 @@ def test_a_first_step_without_gradients_keeps_watching(make_twins: TwinsFactory)
     twins.train(3)
     twins.assert_equal()
     assert twins.engine.activations.swapper.swapped_bytes > 0
-    assert all(layer.candidates for layer in twins.engine.activation_memory.trace.values())
+    assert all(layer.candidates for layer in twins.engine.planned_memory.trace.values())
 
 
 class ActivationFaults(FileBackend):
@@ -262,7 +262,7 @@ def test_few_layers_have_activations_on_the_device(make_twins: TwinsFactory) -> 
     factory = partial(tiny_model, "llama", num_layers=10)
     twins = make_twins(model_factory=factory, recompute=True, backend=SlowBackend(5e-3), **ROOM)
     twins.train(1)
-    memory, activations = twins.engine.activation_memory, twins.engine.activations
+    memory, activations = twins.engine.planned_memory, twins.engine.activations
     memory.place(all_in(memory.trace, Placement.SSD))
     counts = {"forward": 0, "backward": 0}
     phase = "forward"

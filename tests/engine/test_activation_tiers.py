@@ -52,7 +52,7 @@ ATTENTION = [(family, "sdpa") for family in FAMILIES] + [("opt", "eager"), ("gpt
 @pytest.mark.parametrize(("family", "attention"), ATTENTION)
 def test_every_place_and_ten_random_mixtures(family: str, attention: str, make_twins: TwinsFactory) -> None:
     twins = make_twins(model_factory=partial(with_dropout, family, attention), recompute=True, **ROOM)
-    memory, swapper = twins.engine.activation_memory, twins.engine.activations.swapper
+    memory, swapper = twins.engine.planned_memory, twins.engine.activations.swapper
     train(twins, 0)
     assert memory.trace.keys() == set(twins.engine.activations._layer_names.values())
     for place in Placement:
@@ -91,7 +91,7 @@ class AnchorCount(TorchDispatchMode):
 
 def test_what_waits_is_not_made_again(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", recompute=True, **ROOM)
-    memory = twins.engine.activation_memory
+    memory = twins.engine.planned_memory
     train(twins, 0)
     num_run_again = sum(len(layer.recomputed) for layer in memory.trace.values())
     assert num_run_again >= 3 * 6  # all but the last product of each of three layers

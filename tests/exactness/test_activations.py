@@ -49,7 +49,7 @@ class Mixes(TrainerCallback):
         self.draw = random.Random(0)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        memory = self.trainer.offload_engine.activation_memory
+        memory = self.trainer.offload_engine.planned_memory
         choices = list(Placement)
         memory.place(
             {

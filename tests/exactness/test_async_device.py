@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.engine.memory import ActivationMemory
+from hf_lohan.engine.memory import PlannedMemory
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
@@ -47,7 +47,7 @@ def train(
 ) -> None:
     for step in range(NUM_STEPS):
         if engine is not None and step and engine.config.activations == "swap":
-            swap_here_and_there(engine.activation_memory)
+            swap_here_and_there(engine.planned_memory)
         for number in range(num_backwards):
             if engine is not None:
                 engine.announce_backward(is_final=number == num_backwards - 1)
@@ -58,7 +58,7 @@ def train(
         optimizer.zero_grad()
 
 
-def swap_here_and_there(memory: ActivationMemory) -> None:
+def swap_here_and_there(memory: PlannedMemory) -> None:
     """By turns to RAM and to the SSD; the last layer, which comes back at once, all to RAM."""
     places = itertools.cycle([Placement.CPU, Placement.SSD])
     mixture = {name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()}

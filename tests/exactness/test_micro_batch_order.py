@@ -57,7 +57,7 @@ def trained(folder: Path, trainer_class: Any = hf_lohan.Trainer, model: Any = No
 
 def ran_together(trainer: Any) -> bool:
     plan = json.loads((Path(trainer.args.output_dir) / "lohan" / "plan.json").read_text())
-    num_together = trainer.offload_engine.activation_memory.num_together
+    num_together = trainer.offload_engine.planned_memory.num_together
     assert plan["num_together"] == num_together
     return num_together > 1
 

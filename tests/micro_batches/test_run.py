@@ -85,7 +85,7 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
     swapper = twins.engine.activations.swapper
     train(twins, 0)
     train(twins, 1)
-    layers = twins.engine.activation_memory.trace.values()
+    layers = twins.engine.planned_memory.trace.values()
     assert swapper.swapped_bytes == NUM_MICRO_BATCHES * sum(sum(layer.sizes().values()) for layer in layers)
     train(twins, 2)
     twins.assert_equal()

@@ -26,7 +26,7 @@ SHAPES = [(2, 16), (2, 64), (1, 7), (8, 64), (2, 16), (8, 128), (3, 33)]
 
 def held_bytes(engine: OffloadEngine) -> int:
     """Host memory that was taken for activations."""
-    staging = engine.activation_memory._staging
+    staging = engine.planned_memory._staging
     return engine.activations.swapper.ram_bytes + (staging.num_buffers * staging.buffer_bytes if staging else 0)
 
 
@@ -59,7 +59,7 @@ def test_ram_then_ssd(make_twins: TwinsFactory) -> None:
             loss.backward()
         twins.step()
     twins.assert_equal()
-    memory, swapper = twins.engine.activation_memory, twins.engine.activations.swapper
+    memory, swapper = twins.engine.planned_memory, twins.engine.activations.swapper
     all_bytes = sum(sum(layer.sizes().values()) for layer in memory.trace.values())
     assert all_bytes > 2 * twins.engine.layout.activation_bytes
     assert swapper.swapped_bytes == 2 * all_bytes
@@ -77,7 +77,7 @@ def test_an_ssd_without_room(
     twins = make_twins("llama", recompute=True, **{**TIGHT, "ssd": ssd})
     with caplog.at_level(logging.WARNING):
         twins.train(1)
-        memory = twins.engine.activation_memory
+        memory = twins.engine.planned_memory
         memory.place(all_in(memory.trace, Placement.SSD))
     assert "no room to swap activations to the SSD" in caplog.text
     twins.train(2, first_seed=300, max_norm=0.5)
@@ -88,7 +88,7 @@ def test_an_ssd_without_room(
 
 def test_buffers_that_no_granule_fits_in(make_twins: TwinsFactory, caplog: Any) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
-    memory = twins.engine.activation_memory
+    memory = twins.engine.planned_memory
     memory.layout = replace(twins.engine.layout, activation_bytes=100_000)
     with caplog.at_level(logging.WARNING):
         twins.train(3, max_norm=0.5)
@@ -110,7 +110,7 @@ def test_the_scratch_file_of_a_killed_run(build_engine: Callable[..., OffloadEng
 def test_the_scratch_file_goes_with_the_run(make_twins: TwinsFactory, tmp_path: Path) -> None:
     twins = make_twins("llama", recompute=True, **TIGHT)
     twins.train(1)
-    memory = twins.engine.activation_memory
+    memory = twins.engine.planned_memory
     assert not (tmp_path / "store" / "activations.bin").exists()  # as long as nothing needs it
     memory.place(all_in(memory.trace, Placement.SSD))
     loss = twins.model(**tiny_batch()).loss
