@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
 import torch
 from torch import nn
 
 from hf_lohan.optim import MasterFormat, master_format
-from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_units
+from hf_lohan.planner import MIN_CHUNK_NUMEL, BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
 assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
@@ -88,6 +89,8 @@ class Chunk:
     start: int
     stop: int
     pieces: list[ChunkPiece] = field(default_factory=list, repr=False)
+    owner: int = 0
+    """The rank whose store has them."""
 
     @property
     def numel(self) -> int:
@@ -122,6 +125,8 @@ class Block:
     """Of its weights: all have one dtype."""
     granule_numel: int = GRANULE_NUMEL
     """Elements in a granule of its records, or parameters that go with one."""
+    rank_edges: tuple[int, ...] = ()
+    """Rank r has elements [rank_edges[r], rank_edges[r + 1]); where there is one rank only, these are not given."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -160,29 +165,48 @@ class Block:
         """Of its `param` record."""
         return self.numel * self.master.working_dtype.itemsize
 
-    def shape(self) -> BlockShape:
-        """The sizes that planning needs."""
+    def cut_for_ranks(self, num_ranks: int) -> None:
+        """Give each rank a part of its records."""
+        if num_ranks > 1:
+            self.rank_edges = cut_for_ranks(
+                self.unit_numels,
+                self.numel,
+                num_ranks,
+                granule_numel=self.granule_numel,
+                keeps_units=self.needs_whole,
+            )
+
+    @property
+    def rank_ranges(self) -> list[tuple[int, int]]:
+        """Elements [start, stop) of each rank, in their order; some may be empty."""
+        return list(pairwise(self.rank_edges)) if self.rank_edges else [(0, self.numel)]
+
+    def shape(self, rank: int | None = None) -> BlockShape:
+        """The sizes that planning needs: of the whole block, or of what a rank has."""
+        start, stop = self.rank_ranges[rank] if rank is not None else (0, self.numel)
         return BlockShape(
             name=self.name,
             size_class=self.size_class,
-            param_bytes=self.param_bytes,
-            unit_numels=self.unit_numels,
+            param_bytes=(stop - start) * self.master.working_dtype.itemsize,
+            unit_numels=units_between(self.unit_numels, start, stop) if rank is not None else self.unit_numels,
             num_trainable_params=len(self.trainable_slices),
+            cuts=self.rank_edges[1:-1] if rank is None else (),
         )
 
     def cut(self, chunk_numel: int) -> list[Chunk]:
         """Cut the records with states into chunks and place every trainable parameter's pieces in them."""
-        chunks = [
-            Chunk(self, index, start, stop)
-            for index, (start, stop) in enumerate(cut_units(self.unit_numels, chunk_numel))
-        ]
+        chunks: list[Chunk] = []
+        for owner, (first, last) in enumerate(self.rank_ranges):
+            units = units_between(self.unit_numels, first, last)
+            chunks += [
+                Chunk(self, len(chunks) + index, first + start, first + stop, owner=owner)
+                for index, (start, stop) in enumerate(cut_units(units, chunk_numel))
+            ]
         for part in self.trainable_slices:
             for chunk in chunks:
                 first, last = max(part.start, chunk.start), min(part.stop, chunk.stop)
                 if first < last:
-                    chunk.pieces.append(
-                        ChunkPiece(chunk, part, first - chunk.start, first - part.start, last - first)
-                    )
+                    chunk.pieces.append(ChunkPiece(chunk, part, first - chunk.start, first - part.start, last - first))
         return chunks
 
 
@@ -216,9 +240,7 @@ def lay_out_block(
         if last - first > room_numel or (was_trainable and not parameter.requires_grad):
             start += room_numel
         was_trainable = parameter.requires_grad
-        slices.append(
-            ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last)
-        )
+        slices.append(ParamSlice(param_name, parameter, parameter.shape, start, parameter.requires_grad, first, last))
         start = round_up(start + last - first, PARAM_ALIGN_NUMEL)
     return Block(name, size_class, slices, master, granule_numel)
 

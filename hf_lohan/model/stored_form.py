@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +26,7 @@ class StoredForm:
     master: MasterFormat
     """Of most weights; each block has its own."""
     records: tuple[RecordSpec, ...]
+    """Of this process."""
     identity: ModelIdentity
 
     @property
@@ -57,25 +59,36 @@ def stored_form(
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)
     master = numels.most_common(1)[0][0]
-    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block))
+    records = tuple(spec for block in model_blocks.blocks for spec in _records_of(block, 0, block.numel))
     return StoredForm(model_blocks, master, records, _identify(model, model_blocks.blocks, records, moment_dtype))
 
 
-def _records_of(block: Block) -> list[RecordSpec]:
+def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...]:
+    """The records of what one of several ranks has of the blocks (see `Block.cut_for_ranks`)."""
+    return tuple(spec for block in blocks for spec in _records_of(block, *block.rank_ranges[rank]))
+
+
+def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
+    """The records of elements [start, stop) of a block."""
     master = block.master
     dtype, granule_numel = dtype_name(master.working_dtype), block.granule_numel
-    specs = [RecordSpec(block.name, "param", dtype, block.numel, block.state_numel, granule_numel)]
-    if block.state_numel:
+    specs = []
+    trained = min(start, block.state_numel), min(stop, block.state_numel)
+    if start < stop:
+        num_trained = trained[1] - trained[0]
+        specs.append(RecordSpec(block.name, "param", dtype, stop - start, num_trained, granule_numel, start))
+    if trained[0] < trained[1]:
         for kind in master.state_kinds:
             assert master.params_per_element(kind) == PARAMS_PER_ELEMENT.get(kind, 1), kind
-            numel = master.numel(kind, block.state_numel)
-            granule = granule_numel // master.params_per_element(kind)
-            specs.append(RecordSpec(block.name, kind, dtype_name(master.state_dtype(kind)), numel, numel, granule))
+            first, last = master.elements(kind, *trained)
+            granule, numel = granule_numel // master.params_per_element(kind), last - first
+            dtype = dtype_name(master.state_dtype(kind))
+            specs.append(RecordSpec(block.name, kind, dtype, numel, numel, granule, first))
     return specs
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32"."""
+    """ "float32"."""
     return str(dtype).removeprefix("torch.")
 
 

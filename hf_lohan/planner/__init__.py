@@ -50,6 +50,7 @@ from hf_lohan.planner.pool_plan import (
     plan_pools,
     step_traffic,
 )
+from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
 from hf_lohan.planner.unit_cuts import cut_units
 
 __all__ = [
@@ -82,6 +83,7 @@ __all__ = [
     "StepPrediction",
     "TrainingSetup",
     "choose_resident_records",
+    "cut_for_ranks",
     "cut_units",
     "drive_life",
     "fits_without_offloading",
@@ -92,6 +94,7 @@ __all__ = [
     "scaled_to",
     "step_traffic",
     "sweep_swapped_bytes",
+    "units_between",
     "what_hardware_buys",
     "with_changed",
 ]

@@ -18,8 +18,10 @@ import enum
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from typing import Any
 
+from hf_lohan.planner.rank_cut import units_between
 from hf_lohan.planner.unit_cuts import num_chunks
 
 MASTER_ITEMSIZE_BYTES = 4
@@ -67,9 +69,15 @@ class BlockShape:
     unit_numels: tuple[int, ...]
     """Sizes of the units that its records with states are made of (see `cut_units`), in order."""
     num_trainable_params: int
+    cuts: tuple[int, ...] = ()
+    """Elements at which another rank's part begins: no chunk goes across."""
 
     def num_chunks(self, chunk_numel: int) -> int:
-        return num_chunks(self.unit_numels, chunk_numel)
+        if not self.cuts:
+            return num_chunks(self.unit_numels, chunk_numel)
+        edges = (0, *self.cuts, sum(self.unit_numels))
+        parts = (units_between(self.unit_numels, start, stop) for start, stop in pairwise(edges))
+        return sum(num_chunks(part, chunk_numel) for part in parts)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -47,6 +47,8 @@ class RecordSpec:
     frozen weights, which no step writes."""
     granule_numel: int = 0
     """Elements in a granule; default: what goes with `GRANULE_NUMEL` parameters."""
+    first: int = field(default=0, repr=False)
+    """The element of the block's flat tensor that it begins with: where several ranks have a part each."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -62,6 +64,11 @@ class RecordSpec:
             )
         if self.numel < 1 or self.numel % self.align_numel:
             raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
+        if self.first < 0 or self.first % self.granule_numel:
+            raise ValueError(
+                f"record {self.block!r} begins at element {self.first}: let it begin at a granule of "
+                f"{self.granule_numel}"
+            )
         if self.versioned_numel < 0:
             object.__setattr__(self, "versioned_numel", self.numel)
         if self.versioned_numel > self.numel or self.versioned_numel % self.align_numel:
@@ -131,6 +138,10 @@ class StoreLayout:
     def has(self, block: str, kind: str) -> bool:
         return (block, kind) in self._places
 
+    def place_in(self, block: str, kind: str, element: int) -> int:
+        """Where in the record an element of the block's flat tensor lies."""
+        return element - self.record(block, kind).first
+
     def record(self, block: str, kind: str) -> RecordSpec:
         """The record of that name; raises KeyError if there is none."""
         return self._place(block, kind)[0]
@@ -165,7 +176,11 @@ class StoreLayout:
         """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
         records = tuple(RecordSpec(**record) for record in fields["records"])
         paths = tuple(StorePath(**path) for path in fields["paths"])
-        numels = [n for record in records for n in (record.numel, record.versioned_numel, record.granule_numel)]
+        numels = [
+            number
+            for record in records
+            for number in (record.numel, record.versioned_numel, record.granule_numel, record.first)
+        ]
         if not all(type(number) is int for number in (*numels, *(path.capacity_bytes for path in paths))):
             raise TypeError("a size is no whole number")
         return cls(records, paths, fields["stripe_bytes"])

@@ -67,8 +67,9 @@ class RamHome:
         if copy is None:
             return None
         record = self._layout.record(block, kind)
-        first, stop = start_numel // record.granule_numel, -(-(start_numel + numel) // record.granule_numel)
-        lent = copy.lend(start_numel * record.itemsize, numel * record.itemsize)
+        place = start_numel - record.first
+        first, stop = place // record.granule_numel, -(-(place + numel) // record.granule_numel)
+        lent = copy.lend(place * record.itemsize, numel * record.itemsize)
         if lent is None:
             return None
         self._versions.begin_change(block, kind, first, stop)
@@ -86,8 +87,8 @@ class RamHome:
             )
 
     def only_here(self) -> Iterator[tuple[str, str, int, Tensor]]:
-        """(block, kind, first element, values [numel]) of what is in RAM only and whole, in parts to be written at
-        once. What was left half changed stays in flux."""
+        """(block, kind, place in the record, values [numel]) of what is in RAM only and whole, in parts to be written
+        at once. What was left half changed stays in flux."""
         for (block, kind), copy in self.copies.items():
             record = self._layout.record(block, kind)
             at_once = max(1, _WRITE_BACK_BYTES // record.granule_bytes)

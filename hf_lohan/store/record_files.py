@@ -106,7 +106,10 @@ class RecordFiles:
 
         Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
         """
-        span = self._span(block, kind, start_numel, out)
+        return self._read(block, kind, self.layout.place_in(block, kind, start_numel), out, is_urgent)
+
+    def _read(self, block: str, kind: str, place: int, out: Tensor, is_urgent: bool = False) -> RecordRead:
+        span = self._span(block, kind, place, out)
         content = byte_tensor(out)
         copy = self.ram.copies.get((block, kind))
         fill: Callable[[int, int], None] | None = None
@@ -149,17 +152,18 @@ class RecordFiles:
         ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
         written again, or dropped, before a commit.
         """
+        place = self.layout.place_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
         if copy is None:
-            return self._write(block, kind, start_numel, source, checksums)
-        start_byte, content = start_numel * source.element_size(), byte_tensor(source)
+            return self._write(block, kind, place, source, checksums)
+        start_byte, content = place * source.element_size(), byte_tensor(source)
         if self.ram.keeps_new:
-            span = self._span(block, kind, start_numel, source)
+            span = self._span(block, kind, place, source)
             self.ram.put(block, kind, span.first, span.stop, content)
             return IoRequest.finished()
         copy.put(start_byte, content)
         try:
-            request = self._write(block, kind, start_numel, source, checksums)
+            request = self._write(block, kind, place, source, checksums)
         except BaseException:
             copy.forget(start_byte, content)
             raise
@@ -170,15 +174,15 @@ class RecordFiles:
         """Write what is in RAM only; return when that is in the files, if not on the medium. Nobody else may write
         meanwhile. Raises `CapacityError` or `StorageError`; it is in RAM then as before."""
         under_way: deque[IoRequest] = deque()
-        for block, kind, start_numel, values in self.ram.only_here():
-            under_way.append(self._write(block, kind, start_numel, values, None))
+        for block, kind, place, values in self.ram.only_here():
+            under_way.append(self._write(block, kind, place, values, None))
             if len(under_way) > _WRITE_BACK_DEPTH:  # leave room for those who read weights
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
 
-    def _write(self, block: str, kind: str, start_numel: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
-        span = self._span(block, kind, start_numel, source)
+    def _write(self, block: str, kind: str, place: int, source: Tensor, checksums: Checksums | None) -> IoRequest:
+        span = self._span(block, kind, place, source)
         assert checksums is None or len(checksums) == span.stop - span.first, "a checksum for each granule"
         view = sector_view(source)
         tears = False
@@ -209,13 +213,14 @@ class RecordFiles:
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
         """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done."""
+        place = self.layout.place_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
-        start_byte, content = start_numel * out.element_size(), byte_tensor(out)
+        start_byte, content = place * out.element_size(), byte_tensor(out)
         if copy is not None and copy.read(start_byte, content):
             return
-        for low, high, first, staged in self._windows(block, kind, start_numel, out, bounce):
-            self.read(block, kind, first, staged).wait()
-            out[low - start_numel : high - start_numel].copy_(staged[low - first : high - first])
+        for low, high, first, staged in self._windows(block, kind, place, out, bounce):
+            self._read(block, kind, first, staged).wait()
+            out[low - place : high - place].copy_(staged[low - first : high - first])
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
         """Write ``source`` [numel] from any address to any element, through ``bounce``; return when done.
@@ -223,13 +228,14 @@ class RecordFiles:
         Granules that are only partly covered are read, changed and written, so nothing else may write to them. It is
         for loading: a copy in RAM takes it over when it is read.
         """
+        place = self.layout.place_in(block, kind, start_numel)
         granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
-        for low, high, first, staged in self._windows(block, kind, start_numel, source, bounce):
+        for low, high, first, staged in self._windows(block, kind, place, source, bounce):
             last = (staged.numel() - 1) // granule_numel * granule_numel
             partial = {0: low > first, last: high < first + staged.numel() or (last == 0 and low > first)}
             for edge in (edge for edge, is_partial in partial.items() if is_partial):
-                self.read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
-            staged[low - first : high - first].copy_(source[low - start_numel : high - start_numel])
+                self._read(block, kind, first + edge, staged[edge : edge + granule_numel]).wait()
+            staged[low - first : high - first].copy_(source[low - place : high - place])
             try:
                 self._write(block, kind, first, staged, None).wait()
             finally:
@@ -292,39 +298,39 @@ class RecordFiles:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _span(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> _Span:
-        """The granules that the tensor's elements fill."""
-        record = self._checked(block, kind, start_numel, tensor)
-        granule_numel, stop_numel = record.granule_numel, start_numel + tensor.numel()
-        if start_numel == stop_numel:
+    def _span(self, block: str, kind: str, place: int, tensor: Tensor) -> _Span:
+        """The granules that the tensor's elements fill, which lie in the record from ``place`` on."""
+        record = self._checked(block, kind, place, tensor)
+        granule_numel, stop = record.granule_numel, place + tensor.numel()
+        if place == stop:
             return _Span(0, 0, record.granule_bytes)
-        assert start_numel % granule_numel == 0, f"element {start_numel} of {kind} of {block} begins no granule"
-        is_whole = stop_numel == record.numel or stop_numel % granule_numel == 0
-        assert is_whole, f"element {stop_numel} of {kind} of {block} ends no granule"
-        return _Span(start_numel // granule_numel, granules_of(stop_numel, granule_numel), record.granule_bytes)
+        assert place % granule_numel == 0, f"element {place} of {kind} of {block} begins no granule"
+        is_whole = stop == record.numel or stop % granule_numel == 0
+        assert is_whole, f"element {stop} of {kind} of {block} ends no granule"
+        return _Span(place // granule_numel, granules_of(stop, granule_numel), record.granule_bytes)
 
-    def _checked(self, block: str, kind: str, start_numel: int, tensor: Tensor) -> RecordSpec:
+    def _checked(self, block: str, kind: str, place: int, tensor: Tensor) -> RecordSpec:
         assert not self.closed, "the files are closed"
         record = self.layout.record(block, kind)
         dtype = str(tensor.dtype).removeprefix("torch.")
         assert dtype == record.dtype, f"{kind} of {block} is {record.dtype}, the tensor {dtype}"
-        assert 0 <= start_numel <= start_numel + tensor.numel() <= record.numel, "the range leaves its record"
+        assert 0 <= place <= place + tensor.numel() <= record.numel, "the range leaves its record"
         return record
 
     def _windows(
-        self, block: str, kind: str, start_numel: int, tensor: Tensor, bounce: Tensor
+        self, block: str, kind: str, place: int, tensor: Tensor, bounce: Tensor
     ) -> Iterator[tuple[int, int, int, Tensor]]:
-        """What fits the bounce buffer at a time: elements [low, high), the first of the whole granules that hold them,
-        and where in the buffer those are."""
-        record = self._checked(block, kind, start_numel, tensor)
-        granule_numel, stop_numel = record.granule_numel, start_numel + tensor.numel()
+        """What fits the bounce buffer at a time: elements [low, high) of the record, the first of the whole granules
+        that hold them, and where in the buffer those are."""
+        record = self._checked(block, kind, place, tensor)
+        granule_numel, stop = record.granule_numel, place + tensor.numel()
         staging = bounce[: bounce.numel() // record.itemsize * record.itemsize].view(tensor.dtype)
         room_numel = staging.numel() // granule_numel * granule_numel
         assert room_numel, f"a bounce buffer has at least one granule of {granule_numel} elements"
-        if start_numel == stop_numel:
+        if place == stop:
             return
-        for first in range(start_numel // granule_numel * granule_numel, stop_numel, room_numel):
-            low, high = max(start_numel, first), min(stop_numel, first + room_numel)
+        for first in range(place // granule_numel * granule_numel, stop, room_numel):
+            low, high = max(place, first), min(stop, first + room_numel)
             last = min(first + granules_of(high - first, granule_numel) * granule_numel, record.numel)
             yield low, high, first, staging[: last - first]
 
@@ -332,7 +338,7 @@ class RecordFiles:
         """Path and offset of the first byte of a granule, and the number of its first element."""
         record = self.layout.record(block, kind)
         path, extent = self._homes[home].extents(block, kind, granule * record.granule_bytes, 1)[0]
-        return path, extent.file_offset, granule * record.granule_numel
+        return path, extent.file_offset, record.first + granule * record.granule_numel
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
         path, offset, element = self._place(block, kind, home, granule)
