@@ -13,7 +13,6 @@ import re
 import shlex
 import textwrap
 from collections.abc import Iterator
-from dataclasses import fields
 from pathlib import Path
 
 from typer.testing import CliRunner
@@ -68,7 +67,8 @@ def with_answers(text: str) -> str:
 def settings_page() -> str:
     """`docs/settings.md`: each field of `OffloadConfig` with its type, its default and what is said below it."""
     kinds = {name: annotation for name, (annotation, _) in _said().items()}
-    rows = [f"| [`{f.name}`](#{f.name}) | {_type(kinds[f.name])} | `{f.default}` |" for f in fields(OffloadConfig)]
+    defaults = OffloadConfig().to_dict()
+    rows = [f"| [`{name}`](#{name}) | {_type(kinds[name])} | `{default}` |" for name, default in defaults.items()]
     sections = [f"## {name}\n\n{_as_markdown(text)}\n" for name, (_, text) in _said().items()]
     return SETTINGS_HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
 
@@ -94,7 +94,11 @@ def _type(annotation: str) -> str:
     choices = getattr(module, annotation, None)
     if choices is not None and hasattr(choices, "__args__"):
         return " \\| ".join(f"`{choice}`" for choice in choices.__args__)
-    words = {"Literal['auto']": "`auto`", "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}"}
+    words = {
+        "Literal['auto']": "`auto`",
+        "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}",
+        "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients}",
+    }
     parts = [words.get(part, part) for part in annotation.split(" | ")]
     return " \\| ".join("true or false" if part == "bool" else part for part in parts)
 

@@ -5,11 +5,13 @@ every value where it enters, a misspelt key is refused naming the right one, and
 number once the machine is known. The room itself knows neither torch nor the machine.
 """
 
+from hf_lohan.config.collectives import Collectives
 from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
 from hf_lohan.config.values import ConfigError, SsdPath, interval_s, parse_bytes
 
 __all__ = [
     "Activations",
+    "Collectives",
     "ConfigError",
     "OffloadConfig",
     "Schedule",

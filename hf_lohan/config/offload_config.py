@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
+from hf_lohan.config.collectives import EXACT, Collectives, check_collectives
 from hf_lohan.config.values import (
     AUTO,
     ConfigError,
@@ -19,6 +20,7 @@ from hf_lohan.config.values import (
     check_interval,
     check_number,
     check_piece_size,
+    check_seconds,
     check_size,
     read_yaml,
     refuse_unknown_keys,
@@ -36,6 +38,9 @@ ResidentRecords: TypeAlias = Literal["auto", "none"]
 
 ALL_AUTO = "lohan"
 """The word for offloading with every setting at its default, and the key to nest settings under."""
+LEAST_NET_TIMEOUT_S = 120.0
+"""Of "auto": a rank may still be compiling or reading its data when the others wait for it first."""
+_SLOW_STEPS = 10
 _SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 
 
@@ -114,6 +119,15 @@ class OffloadConfig:
     cpu_threads: int | Literal["auto"] = AUTO
     """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
 
+    collectives: Collectives = EXACT
+    """How weights and gradients go from rank to rank, where there are several: "exact" as they are, "quantized" in int8
+    and int4 between machines, as ZeRO++ does, which rounds; or a table of `forward` (exact, int8, delta), `backward`
+    (world, node) and `gradients` (exact, int8, int4)."""
+
+    net_timeout: int | float | Literal["auto"] = AUTO
+    """Seconds after which a rank that the others wait for counts as lost; "auto" is ten times the slowest step so far,
+    and at least 120 seconds."""
+
     trace: bool = False
     """Keep what each lane did when, task by task, and write it as `lohan/trace.json` when training ends."""
 
@@ -185,8 +199,8 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip` and
-        `vertical_micro_batches`."""
+        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`,
+        `vertical_micro_batches` and `net_timeout`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,17 +208,24 @@ class OffloadConfig:
         settings = {name: getattr(self, name) for name in SETTINGS}
         if self.ssd != AUTO:
             settings["ssd"] = [{"path": ssd.path, "capacity": ssd.capacity} for ssd in self.ssd]
+        settings["collectives"] = self.collectives.to_setting()
         return settings
+
+    def net_timeout_s(self, slowest_step_s: float = 0.0) -> float:
+        """How long to wait for a rank, after steps of which the slowest took so long."""
+        if self.net_timeout == AUTO:
+            return max(LEAST_NET_TIMEOUT_S, _SLOW_STEPS * slowest_step_s)
+        return float(self.net_timeout)
 
 
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
     *("resident_records", "optimizer", "activations", "chunked_loss"),
-    *("durability", "commit_every", "clip", "vertical_micro_batches"),
+    *("durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
-SETTINGS = tuple(field.name for field in fields(OffloadConfig))
+SETTINGS = tuple(setting.name for setting in fields(OffloadConfig))
 
 _CHECKS: dict[str, Callable[[str, object], object]] = {
     "gpu_memory": check_size,
@@ -225,6 +246,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "vertical_micro_batches": check_flag_or_auto,
     "max_skipped_steps": check_number,
     "cpu_threads": check_count,
+    "collectives": check_collectives,
+    "net_timeout": check_seconds,
     "trace": check_flag,
 }
 assert tuple(_CHECKS) == SETTINGS, "every setting has its check"

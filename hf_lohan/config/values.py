@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -131,6 +132,15 @@ def interval_s(value: int | str) -> float | None:
     """The seconds of an interval that is a time; None for one that is none."""
     found = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return float(found[1]) * _SECONDS[found[2]] or None if found else None
+
+
+def check_seconds(name: str, value: object) -> int | float | Literal["auto"]:
+    """A number of seconds above 0, or "auto". Raises ConfigError."""
+    if value == AUTO:
+        return AUTO
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf:
+        return value
+    raise ConfigError(f"{name}: {value!r} is not allowed; give a number of seconds above 0, or 'auto'")
 
 
 def check_flag(name: str, value: object) -> bool:

@@ -1,0 +1,73 @@
+"""The settings of runs with several ranks: every spelling, every refusal."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from hf_lohan.config import Collectives, ConfigError, OffloadConfig
+
+
+@pytest.mark.parametrize(
+    ("said", "means"),
+    [
+        ("exact", Collectives()),
+        ("quantized", Collectives(forward="int8", backward="node", gradients="int4")),
+        ({}, Collectives()),
+        ({"forward": "delta"}, Collectives(forward="delta")),
+        ({"backward": "node", "gradients": "int8"}, Collectives(backward="node", gradients="int8")),
+        (Collectives(forward="int8"), Collectives(forward="int8")),
+    ],
+)
+def test_every_spelling_means_the_same_after_a_round_trip(said: Any, means: Collectives) -> None:
+    config = OffloadConfig.load(collectives=said)
+    assert config.collectives == means
+    assert OffloadConfig.load(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_the_default_rounds_nothing() -> None:
+    assert OffloadConfig().collectives.is_exact
+    assert OffloadConfig().to_dict()["collectives"] == "exact"
+
+
+@pytest.mark.parametrize(
+    ("setting", "is_exact"),
+    [
+        ({"forward": "delta", "backward": "node"}, True),
+        ({"forward": "int8"}, False),
+        ({"gradients": "int8"}, False),
+        ("quantized", False),
+    ],
+)
+def test_what_rounds_is_known(setting: Any, is_exact: bool) -> None:
+    assert OffloadConfig.load(collectives=setting).collectives.is_exact is is_exact
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("fast", "collectives: 'fast' is not allowed; give 'exact', 'quantized', or a table"),
+        (None, "collectives: None is not allowed"),
+        ({"forward": "int4"}, "collectives: forward: 'int4' is not allowed; choose 'exact' or 'int8' or 'delta'"),
+        ({"backward": True}, "choose 'world' or 'node'"),
+        ({"gradient": "int4"}, "did you mean 'gradients'"),
+    ],
+)
+def test_other_values_are_quoted(value: Any, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig.load(collectives=value)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(("slowest_step_s", "timeout_s"), [(0.0, 120.0), (5.0, 120.0), (60.0, 600.0)])
+def test_the_automatic_timeout_follows_the_slowest_step(slowest_step_s: float, timeout_s: float) -> None:
+    assert OffloadConfig().net_timeout_s(slowest_step_s) == timeout_s
+    assert OffloadConfig(net_timeout=7).net_timeout_s(slowest_step_s) == 7.0
+
+
+@pytest.mark.parametrize("value", [0, -1, True, "10s", float("inf"), float("nan"), None])
+def test_a_timeout_is_a_number_of_seconds(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"net_timeout: .* give a number of seconds above 0, or 'auto'"):
+        OffloadConfig(net_timeout=value)
