@@ -8,6 +8,7 @@ become new.
 """
 
 from hf_lohan.weights.absent_parameter import gathered_parameters
+from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
@@ -16,6 +17,7 @@ from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import LocalWeights, WeightSource
 
 __all__ = [
+    "BlockLoader",
     "BlocksInUse",
     "LoadSchedule",
     "LocalWeights",
