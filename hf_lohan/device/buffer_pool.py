@@ -46,17 +46,22 @@ class Buffer:
 
 
 class BufferPool:
-    """`num_buffers` buffers of `buffer_bytes` each, taken from the device's host memory at construction.
+    """`num_buffers` buffers of `buffer_bytes` each, taken from the device's host memory at construction, or from
+    `memory`: uint8, page-aligned, known to the device, of all their bytes.
 
     Half a buffer is taken from one that is lent in half already, if there is one, and a buffer is whole again when both
     its halves are back: so many halves never keep more buffers from being whole than there are halves.
     """
 
-    def __init__(self, device: Device, *, name: str, num_buffers: int, buffer_bytes: int) -> None:
+    def __init__(
+        self, device: Device, *, name: str, num_buffers: int, buffer_bytes: int, memory: Tensor | None = None
+    ) -> None:
         self.name = name
         self.num_buffers = num_buffers
         self.buffer_bytes = buffer_bytes
-        memory = device.host_empty(num_buffers * buffer_bytes) if num_buffers else torch.empty(0, dtype=torch.uint8)
+        if memory is None:
+            memory = device.host_empty(num_buffers * buffer_bytes) if num_buffers else torch.empty(0, dtype=torch.uint8)
+        assert memory.numel() == num_buffers * buffer_bytes
         self._free = [Buffer(part, self) for part in memory.split(buffer_bytes)] if num_buffers else []
         self._free_halves: dict[Buffer, None] = {}
         """Those whose other half is on loan."""

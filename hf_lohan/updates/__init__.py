@@ -10,9 +10,9 @@ norm. Knows no model and no slots.
 """
 
 from hf_lohan.updates.arrival import GradientArrivals
+from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.groups import ParamGroups
 from hf_lohan.updates.handover import Delivery
-from hf_lohan.updates.held import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_lohan.device import BufferPool, Device, Lane
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates.held import ArrivedChunk
+from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.pipeline import GradientPipeline
 
@@ -30,17 +30,20 @@ class GradientArrivals:
         pipeline: GradientPipeline,
         *,
         keeps_dtypes: bool = False,
+        measures: bool = True,
         is_final_backward: Callable[[], bool] = lambda: True,
         before_updates: Callable[[], None] = lambda: None,
         lend: Callable[[Block], WeightLoan | None] = lambda _block: None,
     ) -> None:
-        """`keeps_dtypes`: see `UpdateSetup`; `is_final_backward` is asked in backward whether the step's last one is
+        """`keeps_dtypes`: see `UpdateSetup`; `measures`: norms are of what arrives here, and not of a mean of several
+        ranks; `is_final_backward` is asked in backward whether the step's last one is
         running; `before_updates` is called before what may be updated in backward; `lend` gives the optimizer the
         weights of a block that backward uses."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
         self._keeps_dtypes = keeps_dtypes
+        self._measures = measures
         self._is_final_backward = is_final_backward
         self._is_final_announced = True
         self._before_updates = before_updates
@@ -67,7 +70,8 @@ class GradientArrivals:
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)[param_slice.first : param_slice.last]
-        self._pipeline.norms.set_first(param_slice, flat)
+        if self._measures:
+            self._pipeline.norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))
         for piece in self._pieces[param_slice]:
             # One after the other: a parameter may have more chunks than there are buffers.

@@ -22,8 +22,8 @@ from hf_lohan.optim import Aside, MasterFormat, Segment, here, update_records_, 
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
+from hf_lohan.updates.chunk_gradient import ChunkGradient
 from hf_lohan.updates.handover import IN_RAM, Handover, HoldsParams, NewParams
-from hf_lohan.updates.held import ChunkGradient
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
 

@@ -35,6 +35,12 @@ class WeightLoan:
             give_back()
 
 
+def give_back(loan: WeightLoan | None) -> None:
+    """If there is one."""
+    if loan is not None:
+        loan.give_back()
+
+
 class _LoanedRead(RecordRead):
     """Of what a slot holds, which was verified when it was brought there."""
 

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_lohan.model import ChunkPiece, ParamSlice
+
+Exchange = Callable[[bytes], Sequence[bytes]]
+"""Gives a rank's bytes to all others; returns those of all ranks, in their order."""
+
+_PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64)])
 
 
 class NonFiniteGradientError(RuntimeError):
@@ -23,9 +29,11 @@ class GradientNorms:
     in one copy.
     """
 
-    def __init__(self, slices: Iterable[ParamSlice]) -> None:
-        """``slices``: in the model's order."""
+    def __init__(self, slices: Iterable[ParamSlice], exchange: Exchange | None = None) -> None:
+        """``slices``: in the model's order. With an ``exchange`` each of several ranks measures what it has of the
+        gradients, summed over all ranks; all come to know all norms, and the same ones."""
         self._order = list(slices)
+        self._exchange = exchange
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
         self._on_host: dict[ParamSlice, Tensor] | None = None
@@ -51,6 +59,8 @@ class GradientNorms:
         return next((part.name for part, norm in self._norms().items() if not math.isfinite(norm)), None)
 
     def _norms(self) -> dict[ParamSlice, Tensor]:
+        if self._on_host is None and self._exchange is not None:
+            self._on_host = self._of_all_ranks(self._exchange)
         if self._on_host is None:
             parts = [part for part in self._order if part in self._first]
             on_device = [self._first[part] for part in parts]
@@ -60,6 +70,26 @@ class GradientNorms:
                 norms[part] = torch.tensor(numbers[0] if len(numbers) == 1 else math.hypot(*numbers))
             self._on_host = norms
         return self._on_host
+
+    def _of_all_ranks(self, exchange: Exchange) -> dict[ParamSlice, Tensor]:
+        """Each number is a piece's: (slice's place in the model, chunk, norm as float64)."""
+        place = {part: index for index, part in enumerate(self._order)}
+        mine = [
+            (place[part], chunk, norm) for part, pieces in self._summed.items() for chunk, norm in pieces.items()
+        ]
+        answers = exchange(np.array(mine, _PIECE).tobytes())
+        pieces = np.concatenate([np.frombuffer(answer, _PIECE) for answer in answers])
+        pieces.sort(order=("slice", "chunk"))
+        norms: dict[ParamSlice, Tensor] = {}
+        for index in np.unique(pieces["slice"]):
+            numbers = pieces["norm"][pieces["slice"] == index].tolist()
+            norms[self._order[index]] = torch.tensor(numbers[0] if len(numbers) == 1 else math.hypot(*numbers))
+        return norms
+
+    @property
+    def with_gradient(self) -> set[ParamSlice]:
+        """What has a gradient in this step, on whichever rank."""
+        return set(self._norms())
 
     def clear(self) -> None:
         self._first.clear()

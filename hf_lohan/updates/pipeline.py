@@ -10,8 +10,8 @@ from torch import Tensor
 from hf_lohan.device import Event
 from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.threads import FirstFailure, WorkThread
+from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.handover import Delivery, Handover
-from hf_lohan.updates.held import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.setup import GroupOf, UpdateSetup
@@ -31,12 +31,13 @@ class GradientPipeline:
 
     def __init__(self, setup: UpdateSetup) -> None:
         self.holds_gradients = setup.holds_gradients
-        self.norms = GradientNorms(setup.slices)
-        """Of the step in progress; whoever sends gradients measures them."""
+        self.norms = GradientNorms(setup.slices, setup.exchange_norms)
+        """Of the step in progress; whoever sends gradients measures them, where there is one rank."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
+        self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._handover = handover = Handover(setup.device)
 
         def cannot_finish_step(error: BaseException) -> None:
@@ -45,8 +46,9 @@ class GradientPipeline:
             handover.abort(error)
 
         self._failure = FirstFailure(cannot_finish_step)
-        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
+        self._means = setup.means(self._thread.put)
+        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
         self._guesses = GuessedBlocks(self._thread)
         self._thread.start(idle=self._worker.work_off)
 
@@ -86,7 +88,11 @@ class GradientPipeline:
     # At the step's end.
 
     def wait_for_norms(self) -> None:
-        """Wait until the norms of all gradients of the step so far are known."""
+        """Wait until the norms of all gradients of the step so far are known. Where there are several ranks, none adds
+        to the step's gradients from here on."""
+        if self._means.are_of_many:
+            self._thread.call(self._worker.give_rest)
+            self._means.finish()
         self._thread.call(self._worker.measure_rest)
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
@@ -97,24 +103,35 @@ class GradientPipeline:
         are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
         of this step also then. Call `wait_for_norms` before.
         """
+        changed = {chunk.block for chunk in self._announced}
+        of_others: set[ParamSlice] = set()
+        if self._means.are_of_many:
+            of_others = self.norms.with_gradient
+            changed |= {self._block_of[part] for part in of_others}
         applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of))
         self._guesses.forget()
-        self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of))
+        self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
         # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
-        chunks, self._announced = self._announced, set()
+        self._announced = set()
+        self._means.end_step()
         if self._waits_for_updates:
             self.settle()
-        return {chunk.block for chunk in chunks}, applied
+        return changed, applied
 
     def abandon_step(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
         touched, and whether updates remain in them."""
         if not self._announced:
+            self._means.end_step()
             return set(), False  # and do not wait for the last step's updates
+        if self._means.are_of_many:
+            self._thread.call(self._worker.give_rest)
+            self._means.finish(drops=True)
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
         self._announced = set()
+        self._means.end_step()
         return self._worker.abandoned
 
     # For who reads weights, or the store.

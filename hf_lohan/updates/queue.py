@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import Chunk, ChunkPiece
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.timeline import UPDATES_WAIT
+from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater
 from hf_lohan.updates.handover import Handover
-from hf_lohan.updates.held import ArrivedChunk, ChunkGradient, HeldGradients
+from hf_lohan.updates.held import HeldGradients
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.setup import GroupOf, UpdateSetup
 
@@ -112,10 +113,10 @@ class UpdateQueue:
         busy_s, self._busy_s = self._busy_s, 0.0
         return busy_s
 
-    def end_step(self) -> None:
-        """What was updated counts as one step more."""
+    def end_step(self, of_others: Collection[ParamSlice] = ()) -> None:
+        """What was updated counts as one step more, and so does what other ranks update."""
         self.finish_pending()
-        for part in {piece.param_slice for piece in self._pieces}:
+        for part in {piece.param_slice for piece in self._pieces} | set(of_others):
             self._step_counts[part] += 1
         self.forget()
 

@@ -9,6 +9,9 @@ from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.store import RecordFiles, Store
+from hf_lohan.threads import Command
+from hf_lohan.updates.means import GradientMeans, OwnGradients
+from hf_lohan.updates.norms import Exchange
 
 GroupOf = Callable[[ParamSlice], Hashable]
 """A parameter's hyperparameters, as its block's rule has them."""
@@ -52,3 +55,7 @@ class UpdateSetup:
     """One backward a step is to be expected. What it brings in 2 bytes an element is kept so, in half a buffer. Sums of
     it, where they come after all, are float32 and wait in what `open_spill_of_sums` opens."""
     open_spill_of_sums: Callable[[], RecordFiles] | None = None
+    means: Callable[[Callable[[Command], None]], GradientMeans] = OwnGradients
+    """Makes what makes gradients those of all ranks, given how to run something on the worker's thread."""
+    exchange_norms: Exchange | None = None
+    """Gives the norms of what a rank has to all others; None where there is one rank."""

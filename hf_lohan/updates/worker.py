@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
 from typing import Literal
 
-from hf_lohan.model import Block
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.handover import Handover
-from hf_lohan.updates.held import ArrivedChunk, HeldGradients
-from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.held import HeldGradients
+from hf_lohan.updates.loan import WeightLoan, give_back
+from hf_lohan.updates.means import GradientMeans
 from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.queue import UpdateQueue
 from hf_lohan.updates.setup import GroupOf, UpdateSetup
@@ -23,9 +26,14 @@ class UpdateWorker:
     """Its methods run on one thread, in the order in which the pipeline asks for them; others read what is public."""
 
     def __init__(
-        self, setup: UpdateSetup, norms: GradientNorms, handover: Handover, failed: Callable[[BaseException], None]
+        self,
+        setup: UpdateSetup,
+        norms: GradientNorms,
+        handover: Handover,
+        failed: Callable[[BaseException], None],
+        means: GradientMeans,
     ) -> None:
-        """`failed` is called on I/O threads."""
+        """`failed` is called on I/O threads; `means` knows when a chunk's gradient is that of all ranks."""
         self.undone_s = 0.0
         """How long all updates took that were undone."""
         self.abandoned: tuple[set[Block], bool] = (set(), False)
@@ -36,6 +44,7 @@ class UpdateWorker:
         self._is_optimized = setup.schedule == "optimized"
         self._store = setup.store
         self._handover = handover
+        self._means = means
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, failed)
         self._guess = Guess(setup.group_of)
@@ -58,21 +67,25 @@ class UpdateWorker:
         """Hold or apply what has arrived of a chunk. `is_final`: no later backward of this step adds to it;
         `may_guess`: apply it on a guess, if the step does or may."""
         self.abandoned = (set(), False)
-        try:
-            self._apply_or_hold(arrived, is_final, may_guess, loan)
-        finally:
-            if loan is not None:
-                loan.give_back()
-
-    def _apply_or_hold(self, arrived: ArrivedChunk, is_final: bool, may_guess: bool, loan: WeightLoan | None) -> None:
         if arrived.chunk in self._queue.chunks:  # more gradient for what has been updated
             if not self._are_held:
                 self._queue.refuse_second(arrived)
             self.undo_guesses()
         gradient = self._held.add(arrived)
-        if not is_final:
+        if is_final:
+            self._means.give(gradient, partial(self._apply_or_hold, may_guess=may_guess, loan=loan))
+        else:
             self._held.hold(gradient)
-            return
+            give_back(loan)
+
+    def _apply_or_hold(self, gradient: ChunkGradient, *, may_guess: bool, loan: WeightLoan | None) -> None:
+        """The gradient is that of all ranks."""
+        try:
+            self._apply_or_hold_mean(gradient, may_guess, loan)
+        finally:
+            give_back(loan)
+
+    def _apply_or_hold_mean(self, gradient: ChunkGradient, may_guess: bool, loan: WeightLoan | None) -> None:
         self._held.measure(gradient)
         if not self._are_held:
             if not self._begin_updates():
@@ -94,6 +107,13 @@ class UpdateWorker:
     def measure_rest(self) -> None:
         """From here on the norms of all that has arrived are known."""
         self._held.measure_rest()
+
+    def give_rest(self) -> None:
+        """Give to the means what no final backward has announced."""
+        if not self._means.are_of_many:
+            return
+        for chunk in self._held.chunks - self._means.given:
+            self._means.give(self._held.take(chunk), partial(self._apply_or_hold, may_guess=False, loan=None))
 
     def undo_guesses(self) -> None:
         """Undo what the step has updated on a guess, and hold the rest of its gradients."""
@@ -133,14 +153,14 @@ class UpdateWorker:
         self.undo_guesses()
         return "redone"
 
-    def apply_held(self, clip_coefficient: float, group_of: GroupOf) -> None:
+    def apply_held(self, clip_coefficient: float, group_of: GroupOf, of_others: Collection[ParamSlice] = ()) -> None:
         """What is held, scaled, in forward order: the first blocks are needed first by the next forward. The step is
-        over then."""
+        over then, also for parameters that other ranks update."""
         for gradient in self._held.take_all():
             if not self._are_held and self.can_undo is False:
                 gradient.refuse_not_finite()
             self._queue.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
-        self._end_step()
+        self._end_step(of_others)
 
     def abandon_step(self) -> None:
         """Forget all of the step, and undo its updates if the store can; `abandoned` tells what was done."""
@@ -154,7 +174,7 @@ class UpdateWorker:
         self.settle()
         self._handover.call_off()
 
-    def _end_step(self) -> None:
-        self._queue.end_step()
+    def _end_step(self, of_others: Collection[ParamSlice] = ()) -> None:
+        self._queue.end_step(of_others)
         self._guess.end_step()
         self.can_undo = None

@@ -15,8 +15,8 @@ from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.updates.arrival import GradientArrivals
+from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.chunk_update import merge_segments
-from hf_lohan.updates.held import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.norms import GradientNorms
 
 CHUNK_NUMEL = GRANULE_NUMEL

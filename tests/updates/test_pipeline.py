@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from hf_lohan.config import Schedule
 from hf_lohan.device import PoolAborted
 from hf_lohan.files import IoRequest
+from hf_lohan.model import ParamSlice
 from hf_lohan.store import Checksums
-from hf_lohan.updates.held import ChunkGradient
+from hf_lohan.updates.chunk_gradient import ChunkGradient
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
@@ -94,9 +95,9 @@ def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
     queue = pipeline._worker._queue
     end_step = queue.end_step
 
-    def late_end_step() -> None:
+    def late_end_step(of_others: Collection[ParamSlice] = ()) -> None:
         assert gate.wait(60)
-        end_step()
+        end_step(of_others)
 
     monkeypatch.setattr(queue, "end_step", late_end_step)
     bench.submit_all()

@@ -1,0 +1,55 @@
+"""Where a chunk's gradient becomes that of all ranks. With one rank it is so already."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Set
+from typing import Protocol
+
+from hf_lohan.model import Chunk
+from hf_lohan.threads import Command
+from hf_lohan.updates.chunk_gradient import ChunkGradient
+
+Apply = Callable[[ChunkGradient], object]
+
+
+class GradientMeans(Protocol):
+    """Takes each chunk's gradient, complete on this rank, and gives back the mean over all ranks of what is this
+    rank's to update."""
+
+    are_of_many: bool
+    """Whether there are several ranks."""
+
+    @property
+    def given(self) -> Set[Chunk]:
+        """What came in this step."""
+
+    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+        """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
+        with the mean, if this rank is to have it."""
+
+    def finish(self, *, drops: bool = False) -> None:
+        """No more comes of this step's gradients; ``drops``: nobody wants it. Returns when all means that are this
+        rank's have been given to the worker's thread. On the computing thread. Raises where ranks do not agree."""
+
+    def end_step(self) -> None:
+        """What is given from now on is the next step's."""
+
+
+class OwnGradients:
+    """`GradientMeans` of one rank."""
+
+    are_of_many = False
+    given: Set[Chunk] = frozenset()
+
+    def __init__(self, put: Callable[[Command], None]) -> None:
+        """``put`` is not needed: nothing comes from elsewhere."""
+
+    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+        """It is the mean."""
+        apply(gradient)
+
+    def finish(self, *, drops: bool = False) -> None:
+        """Nobody is to be waited for."""
+
+    def end_step(self) -> None:
+        """Nothing to forget."""
