@@ -22,7 +22,7 @@ FLOORS = {
     **dict.fromkeys(("compat", "timeline", "wording"), -1),
     **dict.fromkeys(("config", "planner", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "report"), 1),
-    "store": 2,
+    **dict.fromkeys(("ranks", "store"), 2),
     "hardware": 3,
     "model": 4,
     "planning": 5,

@@ -1,0 +1,227 @@
+"""What `block_codec` computes, as operators of torch: `torch.ops.lohan.quantize_blocks`, `dequantize_blocks`,
+`dequantize_sum`, and `dequantize_sum_quantize` for a sum that goes on to other ranks.
+
+Each has an ``out`` overload, which writes into tensors that are there. None has a derivative. `torch_codec` computes
+them, on CUDA `triton_codec` where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_lohan.ranks import torch_codec
+from hf_lohan.ranks.torch_codec import HIGHEST_CODE
+
+logger = logging.getLogger(__name__)
+
+VALUE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SCALE_DTYPES = (torch.float32, torch.bfloat16)
+MIN_BLOCK_NUMEL, MAX_BLOCK_NUMEL = 16, 4096
+
+
+def num_blocks_of(numel: int, block_numel: int) -> int:
+    return -(-numel // block_numel)
+
+
+def codes_numel(numel: int, num_bits: int, block_numel: int) -> int:
+    """Bytes of the codes of so many values."""
+    return num_blocks_of(numel, block_numel) * block_numel * num_bits // 8
+
+
+def check_format(num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> None:
+    """Raises ValueError for a format that there is not."""
+    if num_bits not in HIGHEST_CODE:
+        raise ValueError(f"num_bits={num_bits}: codes have 8 bits or 4")
+    if block_numel & (block_numel - 1) or not MIN_BLOCK_NUMEL <= block_numel <= MAX_BLOCK_NUMEL:
+        raise ValueError(f"block_numel={block_numel}: take a power of two from {MIN_BLOCK_NUMEL} to {MAX_BLOCK_NUMEL}")
+    if scale_dtype not in SCALE_DTYPES:
+        raise ValueError(f"scale_dtype={scale_dtype}: scales are torch.float32 or torch.bfloat16")
+
+
+@cache
+def _triton_codec() -> ModuleType | None:
+    try:
+        from hf_lohan.ranks import triton_codec
+    except ImportError as error:
+        logger.warning("quantizing with torch, which is slower on a GPU, as Triton cannot be imported: %s", error)
+        return None
+    return triton_codec
+
+
+def _kernels(tensor: Tensor) -> ModuleType:
+    return (_triton_codec() if tensor.device.type == "cuda" else None) or torch_codec
+
+
+def _check(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], values: Sequence[Tensor], numel: int, bits: int, block: int
+) -> None:
+    """Raises ValueError for tensors that do not fit one another: kernels read and write them unasked."""
+    if not codes or len(codes) != len(scales):
+        raise ValueError(f"codes in {len(codes)} tensors, scales in {len(scales)}: give one of each, or more")
+    check_format(bits, block, scales[0].dtype)
+    wanted: list[tuple[Tensor, int, tuple[torch.dtype, ...]]]
+    wanted = [(tensor, codes_numel(numel, bits, block), (torch.int8,)) for tensor in codes]
+    wanted += [(tensor, num_blocks_of(numel, block), (scales[0].dtype,)) for tensor in scales]
+    wanted += [(tensor, numel, VALUE_DTYPES) for tensor in values]
+    for tensor, length, dtypes in wanted:
+        if tensor.dim() != 1 or tensor.numel() != length or tensor.dtype not in dtypes or not tensor.is_contiguous():
+            raise ValueError(
+                f"{numel} values in {bits} bits, blocks of {block}: expected {' or '.join(map(str, dtypes))} "
+                f"[{length}] in one piece, got {tensor.dtype} {list(tensor.shape)}"
+            )
+        if tensor.device != codes[0].device:
+            raise ValueError(f"codes are on {codes[0].device}, another tensor is on {tensor.device}; move one of them")
+
+
+# Into tensors that are there. Of fake tensors no more is asked than that they fit.
+
+
+def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
+    _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
+
+
+def _quantize_out(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
+    _check_quantize(values, num_bits, block_numel, codes=codes, scales=scales)
+    _kernels(values).quantize_(values, num_bits, block_numel, codes, scales)
+
+
+def _check_dequantize(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> None:
+    _check([codes], [scales], [values], values.numel(), num_bits, block_numel)
+
+
+def _dequantize_out(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> None:
+    _check_dequantize(codes, scales, num_bits, block_numel, values=values)
+    _kernels(values).dequantize_(codes, scales, num_bits, block_numel, values)
+
+
+def _check_sum(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, *, values: Tensor
+) -> None:
+    if values.dtype != torch.float32:
+        raise ValueError(f"a sum is torch.float32, not {values.dtype}; pass a float32 tensor for it")
+    _check(codes, scales, [values], values.numel(), num_bits, block_numel)
+
+
+def _sum_out(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, factor: float, *, values: Tensor
+) -> None:
+    _check_sum(codes, scales, num_bits, block_numel, factor, values=values)
+    _kernels(values).dequantize_sum_(codes, scales, num_bits, block_numel, factor, values)
+
+
+def _check_sum_quantize(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    num_bits: int,
+    block_numel: int,
+    numel: int,
+    factor: float,
+    *,
+    out_codes: Tensor,
+    out_scales: Tensor,
+) -> None:
+    if not codes:
+        raise ValueError("nothing to sum: give codes and scales of one rank at least")
+    _check([*codes, out_codes], [*scales, out_scales], [], numel, num_bits, block_numel)
+
+
+def _sum_quantize_out(
+    codes: Sequence[Tensor],
+    scales: Sequence[Tensor],
+    num_bits: int,
+    block_numel: int,
+    numel: int,
+    factor: float,
+    *,
+    out_codes: Tensor,
+    out_scales: Tensor,
+) -> None:
+    outs = {"out_codes": out_codes, "out_scales": out_scales}
+    _check_sum_quantize(codes, scales, num_bits, block_numel, numel, factor, **outs)
+    kernels = _kernels(out_codes)
+    kernels.dequantize_sum_quantize_(codes, scales, num_bits, block_numel, numel, factor, out_codes, out_scales)
+
+
+# Into new tensors.
+
+
+def _quantize(values: Tensor, num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    codes, scales = _new_message(values, values.numel(), num_bits, block_numel, scale_dtype)
+    torch.ops.lohan.quantize_blocks.out(values, num_bits, block_numel, codes=codes, scales=scales)
+    return codes, scales
+
+
+def _dequantize(
+    codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, numel: int, dtype: torch.dtype
+) -> Tensor:
+    values = codes.new_empty(numel, dtype=dtype)
+    torch.ops.lohan.dequantize_blocks.out(codes, scales, num_bits, block_numel, values=values)
+    return values
+
+
+def _sum(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, numel: int, factor: float
+) -> Tensor:
+    values = codes[0].new_empty(numel, dtype=torch.float32)
+    torch.ops.lohan.dequantize_sum.out(codes, scales, num_bits, block_numel, factor, values=values)
+    return values
+
+
+def _sum_quantize(
+    codes: Sequence[Tensor], scales: Sequence[Tensor], num_bits: int, block_numel: int, numel: int, factor: float
+) -> tuple[Tensor, Tensor]:
+    out_codes, out_scales = _new_message(codes[0], numel, num_bits, block_numel, scales[0].dtype)
+    torch.ops.lohan.dequantize_sum_quantize.out(
+        codes, scales, num_bits, block_numel, numel, factor, out_codes=out_codes, out_scales=out_scales
+    )
+    return out_codes, out_scales
+
+
+def _new_message(
+    like: Tensor, numel: int, num_bits: int, block_numel: int, scale_dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    check_format(num_bits, block_numel, scale_dtype)
+    codes = like.new_empty(codes_numel(numel, num_bits, block_numel), dtype=torch.int8)
+    return codes, like.new_empty(num_blocks_of(numel, block_numel), dtype=scale_dtype)
+
+
+_FORMAT = "int num_bits, int block_numel"
+_ALL = f"Tensor[] codes, Tensor[] scales, {_FORMAT}"
+_ONE = f"Tensor codes, Tensor scales, {_FORMAT}"
+_NEW: dict[str, Callable[..., Any]] = {
+    f"quantize_blocks(Tensor values, {_FORMAT}, ScalarType scale_dtype) -> (Tensor, Tensor)": _quantize,
+    f"dequantize_blocks({_ONE}, int numel, ScalarType dtype) -> Tensor": _dequantize,
+    f"dequantize_sum({_ALL}, int numel, float factor) -> Tensor": _sum,
+    f"dequantize_sum_quantize({_ALL}, int numel, float factor) -> (Tensor, Tensor)": _sum_quantize,
+}
+_OUT: dict[str, tuple[Callable[..., None], Callable[..., None]]] = {
+    f"quantize_blocks.out(Tensor values, {_FORMAT}, *, Tensor(a!) codes, Tensor(b!) scales) -> ()": (
+        _quantize_out,
+        _check_quantize,
+    ),
+    f"dequantize_blocks.out({_ONE}, *, Tensor(a!) values) -> ()": (_dequantize_out, _check_dequantize),
+    f"dequantize_sum.out({_ALL}, float factor, *, Tensor(a!) values) -> ()": (_sum_out, _check_sum),
+    f"dequantize_sum_quantize.out({_ALL}, int numel, float factor, *, Tensor(a!) out_codes, Tensor(b!) out_scales)"
+    " -> ()": (_sum_quantize_out, _check_sum_quantize),
+}
+_library = torch.library.Library("lohan", "FRAGMENT")
+
+
+def _register(schema: str, compute: Callable[..., Any], on_fake: Callable[..., Any]) -> None:
+    _library.define(schema)
+    name = schema.partition("(")[0]
+    _library.impl(name, compute, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"lohan::{name}", on_fake, lib=_library)
+
+
+for _schema, (_compute, _on_fake) in _OUT.items():
+    _register(_schema, _compute, _on_fake)
+for _schema, _function in _NEW.items():
+    _register(_schema, _function, _function)
