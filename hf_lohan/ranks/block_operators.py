@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from functools import cache
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -48,11 +49,10 @@ def check_format(num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> N
 @cache
 def _triton_codec() -> ModuleType | None:
     try:
-        from hf_lohan.ranks import triton_codec
+        return import_module("hf_lohan.ranks.triton_codec")
     except ImportError as error:
         logger.warning("quantizing with torch, which is slower on a GPU, as Triton cannot be imported: %s", error)
         return None
-    return triton_codec
 
 
 def _kernels(tensor: Tensor) -> ModuleType:
