@@ -8,7 +8,7 @@ a laptop's CPU in the tests is the engine that runs on the GPU. The only room th
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
-from hf_lohan.device.factory import default_torch_device, device_for
+from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 
@@ -28,4 +28,5 @@ __all__ = [
     "default_torch_device",
     "device_for",
     "mapped_empty",
+    "num_gpus",
 ]

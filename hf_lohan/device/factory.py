@@ -14,6 +14,11 @@ def default_torch_device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def num_gpus() -> int:
+    """GPUs that this process may use."""
+    return torch.cuda.device_count()
+
+
 def device_for(torch_device: torch.device | str, timeline: Timeline | None = None) -> Device:
     """The `Device` for a torch device; it notes in `timeline` what it does.
 

@@ -13,6 +13,7 @@ from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
+from hf_lohan.huggingface.rank_guards import check_rank_accelerator, check_rank_arguments
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import why_in_turn as in_turn_for_the_model
 
@@ -43,9 +44,6 @@ def check_arguments(args: TrainingArguments) -> None:
             checkpointing.get("offload")
         ),
         "offload cannot be combined with DeepSpeed or FSDP; choose one of them": args.deepspeed or args.fsdp,
-        f"offload runs in one process for now, this run has {args.world_size}; set num_processes: 1": (
-            args.world_size > 1
-        ),
         "use_liger_kernel=True with its fused head reads the head's weights behind the module's back; set "
         "liger_kernel_config={'fused_linear_cross_entropy': False}, which leaves Liger's other kernels": (
             args.use_liger_kernel and (args.liger_kernel_config or {}).get("fused_linear_cross_entropy", True)
@@ -59,6 +57,7 @@ def check_arguments(args: TrainingArguments) -> None:
     for sentence, is_refused in refused.items():
         if is_refused:
             raise ValueError(sentence)
+    check_rank_arguments(args)
 
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:
@@ -123,10 +122,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
     if accelerator.distributed_type in _OTHERS:
         raise ValueError(f"offload cannot be combined with {accelerator.distributed_type.value}; choose one of them")
-    if accelerator.num_processes > 1:
-        raise ValueError(
-            f"offload runs in one process for now, this launch has {accelerator.num_processes}; set num_processes: 1"
-        )
+    check_rank_accelerator(accelerator)
     check_not_compiled(accelerator)
 
 

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import accelerate
+from accelerate.utils import patch_environment
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from transformers import trainer as stock_module
 
 from hf_lohan.compat.accelerate_private import (
@@ -23,6 +26,7 @@ from hf_lohan.compat.accelerate_private import (
     load_config_from_file,
 )
 from hf_lohan.config import OffloadConfig
+from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
@@ -122,12 +126,22 @@ def launch(arguments: Sequence[str]) -> int:
     """
     options = _parser().parse_args(arguments)
     _run_offloaded(options)
-    _fill_in(options)
+    variables = _fill_in(options)
     try:
-        launch_command(options)
+        with patch_environment(**variables):
+            launch_command(options)
     except subprocess.CalledProcessError as failed:  # the script has told its own story
-        return failed.returncode if failed.returncode > 0 else 128 - failed.returncode
+        return _status(failed.returncode)
+    except ChildFailedError as failed:
+        return _status(failed.get_first_failure()[1].exitcode)
+    except SignalException as asked:  # to this process, which has told the ranks and waited for them
+        return _status(-asked.sigval.value)
     return 0
+
+
+def _status(code: int) -> int:
+    """As the shell reports it."""
+    return code if code > 0 else 128 - code
 
 
 def _parser() -> ArgumentParser:
@@ -163,8 +177,9 @@ def _run_offloaded(options: Namespace) -> None:
     options.training_script, options.module = "hf_lohan.run", True
 
 
-def _fill_in(options: Namespace) -> None:
-    """What accelerate would choose badly: one thread per process, and a process for every GPU."""
+def _fill_in(options: Namespace) -> dict[str, str]:
+    """What accelerate would choose badly: one thread per process, a process for every GPU, and one process alone where
+    it sees no second GPU. Returns environment variables for the launcher."""
     if options.config_file is not None and not Path(options.config_file).is_file():
         raise ValueError(f"there is no accelerate config {options.config_file!r}; give an existing file, or none")
     defaults = None
@@ -174,11 +189,35 @@ def _fill_in(options: Namespace) -> None:
         for name, value in _WITHOUT_CONFIG.items():
             if getattr(options, name) is None:
                 setattr(options, name, value)
+    num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
+    num_machines = options.num_machines or getattr(defaults, "num_machines", 1) or 1
+    num_local = max(1, num_processes // num_machines)
     if options.num_cpu_threads_per_process is None and "OMP_NUM_THREADS" not in os.environ:
-        num_processes = options.num_processes or getattr(defaults, "num_processes", 1)
-        num_machines = options.num_machines or getattr(defaults, "num_machines", 1)
-        num_local = max(1, num_processes // max(1, num_machines))
         options.num_cpu_threads_per_process = max(1, usable_cpus() // num_local)
+    if num_processes == 1 or any(getattr(options, name, None) for name in _OTHER_LAUNCHERS):
+        return {}
+    on_cpu = options.cpu or getattr(defaults, "use_cpu", False) or num_gpus() == 0
+    if not on_cpu and num_local > num_gpus():
+        raise ValueError(
+            f"num_processes asks for {num_local} processes on this machine, which has {num_gpus()} GPU"
+            f"{'s' if num_gpus() > 1 else ''}; start one for each GPU, or give --cpu to train on the CPU"
+        )
+    options.cpu, options.multi_gpu = False, True  # torchrun starts them, whatever they compute on
+    if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
+        options.main_process_port = 0  # any: two runs on a machine must not meet
+    return {**({_USE_CPU: "true"} if on_cpu else {}), _SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
 
 
+def join_other_ranks() -> None:
+    """Let the processes that a launcher started together be one run where there is no GPU: without this variable
+    accelerate takes each for a run of its own, and all of them write the same files."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1 and num_gpus() == 0:
+        os.environ.setdefault(_USE_CPU, "true")
+
+
+_USE_CPU = "ACCELERATE_USE_CPU"
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+"""Seconds from SIGTERM to SIGKILL; torchrun's 30 are less than some steps, which are to be committed first."""
+_OTHER_LAUNCHERS = ("tpu", "use_deepspeed", "use_fsdp", "use_megatron_lm", "mpirun_hostfile")
+"""Options of accelerate that choose how processes are started."""
 _WITHOUT_CONFIG = {"num_processes": 1, "num_machines": 1, "mixed_precision": "no", "dynamo_backend": "no"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerate import ParallelismConfig
 from torch import nn
 from transformers import Adafactor, TrainingArguments
 from transformers.optimization import AdafactorSchedule
@@ -19,6 +20,8 @@ from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
+from hf_lohan.huggingface.rank_guards import check_batches, check_rules
+from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
@@ -76,7 +79,12 @@ def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: st
         ({"optim_args": "betas=0.5"}, ["optim_args='betas=0.5'", "adam_beta1"]),
         ({"optim": "sgd", "optim_args": "momentum=0.9,weight_decay=0.1"}, ["would be ignored in part", "weight_decay"]),
         ({"deepspeed": {"zero_optimization": {}}}, ["DeepSpeed"]),
-        ({"world_size": 2}, ["has 2", "num_processes: 1"]),
+        ({"world_size": 2, "auto_find_batch_size": True}, ["auto_find_batch_size=True", "per_device_train_batch_size"]),
+        ({"world_size": 2, "accelerator_config": {"even_batches": False}}, ["even_batches=False", "as it is"]),
+        ({"world_size": 2, "save_on_each_node": True}, ["save_on_each_node=True", "all machines see"]),
+        ({"parallelism_config": ParallelismConfig(tp_size=2)}, ["tp_size=2", "leave parallelism_config out"]),
+        ({"parallelism_config": ParallelismConfig(cp_size=2)}, ["cp_size=2"]),
+        ({"parallelism_config": ParallelismConfig(dp_shard_size=2)}, ["dp_shard_size=2"]),
         ({"use_liger_kernel": True}, ["use_liger_kernel=True", "{'fused_linear_cross_entropy': False}"]),
         ({"use_liger_kernel": True, "liger_kernel_config": {"rope": True}}, ["'fused_linear_cross_entropy': False"]),
         ({"mixed_precision": "bf16"}, ["mixed_precision='bf16'", "--mixed_precision no", "bf16=True"]),
@@ -88,6 +96,28 @@ def test_optimizers_that_there_is_a_rule_for_are_fine(optim: str, optim_args: st
 def test_arguments_that_are_refused(changes: dict[str, Any], words: list[str], tmp_path: Path) -> None:
     message = refusal(lambda: check_arguments(arguments(tmp_path, **changes)))
     assert all(word in message for word in words), message
+
+
+def test_ranks_that_do_not_know_of_each_other_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone, two = arguments(tmp_path), arguments(tmp_path, world_size=2)
+    monkeypatch.setenv("WORLD_SIZE", "2")  # accelerate, too, would read it
+    message = refusal(lambda: check_arguments(alone))
+    assert "WORLD_SIZE=2" in message and "lohan launch" in message and "ACCELERATE_USE_CPU=true" in message
+    check_arguments(two)
+
+
+def test_a_rank_with_other_batches_is_named() -> None:
+    check_batches([4, 4, 4])
+    message = refusal(lambda: check_batches([4, 4, 3]))
+    assert "rank 0 has 4 batches" in message and "rank 2 has 3" in message
+
+
+def test_optimizers_that_need_whole_parameters_are_for_one_rank() -> None:
+    blocks = stored_form(tiny_model("llama"), None, "float32", muon_for_matrices).model_blocks.blocks
+    check_rules(blocks, 1)
+    assert "Muon needs each parameter whole" in refusal(lambda: check_rules(blocks, 2))
+    adamw = stored_form(tiny_model("llama"), None, "float32", adamw_everywhere).model_blocks.blocks
+    check_rules(adamw, 2)
 
 
 def test_fsdp_is_refused() -> None:

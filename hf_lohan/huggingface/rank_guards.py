@@ -1,0 +1,88 @@
+"""Refuse what several ranks cannot do together, before anything is written, with what to do instead."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+from accelerate import Accelerator
+from transformers import TrainingArguments
+
+from hf_lohan.model import Block
+
+_OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
+
+
+def check_rank_arguments(args: TrainingArguments) -> None:
+    """Raises ValueError for `TrainingArguments` that the ranks of a run cannot follow alike."""
+    check_joined(args.world_size)
+    check_parallelism(getattr(args, "parallelism_config", None))
+    if args.world_size == 1:
+        return
+    loaders = args.accelerator_config
+    even_batches = loaders.get("even_batches", True) if isinstance(loaders, dict) else loaders.even_batches
+    refused = {
+        "auto_find_batch_size=True tries batch sizes on each rank by itself, and ranks have to take steps together; "
+        "set per_device_train_batch_size": args.auto_find_batch_size,
+        "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave "
+        "accelerator_config as it is": not even_batches,
+        "save_on_each_node=True makes a checkpoint on each machine, and each rank saves its part into one; leave it "
+        "off, and put output_dir on a file system that all machines see": args.save_on_each_node,
+    }
+    for sentence, is_refused in refused.items():
+        if is_refused:
+            raise ValueError(sentence)
+
+
+def check_rank_accelerator(accelerator: Accelerator) -> None:
+    """Raises ValueError for an `Accelerator` of a raw loop whose processes would not train together."""
+    check_joined(accelerator.num_processes)
+    check_parallelism(accelerator.parallelism_config)
+    if accelerator.num_processes > 1 and not accelerator.even_batches:
+        raise ValueError(
+            "even_batches=False lets one rank have fewer batches than the others, which would wait for it; leave it on"
+        )
+
+
+def check_joined(num_processes: int) -> None:
+    """Raises ValueError if a launcher started several processes that do not know of each other."""
+    num_launched = os.environ.get("WORLD_SIZE", "1")
+    if num_processes == 1 and num_launched.isdigit() and int(num_launched) > 1:
+        raise ValueError(
+            f"WORLD_SIZE={num_launched} says that {num_launched} processes were launched together, but each of them "
+            "trains alone and all would write the same files; launch them with lohan launch, or set "
+            "ACCELERATE_USE_CPU=true (use_cpu=True in TrainingArguments) to train on CPUs"
+        )
+
+
+def check_parallelism(parallelism: Any) -> None:
+    """Raises ValueError for a `ParallelismConfig` that cuts models or sequences."""
+    for name in _OTHER_PARALLELISM:
+        size = getattr(parallelism, name, None) or 1
+        if size > 1:
+            raise ValueError(
+                f"{name}={size} cuts what offload keeps whole on each GPU; leave parallelism_config out, and every "
+                "process is a rank with batches of its own"
+            )
+
+
+def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:
+    """Raises ValueError for optimizers that need parameters whole, of which each rank has a part."""
+    whole = sorted({block.master.rule.name for block in blocks if block.needs_whole})
+    if num_ranks > 1 and whole:
+        raise ValueError(
+            f"{' and '.join(whole)} needs each parameter whole, and with {num_ranks} ranks each has a part of them; "
+            "use AdamW, or train in one process"
+        )
+
+
+def check_batches(nums_of_ranks: Iterable[int]) -> None:
+    """Raises ValueError if ranks would take different numbers of micro-batches in an epoch."""
+    nums = list(nums_of_ranks)
+    for rank, num in enumerate(nums):
+        if num != nums[0]:
+            raise ValueError(
+                f"rank 0 has {nums[0]} batches in an epoch and rank {rank} has {num}, so one would wait for the other; "
+                "let accelerate prepare the data loader, or give each rank as many"
+            )
