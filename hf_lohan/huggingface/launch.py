@@ -202,7 +202,7 @@ def _fill_in(options: Namespace) -> dict[str, str]:
             f"num_processes asks for {num_local} processes on this machine, which has {num_gpus()} GPU"
             f"{'s' if num_gpus() > 1 else ''}; start one for each GPU, or give --cpu to train on the CPU"
         )
-    options.cpu, options.multi_gpu = False, True  # torchrun starts them, whatever they compute on
+    vars(options).update(cpu=False, multi_gpu=True)  # torchrun starts them, whatever they compute on
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
         options.main_process_port = 0  # any: two runs on a machine must not meet
     return {**({_USE_CPU: "true"} if on_cpu else {}), _SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
