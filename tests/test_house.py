@@ -42,6 +42,7 @@ NARROWER = {
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
     "store": {"compat", "device", "files", "threads", "timeline"},
+    "ranks": {"device", "files", "planner", "threads", "timeline", "wording"},
     "optim": {"compat"},
     "report": {"config", "timeline", "wording"},
 }
@@ -56,6 +57,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "device": {"torch", "psutil"},
     "files": {"torch", "numpy", "kvikio"},
     "store": {"torch", "numpy", "safetensors", "xxhash"},
+    "ranks": {"torch", "triton"},
     "optim": {"torch"},
     "report": set[str](),
 }

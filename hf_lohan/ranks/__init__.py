@@ -1,5 +1,33 @@
-"""Several processes that train one model, a rank each: what they send each other, and in which form."""
+"""Several ranks that train one model together: messages between them, and what follows from a rank that fails.
+
+One process is one rank. Each pair of ranks has a connection for each lane (`Links`), made once (`connect`). Ranks of
+one box share memory (`SharedRegion`), so that their messages only say where bytes lie. No collective of a process group
+is used: what is waited for, from whom and how long is known here, and an error names the rank. For slow links there are
+codecs (`BlockCodec`).
+"""
 
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
+from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks.handlers import Handler
+from hf_lohan.ranks.links import Links
+from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
+from hf_lohan.ranks.topology import ALONE, Ranks
 
-__all__ = ["GRADIENTS_INT4", "GRADIENTS_INT8", "WEIGHTS_INT8", "BlockCodec", "CodingError"]
+__all__ = [
+    "ALONE",
+    "GRADIENTS_INT4",
+    "GRADIENTS_INT8",
+    "HEAD_BYTES",
+    "WEIGHTS_INT8",
+    "BlockCodec",
+    "CodingError",
+    "Handler",
+    "Kind",
+    "Lane",
+    "Links",
+    "PayloadReader",
+    "RankFailedError",
+    "RankTimeoutError",
+    "Ranks",
+    "RanksDisagreeError",
+]

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import suppress
+from typing import Protocol
+
+
+class Closable(Protocol):
+    """Has a file of its own."""
+
+    def close(self) -> None: ...
+
 
 _closed_in_children: set[int] = set()
+_objects_closed_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
 
 
 def close_in_children(fd: int) -> None:
@@ -17,6 +27,12 @@ def close_in_children(fd: int) -> None:
 def closing(fd: int) -> None:
     """``fd``, of which `close_in_children` was told, is about to be closed here."""
     _closed_in_children.discard(fd)
+
+
+def close_object_in_children(closable: Closable) -> None:
+    """Have every child close ``closable``, as long as there is one: the other end of a socket does not see that this
+    process ended while a child of it has the socket, too."""
+    _objects_closed_in_children.add(closable)
 
 
 class Owner:
@@ -35,6 +51,9 @@ def _close_all() -> None:
     while _closed_in_children:
         with suppress(OSError):
             os.close(_closed_in_children.pop())
+    for closable in list(_objects_closed_in_children):
+        with suppress(OSError):
+            closable.close()
 
 
 os.register_at_fork(after_in_child=_close_all)

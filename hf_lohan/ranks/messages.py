@@ -1,0 +1,146 @@
+"""What goes over a connection: a head of fixed size, then the payload that it announces."""
+
+from __future__ import annotations
+
+import enum
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_NUMBERS = 8
+_MAGIC = b"LOHR"
+_HEAD = struct.Struct(f"<4sBBHQ{MAX_NUMBERS}qQ")
+_CRC = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size + _CRC.size
+
+
+class Lane(enum.IntEnum):
+    """One connection to each peer. Messages of one lane arrive in the order in which they were sent."""
+
+    CONTROL = 0
+    """Small ones, whose handlers never wait."""
+    WEIGHTS = 1
+    GRADIENTS = 2
+
+    def __str__(self) -> str:
+        return self.name.lower()
+
+
+class Kind(enum.IntEnum):
+    """What a message says. Each kind has one handler on a rank."""
+
+    HELLO = 1
+    """The first of each lane: who this is."""
+    BYE = 2
+    """The last of each lane, if all is well."""
+    FAILED = 3
+    """Numbers: the rank where it began, whether that is the sender. Payload: a sentence."""
+    GATHER = 4
+    SHARE = 5
+    CHUNK = 10
+    """A rank's part of a chunk's gradient is complete."""
+    RELEASE = 11
+    """It has been summed: its buffer may be used again."""
+    BACKWARD_ENDED = 12
+    BACKWARD_ABANDONED = 13
+    BOX_READY = 14
+    """All parts of a chunk that one box has are complete."""
+    PULL = 15
+    """Their sum is wanted now."""
+    PIECE = 16
+    """Some of that sum."""
+    FILLED = 20
+    """A rank's range of a block's weights is in the memory that a box shares."""
+    TAKEN = 21
+    """A rank has copied a block from there."""
+    PREPARED = 30
+    """A commit is durable on a rank."""
+
+
+class DamagedHeadError(ValueError):
+    """What arrived is not the head of the message that was to come."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Of one message."""
+
+    kind: int
+    lane: Lane
+    sequence_number: int
+    """Of the lane: a message that was lost or came twice shows."""
+    numbers: tuple[int, ...] = ()
+    payload_bytes: int = 0
+
+    def pack(self) -> bytes:
+        if len(self.numbers) > MAX_NUMBERS:
+            raise ValueError(f"a message has {len(self.numbers)} numbers; send at most {MAX_NUMBERS}")
+        padded = (*self.numbers, *[0] * (MAX_NUMBERS - len(self.numbers)))
+        packed = _HEAD.pack(
+            _MAGIC, self.lane, len(self.numbers), self.kind, self.sequence_number, *padded, self.payload_bytes
+        )
+        return packed + _CRC.pack(zlib.crc32(packed))
+
+    @classmethod
+    def unpack(cls, packed: bytes | bytearray | memoryview) -> Head:
+        """Raises DamagedHeadError if it is none."""
+        told_crc = _CRC.unpack_from(packed, _HEAD.size)[0]
+        crc = zlib.crc32(packed[: _HEAD.size])
+        magic, lane, num_numbers, kind, sequence_number, *numbers, payload_bytes = _HEAD.unpack_from(packed)
+        if magic != _MAGIC or crc != told_crc:
+            raise DamagedHeadError(
+                f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {told_crc:08x})"
+            )
+        return cls(kind, Lane(lane), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
+
+    @property
+    def name(self) -> str:
+        """Of its kind, for people."""
+        return Kind(self.kind).name if self.kind in Kind._value2member_map_ else f"kind {self.kind}"
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous():
+        raise ValueError(
+            f"a tensor on {tensor.device}, contiguous: {tensor.is_contiguous()}, cannot be sent; copy it to host memory"
+        )
+    array: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+class PayloadReader:
+    """The bytes behind a head. They are read while the message's handler runs; what it leaves is dropped."""
+
+    def __init__(self, num_bytes: int, receive_into: Callable[[memoryview], None]) -> None:
+        self.num_bytes = num_bytes
+        self._receive_into = receive_into
+        self._num_left = num_bytes
+
+    def read_into(self, tensor: Tensor) -> None:
+        """Fill a contiguous CPU tensor with the next bytes."""
+        self._read(bytes_of(tensor))
+
+    def bytes(self) -> bytes:
+        """All that is left."""
+        content = bytearray(self._num_left)
+        self._read(memoryview(content))
+        return bytes(content)
+
+    def drop(self) -> None:
+        """Read what is left, for nobody."""
+        scratch = memoryview(bytearray(min(self._num_left, 1 << 20)))
+        while self._num_left:
+            self._read(scratch[: self._num_left])
+
+    def _read(self, view: memoryview) -> None:
+        if len(view) > self._num_left:
+            raise ValueError(f"{len(view)} bytes of a payload are wanted, of which {self._num_left} are left")
+        if len(view):
+            self._receive_into(view)
+        self._num_left -= len(view)

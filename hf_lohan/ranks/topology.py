@@ -1,0 +1,58 @@
+"""Which rank this is, of how many, and which of the others share its box."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """One rank among all. Boxes (nodes) have equally many, numbered box by box."""
+
+    rank: int = 0
+    num_ranks: int = 1
+    local_rank: int = 0
+    num_local: int = 1
+    """Ranks on each box."""
+
+    def __post_init__(self) -> None:
+        if self.num_local < 1 or self.num_ranks < 1 or self.num_ranks % self.num_local:
+            raise ValueError(
+                f"{self.num_ranks} ranks cannot lie on boxes of {self.num_local}; start equally many on each box"
+            )
+        if not 0 <= self.rank < self.num_ranks:
+            raise ValueError(f"rank {self.rank} is none of {self.num_ranks}; they count from 0")
+        if self.local_rank != self.rank % self.num_local:
+            raise ValueError(
+                f"rank {self.rank} has local rank {self.local_rank}, where boxes of {self.num_local} make it "
+                f"{self.rank % self.num_local}; number ranks box by box, as torchrun does"
+            )
+
+    @property
+    def node(self) -> int:
+        """The number of its box."""
+        return self.rank // self.num_local
+
+    @property
+    def num_nodes(self) -> int:
+        return self.num_ranks // self.num_local
+
+    @property
+    def others(self) -> list[int]:
+        """All ranks but this one."""
+        return [rank for rank in range(self.num_ranks) if rank != self.rank]
+
+    @property
+    def in_this_box(self) -> range:
+        """The ranks of this box, this one among them."""
+        return range(self.node * self.num_local, (self.node + 1) * self.num_local)
+
+    def rank_at(self, node: int, local_rank: int) -> int:
+        return node * self.num_local + local_rank
+
+    def of_rank(self, rank: int) -> Ranks:
+        """The same ranks as `rank` sees them."""
+        return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
+
+
+ALONE = Ranks()

@@ -1,0 +1,235 @@
+"""Messages, what all ranks do together, and clean ends."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from hf_lohan.ranks import Kind, Lane, Links, PayloadReader, RankFailedError, RanksDisagreeError
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+
+NUMBERS_OF_RANKS = [1, 2, 3, 4, 8]
+
+
+@pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
+def test_all_get_what_each_gave_in_rank_order(num_ranks: int) -> None:
+    def gather_twice(links: Links) -> list[list[bytes]]:
+        mine = bytes([links.ranks.rank]) * (1 + 1000 * links.ranks.rank)
+        return [links.gather("first", mine), links.gather("second", mine + b"!")]
+
+    of_each = [bytes([rank]) * (1 + 1000 * rank) for rank in range(num_ranks)]
+    expected = [of_each, [given + b"!" for given in of_each]]
+    assert run_ranks(num_ranks, gather_twice, delays_seed=num_ranks) == [expected] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
+def test_nobody_passes_a_barrier_before_the_last_comes(num_ranks: int) -> None:
+    arrived: list[int] = []
+
+    def meet(links: Links) -> int:
+        arrived.append(links.ranks.rank)
+        links.barrier("here")
+        return len(arrived)
+
+    assert run_ranks(num_ranks, meet, delays_seed=1) == [num_ranks] * num_ranks
+
+
+@pytest.mark.parametrize("num_ranks", NUMBERS_OF_RANKS)
+@pytest.mark.parametrize("numel", [0, 1, 3_000_001])
+def test_one_ranks_bytes_come_to_all_and_are_counted(num_ranks: int, numel: int) -> None:
+    owner = num_ranks // 2
+    whole = torch.arange(numel, dtype=torch.int32).to(torch.int16)
+
+    def share(links: Links) -> tuple[torch.Tensor, int, int]:
+        tensor = whole.clone() if links.ranks.rank == owner else torch.full_like(whole, -1)
+        links.share(tensor, owner, "the embedding")
+        return tensor, links.sent_bytes[Lane.WEIGHTS], links.received_bytes[Lane.WEIGHTS]
+
+    for rank, (tensor, sent_bytes, received_bytes) in enumerate(run_ranks(num_ranks, share)):
+        assert torch.equal(tensor, whole)
+        assert sent_bytes == ((num_ranks - 1) * 2 * numel if rank == owner else 0)
+        assert received_bytes == (0 if rank == owner else 2 * numel)
+
+
+def test_sizes_that_differ_are_told_and_not_waited_for() -> None:
+    def share(links: Links) -> None:
+        links.share(torch.zeros(4 + links.ranks.rank), 0, "the norm's weight")
+
+    with pytest.raises(RanksDisagreeError, match=r"the norm's weight, rank \d has \d+ bytes of rank 0, and rank"):
+        run_ranks(2, share)
+
+
+def test_a_step_that_only_one_rank_runs_is_told_with_both_names() -> None:
+    def step(links: Links) -> None:
+        if links.ranks.rank == 1:
+            links.barrier("a save that rank 1 alone runs")
+        links.gather("the norm of step 3", b"1.0")
+        links.barrier("the end")
+
+    outcomes = rank_outcomes(3, step)
+    told = [outcome.error for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
+    assert told
+    for error in told:
+        assert "'a save that rank 1 alone runs'" in str(error)
+        assert "'the norm of step 3'" in str(error)
+    assert all(isinstance(outcome.error, RanksDisagreeError | RankFailedError) for outcome in outcomes)
+
+
+def test_two_threads_gather_each_in_its_own_sequence() -> None:
+    def gather(links: Links) -> list[bytes]:
+        found: list[list[bytes]] = []
+
+        def aside() -> None:
+            for step in range(20):
+                found.append(links.gather(f"commit {step}", b"c", sequence="commits"))
+
+        thread = threading.Thread(target=aside)
+        thread.start()
+        for step in range(20):
+            assert links.gather(f"norm {step}", b"n") == [b"n"] * links.ranks.num_ranks
+        thread.join()
+        return [given for gathered in found for given in gathered]
+
+    assert run_ranks(3, gather, delays_seed=5) == [[b"c"] * 60] * 3
+
+
+def test_messages_before_their_handler_wait_for_it_in_order() -> None:
+    def send_first(links: Links) -> list[tuple[int, bytes]]:
+        came: list[tuple[int, bytes]] = []
+        other = 1 - links.ranks.rank
+        for number in range(50):
+            links.send(other, Kind.PREPARED, number, payload=bytes([number]) if number % 2 else None)
+        links.barrier("all are sent")
+
+        def take(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            assert peer == other
+            came.append((numbers[0], payload.bytes() if payload is not None else b""))
+            links.notify()
+
+        links.on(Kind.PREPARED, take)
+        links.wait_for(lambda: len(came) == 50, "50 messages", peers=[other])
+        return came
+
+    expected = [(number, bytes([number]) if number % 2 else b"") for number in range(50)]
+    assert run_ranks(2, send_first, delays_seed=2) == [expected] * 2
+
+
+def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
+    """Large payloads both ways at once, and answers by the thousand from handlers of the control lane."""
+    num_messages, numel = 3_000, 1 << 20
+
+    def flood(links: Links) -> tuple[int, torch.Tensor]:
+        other = 1 - links.ranks.rank
+        answers = 0
+        landed = torch.zeros(numel)
+        has_landed = False
+
+        def answer(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            for _ in range(4):
+                links.send(peer, Kind.TAKEN, *numbers)
+
+        def count(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            nonlocal answers
+            answers += 1
+            links.notify()
+
+        def land(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            nonlocal has_landed
+            assert payload is not None
+            payload.read_into(landed)
+            has_landed = True
+            links.notify()
+
+        links.on(Kind.TAKEN, count)
+        links.on(Kind.FILLED, answer)
+        for number in range(num_messages):
+            links.send(other, Kind.FILLED, number)
+        links.on(Kind.PIECE, land)
+        links.send(other, Kind.PIECE, payload=torch.full((numel,), 1.0 + links.ranks.rank), lane=Lane.GRADIENTS)
+        links.wait_for(lambda: answers == 4 * num_messages and has_landed, "the answers", peers=[other])
+        return answers, landed
+
+    for rank, (answers, landed) in enumerate(run_ranks(2, flood)):
+        assert answers == 4 * num_messages
+        assert bool((landed == 2.0 - rank).all())
+
+
+def test_a_tensor_may_be_changed_when_it_was_sent() -> None:
+    def send(links: Links) -> list[float]:
+        other = 1 - links.ranks.rank
+        came: list[float] = []
+        landing = torch.zeros(100_000)
+
+        def land(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            assert payload is not None
+            payload.read_into(landing)
+            assert bool((landing == landing[0]).all())
+            came.append(float(landing[0]))
+            links.notify()
+
+        links.on(Kind.PIECE, land)
+        tensor = torch.empty(100_000)
+        for value in range(20):
+            tensor.fill_(value)
+            links.send(other, Kind.PIECE, payload=tensor, lane=Lane.GRADIENTS)
+        links.wait_for(lambda: len(came) == 20, "20 tensors", peers=[other])
+        return came
+
+    assert run_ranks(2, send, delays_seed=3) == [[float(value) for value in range(20)]] * 2
+
+
+def test_a_handler_that_leaves_its_payload_loses_nothing_else() -> None:
+    def send(links: Links) -> list[int]:
+        came: list[int] = []
+
+        def take(peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+            came.append(numbers[0])
+            links.notify()
+
+        links.on(Kind.PIECE, take)
+        for number in range(5):
+            payload = torch.ones(2_000_000, dtype=torch.uint8)
+            links.send(1 - links.ranks.rank, Kind.PIECE, number, payload=payload, lane=Lane.GRADIENTS)
+        links.wait_for(lambda: len(came) == 5, "5 messages", peers=[1 - links.ranks.rank])
+        return came
+
+    assert run_ranks(2, send) == [list(range(5))] * 2
+
+
+def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
+    def pass_on(links: Links) -> str:
+        """Rank 0 leaves first; the last waits for those before it only."""
+        rank, num_ranks = links.ranks.rank, links.ranks.num_ranks
+        came: list[int] = []
+        links.on(Kind.TAKEN, lambda peer, numbers, payload: (came.append(peer), links.notify()))
+        if rank > 0:
+            links.wait_for(lambda: came, f"rank {rank - 1}", peers=[rank - 1])
+        if rank + 1 < num_ranks:
+            links.send(rank + 1, Kind.TAKEN)
+            links.send(0, Kind.PREPARED)  # to a rank that may have left
+        return "done"
+
+    # Not to itself: rank 0 sends that to rank 1 as well.
+    def run(links: Links) -> str:
+        return pass_on(links) if links.ranks.rank else _first(links)
+
+    def _first(links: Links) -> str:
+        links.send(1, Kind.TAKEN)
+        return "done"
+
+    for seed in range(5):
+        assert run_ranks(4, run, delays_seed=seed) == ["done"] * 4
+
+
+def test_one_rank_alone_can_do_all_that_several_can() -> None:
+    with Links.alone() as links:
+        tensor = torch.arange(5)
+        links.share(tensor, 0, "a tensor")
+        links.barrier("here")
+        links.send_all(Kind.PREPARED, 3)
+        assert links.gather("a norm", b"x") == [b"x"]
+        assert tensor.tolist() == [0, 1, 2, 3, 4]
+        assert links.sent_bytes == {Lane.CONTROL: 0, Lane.WEIGHTS: 0, Lane.GRADIENTS: 0}
+        links.wait_for(lambda: True, "nothing")

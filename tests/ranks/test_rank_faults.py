@@ -1,0 +1,164 @@
+"""A rank that dies, fails, hangs or sends nonsense: every other one says which, what it waited for, and soon."""
+
+from __future__ import annotations
+
+import re
+import threading
+
+import pytest
+import torch
+
+from hf_lohan.ranks import Kind, Lane, Links, RankFailedError, RankTimeoutError
+from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
+
+SOON_S = 1.0
+
+
+def many_steps(links: Links) -> str:
+    for step in range(200):
+        links.gather(f"the norm of step {step}", b"1")
+    return "done"
+
+
+def errors_of(outcomes: list[Outcome[str]], but: int) -> list[BaseException]:
+    """What the ranks raised that the fault did not befall."""
+    found = [outcome.error for rank, outcome in enumerate(outcomes) if rank != but]
+    assert all(error is not None for error in found)
+    return [error for error in found if error is not None]
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+@pytest.mark.parametrize("at_message", [0, 1, 30])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("die", r"ended( in the middle of a message of lane \w+, after \d+ of \d+ bytes of a (head|payload))?"),
+        ("truncate", r"ended( in the middle of a message of lane control, after 46 of the 92 bytes of a head)?"),
+        ("corrupt", r"sent a message of lane control that cannot be read: its head is damaged .*"),
+    ],
+)
+def test_others_name_the_rank_that_broke(what: str, told: str, at_message: int, num_ranks: int) -> None:
+    fault = Fault(1, what, at_message, Lane.CONTROL)  # type: ignore[arg-type]
+    outcomes = rank_outcomes(num_ranks, many_steps, faults=[fault], delays_seed=at_message)
+    for rank, error in zip([0, *range(2, num_ranks)], errors_of(outcomes, but=1), strict=True):
+        assert isinstance(error, RankFailedError)
+        who, did = rf"rank 1( \(pid \d+, \S+\))? {told}", rf"rank {rank} (waited for|was about to send|sent)"
+        assert re.match(rf"{who}(while|;) {did}" if told.endswith(".*") else rf"{who} while {did}", str(error)), error
+        assert error.rank == 1
+        assert outcomes[rank].took_s < SOON_S + 200 * 0.02
+
+
+def test_a_dead_rank_is_named_with_what_was_waited_for() -> None:
+    outcomes = rank_outcomes(3, many_steps, faults=[Fault(2, "die", 3 + 2 * 12, Lane.CONTROL)])
+    names = [str(error) for error in errors_of(outcomes, but=2)]
+    assert all(re.match(r"rank 2 \(pid \d+, \S+\) ended while rank \d ", name) for name in names)
+    assert any(re.search(r"waited for the norm of step \d+$", name) for name in names)
+
+
+def test_a_rank_that_hangs_is_named_after_the_timeout() -> None:
+    outcomes = rank_outcomes(3, many_steps, faults=[Fault(1, "hang", 30)], timeout_s=0.5)
+    errors = errors_of(outcomes, but=1)
+    assert any(isinstance(error, RankTimeoutError) for error in errors)
+    for error in errors:
+        assert isinstance(error, RankFailedError)
+        assert re.match(
+            r"rank 1 \(pid \d+, \S+\) said nothing for 0\.5 s while rank \d waited for the norm", str(error)
+        )
+        assert error.rank == 1
+    assert all(outcomes[rank].took_s < 0.5 + SOON_S for rank in (0, 2))
+
+
+def test_a_rank_that_hangs_while_it_is_sent_much_is_named_after_the_timeout() -> None:
+    def send(links: Links) -> str:
+        if links.ranks.rank == 0:
+            for _ in range(100):
+                links.send(1, Kind.PIECE, payload=torch.zeros(1 << 20), lane=Lane.GRADIENTS)
+        else:
+            links.on(Kind.PIECE, lambda peer, numbers, payload: threading.Event().wait(2.0))
+            threading.Event().wait(2.0)
+        return "done"
+
+    outcomes = rank_outcomes(2, send, timeout_s=0.5)
+    assert isinstance(outcomes[0].error, RankTimeoutError)
+    assert re.match(
+        r"rank 1 \(.*\) said nothing for 0.5 s while rank 0 waited for it to take PIECE", str(outcomes[0].error)
+    )
+
+
+def test_a_rank_that_fails_says_why_to_those_who_wait() -> None:
+    def fail(links: Links) -> str:
+        links.barrier("the start")
+        if links.ranks.rank == 2:
+            raise OSError("the drive is full")
+        return many_steps(links)
+
+    for seed in range(5):
+        outcomes = rank_outcomes(4, fail, delays_seed=seed)
+        assert isinstance(outcomes[2].error, OSError)
+        for error in errors_of(outcomes, but=2):
+            assert re.match(r"rank 2 \(.*\) failed: OSError: the drive is full while rank \d w", str(error))
+
+
+def test_a_handler_that_fails_is_the_failure_of_its_rank() -> None:
+    def fail(links: Links) -> str:
+        def take(peer: int, numbers: tuple[int, ...], payload: object) -> None:
+            raise LookupError(f"no block {numbers[0]}")
+
+        links.on(Kind.FILLED, take)
+        if links.ranks.rank == 0:
+            links.send(1, Kind.FILLED, 7)
+        links.wait_for(lambda: False, "the end")
+        return "done"
+
+    outcomes = rank_outcomes(3, fail)
+    assert isinstance(outcomes[1].error, LookupError)
+    for error in errors_of(outcomes, but=1):
+        assert re.match(r"rank 1 \(.*\) failed: LookupError: no block 7 while rank \d waited for the end", str(error))
+
+
+def test_a_clean_end_is_a_failure_for_those_who_wait_for_that_rank() -> None:
+    def leave(links: Links) -> str:
+        links.barrier("the start")
+        return "done" if links.ranks.rank == 1 else many_steps(links)
+
+    outcomes = rank_outcomes(3, leave)
+    assert outcomes[1].result == "done"
+    for rank in (0, 2):
+        told = r"rank 1 \(.*\) had ended its run while rank \d waited for the norm of step 0"
+        assert re.match(told, str(outcomes[rank].error))
+
+
+def test_the_first_failure_is_the_one_that_all_name() -> None:
+    """What ends because of it is not taken for a cause."""
+
+    def pass_on(links: Links) -> str:
+        links.barrier("the start")
+        rank, num_ranks = links.ranks.rank, links.ranks.num_ranks
+        if rank == num_ranks - 1:
+            raise ValueError("a bad batch")
+        links.wait_for(lambda: False, f"rank {rank + 1}", peers=[rank + 1])
+        return "done"
+
+    for seed in range(10):
+        outcomes = rank_outcomes(5, pass_on, delays_seed=seed)
+        for error in errors_of(outcomes, but=4):
+            assert isinstance(error, RankFailedError)
+            assert error.rank == 4
+            assert "rank 4" in str(error).split("failed: ValueError: a bad batch")[0]
+
+
+def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
+    all_listen = threading.Barrier(3)
+
+    def ask(links: Links) -> int:
+        told: list[RankFailedError] = []
+        is_told = threading.Event()
+        links.when_failed(lambda error: (told.append(error), is_told.set()))
+        all_listen.wait()
+        if links.ranks.rank == 0:
+            raise ValueError("no")
+        assert is_told.wait(SOON_S)
+        return told[0].rank
+
+    outcomes = rank_outcomes(3, ask)
+    assert [outcome.result for outcome in outcomes[1:]] == [0, 0]
