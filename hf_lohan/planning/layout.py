@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
     Chunk,
@@ -31,8 +31,9 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
+from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
+from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
-from hf_lohan.threads import usable_cpus
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
@@ -134,12 +135,20 @@ def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
     return RecordSpec(block.name, "gradient", name, block.state_numel, granule_numel=block.granule_numel)
 
 
-def resolved_here(config: OffloadConfig, device: Device, default_ssd_path: str | Path) -> OffloadConfig:
-    """Every `auto` filled in for this process and `device`. Raises ConfigError for budgets that cannot be."""
-    return config.resolve(
-        host_memory_bytes=available_host_memory_bytes(),
-        device_memory_bytes=device.total_memory_bytes(),
-        num_cpus=usable_cpus(),
+def resolved_here(
+    config: OffloadConfig, device: Device, default_ssd_path: str | Path, links: Links | None = None
+) -> OffloadConfig:
+    """Every `auto` filled in for this process and `device`, and the paths that are this rank's. With several ranks all
+    call this together. Raises ConfigError for budgets that cannot be."""
+    links = links or Links.alone()
+    if config.ssd == "auto":
+        config = replace(config, ssd=str(default_ssd_path))  # type: ignore[arg-type] - any spelling of it
+    paths = rank_paths(config.ssd, links.ranks) if config.ssd != "auto" else ()
+    share, paths = share_of_machine(config, device, paths, links)
+    return replace(config, ssd=paths or "auto").resolve(
+        host_memory_bytes=share.host_memory_bytes,
+        device_memory_bytes=share.device_memory_bytes,
+        num_cpus=share.num_cpus,
         default_ssd_path=str(default_ssd_path),
     )
 

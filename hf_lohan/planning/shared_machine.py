@@ -1,0 +1,129 @@
+"""What each rank of a run may take of a machine that it shares with others: settings that are "auto" are divided."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hf_lohan.config import ConfigError, OffloadConfig, SsdPath
+from hf_lohan.device import Device, available_host_memory_bytes
+from hf_lohan.files.directories import free_bytes, occupied_bytes
+from hf_lohan.ranks import Links, Ranks
+from hf_lohan.store import DATA_NAMES
+from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.threads import usable_cpus
+
+
+@dataclass(frozen=True)
+class Share:
+    """Of one rank. All ranks of a run have the same numbers, so that they plan alike."""
+
+    host_memory_bytes: int
+    device_memory_bytes: int
+    num_cpus: int
+
+
+@dataclass(frozen=True)
+class _Offer:
+    """What a rank finds before any of them takes something."""
+
+    settings: Mapping[str, Any]
+    """But for paths, which may differ from machine to machine."""
+    host_memory_bytes: int
+    device_memory_bytes: int
+    device: str
+    """Equal for ranks that share one."""
+    cpus: Sequence[int]
+    drives: Sequence[Sequence[int]]
+    """For each path (device number, free bytes, bytes of the store that is there)."""
+
+    def pack(self) -> bytes:
+        return json.dumps(vars(self)).encode()
+
+    @classmethod
+    def unpack(cls, packed: bytes) -> _Offer:
+        return cls(**json.loads(packed))
+
+
+def rank_paths(paths: Sequence[SsdPath], ranks: Ranks) -> tuple[SsdPath, ...]:
+    """Where this rank's store lies, by what all ranks are given: `{local_rank}` and `{node}` in a path are this rank's,
+    and with several ranks each has a folder of its own below. Those that are this rank's already stay."""
+    return tuple(replace(ssd, path=_folder(ssd.path, ranks)) for ssd in paths)
+
+
+def _folder(path: str, ranks: Ranks) -> str:
+    path = path.replace("{local_rank}", str(ranks.local_rank)).replace("{node}", str(ranks.node))
+    own = rank_folder(path, ranks.rank, ranks.num_ranks)
+    return path if os.path.basename(path) == os.path.basename(own) else own
+
+
+def share_of_machine(
+    config: OffloadConfig, device: Device, paths: Sequence[SsdPath], links: Links
+) -> tuple[Share, tuple[SsdPath, ...]]:
+    """What is this rank's, and its ``paths`` with capacities that leave the other ranks theirs. All ranks call this
+    together, before any of them takes memory. Raises ConfigError if they were given different settings."""
+    ranks = links.ranks
+    if not ranks.others:
+        return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus()), tuple(paths)
+    offered = links.gather("what is free for each rank", _offer(config, device, paths).pack())
+    offers = [_Offer.unpack(packed) for packed in offered]
+    _refuse_differences(offers)
+    shares = [_share(offers, ranks.of_rank(rank)) for rank in range(ranks.num_ranks)]
+    least = Share(
+        min(share.host_memory_bytes for share in shares),
+        min(share.device_memory_bytes for share in shares),
+        min(share.num_cpus for share in shares),
+    )
+    return least, tuple(
+        ssd if ssd.capacity != "auto" else replace(ssd, capacity=_capacity(offers, ranks, number))
+        for number, ssd in enumerate(paths)
+    )
+
+
+def _offer(config: OffloadConfig, device: Device, paths: Sequence[SsdPath]) -> _Offer:
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+    return _Offer(
+        settings={name: value for name, value in config.to_dict().items() if name != "ssd"},
+        host_memory_bytes=available_host_memory_bytes(),
+        device_memory_bytes=device.total_memory_bytes(),
+        device="host" if device.memory_is_host else f"{device.torch_device} of {visible}",
+        cpus=sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(usable_cpus())),
+        drives=[_drive(ssd.path) for ssd in paths],
+    )
+
+
+def _drive(path: str) -> tuple[int, int, int]:
+    existing = path
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    return os.stat(existing).st_dev, free_bytes(path), occupied_bytes(path, DATA_NAMES)
+
+
+def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:
+    own, box = offers[ranks.rank], [offers[rank] for rank in ranks.in_this_box]
+    cpus = sum(1 / sum(cpu in other.cpus for other in box) for cpu in own.cpus)
+    return Share(
+        host_memory_bytes=min(offer.host_memory_bytes for offer in box) // ranks.num_local,
+        device_memory_bytes=own.device_memory_bytes // sum(other.device == own.device for other in box),
+        num_cpus=max(1, int(cpus + 1e-6)),
+    )
+
+
+def _capacity(offers: Sequence[_Offer], ranks: Ranks, number: int) -> int:
+    """This rank's part of the free space behind one of its paths, the stores of all its ranks counted as free."""
+    drive, free, _ = offers[ranks.rank].drives[number]
+    there = [found for rank in ranks.in_this_box for found in offers[rank].drives if found[0] == drive]
+    return (free + sum(occupied for _, _, occupied in there)) // len(there)
+
+
+def _refuse_differences(offers: Sequence[_Offer]) -> None:
+    for rank, offer in enumerate(offers):
+        for name, value in offer.settings.items():
+            if value != offers[0].settings[name]:
+                raise ConfigError(
+                    f"{name} is {offers[0].settings[name]!r} on rank 0 and {value!r} on rank {rank}; give all ranks "
+                    "the same offload settings, but for ssd paths"
+                )

@@ -1,0 +1,50 @@
+"""Where the stores of several ranks lie: one beside the other, each in a folder of its own under the ssd path."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+
+from hf_lohan.files import ForeignStoreError
+from hf_lohan.store.manifest import MANIFEST_NAME
+
+_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+
+
+def rank_folder(directory: str, rank: int, num_ranks: int) -> str:
+    """The folder of one rank's store under a directory that all are given; of the only rank it is the directory."""
+    return directory if num_ranks == 1 else os.path.join(directory, f"rank-{rank}-of-{num_ranks}")
+
+
+def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
+    """(rank, folder) of each store under a directory, in the order of ranks, by the number of ranks that made them."""
+    found: dict[int, list[tuple[int, str]]] = {}
+    for rank, num_ranks, folder in _folders_under(directory):
+        if os.path.exists(os.path.join(folder, MANIFEST_NAME)):
+            found.setdefault(num_ranks, []).append((rank, folder))
+    return {num_ranks: sorted(stores) for num_ranks, stores in found.items()}
+
+
+def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
+    yield 0, 1, directory
+    names = os.listdir(directory) if os.path.isdir(directory) else []
+    for name in names:
+        if match := _NAME.fullmatch(name):
+            yield int(match[1]), int(match[2]), os.path.join(directory, name)
+
+
+def refuse_other_ranks(directory: str, num_ranks: int) -> None:
+    """Raise `ForeignStoreError` where stores of another number of ranks lie, and none of this number."""
+    stores = stores_under(directory)
+    others = sorted(stores.keys() - {num_ranks})
+    if others and num_ranks not in stores:
+        raise ForeignStoreError(
+            f"{directory} holds the store of a run with {_ranks(others[-1])}, and this run has {_ranks(num_ranks)}: "
+            "make it one of this run's with lohan reshard, choose another directory, or delete it if its state is no "
+            "longer needed"
+        )
+
+
+def _ranks(num_ranks: int) -> str:
+    return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"

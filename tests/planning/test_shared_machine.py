@@ -1,0 +1,101 @@
+"""What is "auto" is shared among the ranks of a machine; what is a number is each rank's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.device import CpuDevice
+from hf_lohan.planning import shared_machine
+from hf_lohan.planning.layout import resolved_here
+from hf_lohan.ranks import Links
+from hf_lohan.testing.thread_ranks import run_ranks
+
+MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that does not change while it is looked at, with eight CPUs and drives of a GiB."""
+    monkeypatch.setattr(shared_machine, "available_host_memory_bytes", lambda: 1000 * MIB)
+    monkeypatch.setattr(CpuDevice, "total_memory_bytes", lambda self: 800 * MIB)
+    monkeypatch.setattr(shared_machine, "usable_cpus", lambda: 8)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(8)))
+    monkeypatch.setattr(shared_machine, "free_bytes", lambda _path: 1024 * MIB)
+
+
+def resolved(settings: dict[str, Any], default: Path, num_ranks: int, num_local: int | None = None) -> Any:
+    def resolve(links: Links) -> OffloadConfig:
+        return resolved_here(OffloadConfig.load(settings), CpuDevice(), default, links)
+
+    return run_ranks(num_ranks, resolve, num_local=num_local)
+
+
+def test_one_rank_has_it_all(tmp_path: Path) -> None:
+    config = resolved_here(OffloadConfig(), CpuDevice(), tmp_path / "store")
+    assert (config.cpu_memory, config.gpu_memory, config.cpu_threads) == (600 * MIB, 640 * MIB, 8)
+    assert [(ssd.path, ssd.capacity) for ssd in config.ssd] == [(str(tmp_path / "store"), "auto")]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 4), (8, 4)])
+def test_ranks_of_a_machine_share_it(num_ranks: int, num_local: int, tmp_path: Path) -> None:
+    configs = resolved({}, tmp_path / "store", num_ranks, num_local)
+    for rank, config in enumerate(configs):
+        assert config.cpu_memory == 600 * MIB // num_local
+        assert config.gpu_memory == 640 * MIB // num_local, "on a CPU the device is the machine's memory, too"
+        assert (config.cpu_threads, config.io_threads) == (8 // num_local, max(2, 8 // num_local))
+        assert config.ssd[0].path == str(tmp_path / "store" / f"rank-{rank}-of-{num_ranks}")
+        assert config.ssd[0].capacity == 1024 * MIB // num_local
+
+
+def test_what_is_a_number_is_each_ranks(tmp_path: Path) -> None:
+    said = {"cpu_memory": 100 * MIB, "cpu_threads": 3, "ssd": {"path": str(tmp_path), "capacity": 50 * MIB}}
+    for config in resolved(said, tmp_path, 2):
+        assert (config.cpu_memory, config.cpu_threads, config.ssd[0].capacity) == (100 * MIB, 3, 50 * MIB)
+
+
+def test_a_drive_for_each_rank(tmp_path: Path) -> None:
+    said = {"ssd": [str(tmp_path / "nvme{local_rank}" / "box{node}"), str(tmp_path / "both")]}
+    paths = [[ssd.path for ssd in config.ssd] for config in resolved(said, tmp_path, 4, 2)]
+    assert [path for path, _ in paths] == [
+        str(tmp_path / f"nvme{rank % 2}" / f"box{rank // 2}" / f"rank-{rank}-of-4") for rank in range(4)
+    ]
+    alone = resolved_here(OffloadConfig.load(said), CpuDevice(), tmp_path)
+    assert alone.ssd[0].path == str(tmp_path / "nvme0" / "box0")
+
+
+def test_what_is_resolved_stays_as_it_is(tmp_path: Path) -> None:
+    def twice(links: Links) -> tuple[OffloadConfig, OffloadConfig]:
+        first = resolved_here(OffloadConfig(), CpuDevice(), tmp_path, links)
+        return first, resolved_here(first, CpuDevice(), tmp_path / "elsewhere", links)
+
+    assert all(first == second for first, second in run_ranks(2, twice))
+
+
+def test_the_stores_that_are_there_count_as_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that goes on would find less room than the one before it."""
+    taken = {0: 300 * MIB, 1: 100 * MIB}
+    monkeypatch.setattr(shared_machine, "occupied_bytes", lambda path, _names: taken["rank-1" in path])
+    for config in resolved({}, tmp_path, 2):
+        assert config.ssd[0].capacity == (1024 + 400) * MIB // 2
+
+
+def test_ranks_on_cores_of_their_own_keep_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def cores(links: Links) -> int:
+        offers = [shared_machine._Offer({}, 0, 0, "host", cpus, []) for cpus in ([0, 1, 2], [2, 3, 4], [5, 6], [7])]
+        return shared_machine._share(offers, links.ranks).num_cpus
+
+    assert run_ranks(4, cores) == [2, 2, 2, 1]
+
+
+def test_other_settings_on_another_rank_are_named(tmp_path: Path) -> None:
+    def resolve(links: Links) -> None:
+        settings = {"prefetch_blocks": 2 + links.ranks.rank // 2}
+        resolved_here(OffloadConfig.load(settings), CpuDevice(), tmp_path, links)
+
+    with pytest.raises(ConfigError, match="prefetch_blocks is 2 on rank 0 and 3 on rank 2; give all ranks the same"):
+        run_ranks(3, resolve)

@@ -1,0 +1,45 @@
+"""Stores of several ranks lie side by side, and those of another number of ranks are not overlooked."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store.rank_folders import rank_folder, refuse_other_ranks, stores_under
+
+
+def make(folder: str, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine) -> None:
+    Store.create([StorePath(folder)], records, model=model, engine=engine).close()
+
+
+def test_the_only_rank_has_the_directory_itself() -> None:
+    assert rank_folder("/drive/store", 0, 1) == "/drive/store"
+    assert rank_folder("/drive/store", 2, 4) == "/drive/store/rank-2-of-4"
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_another_number_of_ranks_is_refused(
+    num_ranks: int, tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
+) -> None:
+    directory = str(tmp_path / "store")
+    refuse_other_ranks(directory, num_ranks)  # nothing is there
+    for rank in range(num_ranks):
+        make(rank_folder(directory, rank, num_ranks), records, model, engine)
+        refuse_other_ranks(directory, num_ranks)
+    assert [rank for rank, _ in stores_under(directory)[num_ranks]] == list(range(num_ranks))
+    made = "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    with pytest.raises(ForeignStoreError, match=rf"of a run with {made}, and this run has 4 ranks: .* lohan reshard"):
+        refuse_other_ranks(directory, 4)
+    make(rank_folder(directory, 0, 4), records, model, engine)
+    refuse_other_ranks(directory, 4)
+
+
+def test_folders_without_a_store_are_none(tmp_path: Path) -> None:
+    (tmp_path / "rank-0-of-2").mkdir()
+    (tmp_path / "rank-0-of-2-old").mkdir()
+    (tmp_path / "records").touch()
+    assert stores_under(str(tmp_path)) == {}
+    refuse_other_ranks(str(tmp_path), 3)
