@@ -7,7 +7,7 @@ number once the machine is known. The room itself knows neither torch nor the ma
 
 from hf_lohan.config.collectives import Collectives
 from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
-from hf_lohan.config.values import ConfigError, SsdPath, interval_s, parse_bytes
+from hf_lohan.config.values import ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
 
 __all__ = [
     "Activations",
@@ -19,4 +19,5 @@ __all__ = [
     "interval_s",
     "parse_bytes",
     "setting_rows",
+    "ssd_paths",
 ]

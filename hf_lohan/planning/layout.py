@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ssd_paths
 from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
@@ -141,9 +141,8 @@ def resolved_here(
     """Every `auto` filled in for this process and `device`, and the paths that are this rank's. With several ranks all
     call this together. Raises ConfigError for budgets that cannot be."""
     links = links or Links.alone()
-    if config.ssd == "auto":
-        config = replace(config, ssd=str(default_ssd_path))  # type: ignore[arg-type] - any spelling of it
-    paths = rank_paths(config.ssd, links.ranks) if config.ssd != "auto" else ()
+    given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
+    paths = rank_paths(given, links.ranks) if given != "auto" else ()
     share, paths = share_of_machine(config, device, paths, links)
     return replace(config, ssd=paths or "auto").resolve(
         host_memory_bytes=share.host_memory_bytes,
