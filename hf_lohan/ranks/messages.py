@@ -58,6 +58,8 @@ class Kind(enum.IntEnum):
     """A rank's range of a block's weights is in the memory that a box shares."""
     TAKEN = 21
     """A rank has copied a block from there."""
+    WEIGHTS_PART = 22
+    """A rank's range of a block's weights, for another box."""
     PREPARED = 30
     """A commit is durable on a rank."""
 

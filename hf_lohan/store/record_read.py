@@ -51,6 +51,10 @@ class RecordRead:
         """Whether no thread touches its memory any more, be it filled or not."""
         return self._request.done()
 
+    def when_done(self, told: Callable[[], object]) -> None:
+        """Have ``told`` called once, as `IoRequest.add_done_callback` says."""
+        self._request.add_done_callback(lambda _request: told())
+
     def arrive(self) -> None:
         """Return when the bytes are there, not verified; raises `StorageError` if they are not to be had."""
         self._request.wait()

@@ -12,7 +12,7 @@ norm. Knows no model and no slots.
 from hf_lohan.updates.arrival import GradientArrivals
 from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.groups import ParamGroups
-from hf_lohan.updates.handover import Delivery
+from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
@@ -35,5 +35,6 @@ __all__ = [
     "StepResult",
     "StepTransaction",
     "UpdateSetup",
+    "UpdatesDroppedError",
     "WeightLoan",
 ]

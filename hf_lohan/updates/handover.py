@@ -17,6 +17,10 @@ from hf_lohan.threads import raised_anew
 Ended = Callable[[BaseException | None], None]
 
 
+class UpdatesDroppedError(RuntimeError):
+    """The step was dropped whose updates were to bring weights: those of the step before are in the store."""
+
+
 class InRam:
     """In the place of a buffer: where parameters live in RAM, their memory is nobody else's before the block's next
     update, and that comes behind every copy to a slot."""
@@ -163,7 +167,9 @@ class Handover:
         with self._lock:
             self._new.clear()
         self._end_all(
-            lambda: RuntimeError("the step whose updates were to bring these weights was dropped; read them again")
+            lambda: UpdatesDroppedError(
+                "the step whose updates were to bring these weights was dropped; read them again"
+            )
         )
 
     def abort(self, cause: BaseException) -> None:

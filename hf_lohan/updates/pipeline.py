@@ -38,7 +38,7 @@ class GradientPipeline:
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
-        self._handover = handover = Handover(setup.device)
+        self._handover = handover = Handover(setup.copies_new_weights or setup.device)
 
         def cannot_finish_step(error: BaseException) -> None:
             """Whoever waits for a buffer or a block is told."""

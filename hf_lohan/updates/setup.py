@@ -57,5 +57,7 @@ class UpdateSetup:
     open_spill_of_sums: Callable[[], RecordFiles] | None = None
     means: Callable[[Callable[[Command], None]], GradientMeans] = OwnGradients
     """Makes what makes gradients those of all ranks, given how to run something on the worker's thread."""
+    copies_new_weights: Device | None = None
+    """To whoever needs their block: `device`, if None. Where that is host memory, the host copies them at once."""
     exchange_norms: Exchange | None = None
     """Gives the norms of what a rank has to all others; None where there is one rank."""

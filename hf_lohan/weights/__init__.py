@@ -10,18 +10,23 @@ become new.
 from hf_lohan.weights.absent_parameter import gathered_parameters
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.blocks_in_use import BlocksInUse
+from hf_lohan.weights.lockstep_prefetcher import JointSource, LockstepPrefetcher
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
 from hf_lohan.weights.schedule import LoadSchedule
+from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import LocalWeights, WeightSource
 
 __all__ = [
     "BlockLoader",
     "BlocksInUse",
+    "JointSource",
     "LoadSchedule",
     "LocalWeights",
+    "LockstepPrefetcher",
     "Prefetcher",
+    "SharedWeights",
     "Slot",
     "SlotRing",
     "WeightSource",

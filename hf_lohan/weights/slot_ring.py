@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -71,6 +71,7 @@ class SlotRing:
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
         self._num_loads: Counter[Block] = Counter()
         self._high_water_bytes = 0
+        self._told_of_loans: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
         return [slot for slots in self.slots.values() for slot in slots]
@@ -106,6 +107,12 @@ class SlotRing:
         with self.lock:
             slot.num_loans -= 1
             self.changed.notify_all()
+        for told in self._told_of_loans:
+            told()
+
+    def when_loan_ends(self, told: Callable[[], None]) -> None:
+        """Have ``told`` called whenever one has been given back, on whatever thread does that."""
+        self._told_of_loans.append(told)
 
     def show(self, block: Block) -> None:
         """Make the parameters views into the pinned slot."""

@@ -1,0 +1,389 @@
+"""Weights that several ranks bring together: each puts its part of a block into host memory that the ranks of its box
+share, and each copies the whole block from there to its own device.
+
+So a block is read from the drives once for a box, and no byte of it is sent between ranks of one box: messages only say
+what is there. Between boxes each rank sends its part to the one rank of every other box that has its local rank.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import Tensor
+
+from hf_lohan.device import Device, Event, Lane
+from hf_lohan.model import Block, ranges
+from hf_lohan.ranks import Kind, Links, PayloadReader, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Lane as LinkLane
+from hf_lohan.store import RecordRead
+from hf_lohan.threads import TaskThreads
+from hf_lohan.timeline import LOADS_WAIT
+from hf_lohan.updates import Delivery, UpdatesDroppedError
+from hf_lohan.weights.source import RecordReader
+
+PAGE_BYTES = 4096
+
+
+class SharedPlaces:
+    """Where blocks lie in the memory through which they pass one after the other. All ranks of a box know it alike,
+    since it follows from the order of the blocks."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+        self._taken_until = 0
+        self._in_use: dict[int, tuple[int, int]] = {}
+
+    def next_start(self, num_bytes: int) -> int | None:
+        """Where the next block goes to; None as long as another is there."""
+        start = self._taken_until if self._taken_until + num_bytes <= self.num_bytes else 0
+        if any(first < start + num_bytes and start < last for first, last in self._in_use.values()):
+            return None
+        return start
+
+    def take(self, number: int, start: int, num_bytes: int) -> None:
+        """Load ``number`` is there from here on."""
+        self._taken_until = -(-(start + num_bytes) // PAGE_BYTES) * PAGE_BYTES
+        self._in_use[number] = start, start + num_bytes
+
+    def free(self, number: int) -> None:
+        """Everybody has copied it."""
+        del self._in_use[number]
+
+
+@dataclass(eq=False)
+class _Load:
+    """One that has begun, and is not copied yet."""
+
+    number: int
+    block: Block
+    entry: Tensor
+    """[block.numel] in the host memory of all."""
+    missing: set[int]
+    """Ranks of other boxes whose parts this rank puts there, and that have not come."""
+    delivery: Delivery | None = None
+    has_ended: bool = False
+    """Whether what comes from updates is there, or never will be."""
+    error: BaseException | None = None
+    reads: deque[RecordRead] = field(default_factory=deque)
+    is_own_there: bool = False
+    has_told: bool = False
+
+    @property
+    def cause(self) -> str:
+        """What it waits for, of this rank's part."""
+        return "for the SSD" if self.reads else "for updates to be written"
+
+
+class SharedWeights:
+    """A `JointSource`. Reads go into the memory itself, and so do weights that updates have in RAM."""
+
+    def __init__(
+        self,
+        device: Device,
+        store: RecordReader,
+        deliver: Callable[[Block, Tensor, Event | None], Delivery],
+        links: Links,
+        memory: Tensor,
+        blocks: Sequence[Block],
+        *,
+        read_bytes: int,
+    ) -> None:
+        """``store`` has this rank's part of each block. ``deliver`` says what comes from updates into host memory, and
+        sees that it does. ``memory``: uint8, page-aligned, shared by the ranks of the box, with room for the largest
+        block; with room for two they come without a pause. ``blocks``: all, in one order on all ranks. ``read_bytes``
+        are asked for and verified at a time."""
+        largest = max(blocks, key=lambda block: block.param_bytes)
+        if memory.numel() < largest.param_bytes:
+            raise ValueError(
+                f"the memory that ranks share has {memory.numel()} bytes, and block {largest.name} needs "
+                f"{largest.param_bytes}; share at least so many"
+            )
+        self._device = device
+        self._store = store
+        self._deliver = deliver
+        self._links = links
+        self._ranks = links.ranks
+        self._memory = memory
+        self._blocks = blocks
+        self._number_of = {block: number for number, block in enumerate(blocks)}
+        self._read_bytes = read_bytes
+        self._places = SharedPlaces(memory.numel())
+        self._loads: dict[int, _Load] = {}
+        """In their order. Changed under the links' lock; what has news to tell of them, too."""
+        self._filled: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """By load: the ranks of this box that say that their part is there, and of which block."""
+        self._not_taken: dict[int, set[int]] = {}
+        """By load: the ranks of this box that have not copied it yet."""
+        self._num_uses: dict[int, int] = {}
+        """By load: this rank's copy to its device, and one for each box to which its part is sent."""
+        self._has_news = False
+        self._wants_room = False
+        self._is_closed = False
+        self._copier = TaskThreads(1, "lohan-weights-copied")
+        self._sender = TaskThreads(1, "lohan-weights-sender")
+        self._listen()
+
+    def _listen(self) -> None:
+        """Between two barriers nobody sends, so that nothing comes that was meant for a source before this one, and
+        nothing of this one is lost."""
+        handlers = {
+            Kind.FILLED: self._on_filled,
+            Kind.TAKEN: self._on_taken,
+            Kind.WEIGHTS_PART: self._on_part,
+        }
+        self._links.barrier("no weights are under way", sequence="weights")
+        for kind in handlers:
+            self._links.off(kind)
+        self._links.barrier("weights may come", sequence="weights")
+        for kind, handler in handlers.items():
+            self._links.on(kind, handler)
+
+    # The thread that carries out loads.
+
+    def begin(self, number: int, block: Block) -> bool:
+        """See `JointSource`."""
+        start = self._places.next_start(block.param_bytes)
+        is_coming = any(load.block is block and not load.has_ended for load in self._loads.values())
+        self._wants_room = start is None
+        if start is None or is_coming:  # updates bring a block to one place at a time
+            return False
+        self._places.take(number, start, block.param_bytes)
+        entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
+        load = _Load(number, block, entry, {rank for rank in self._counterparts if _has_part(block, rank)})
+        with self._links.lock:
+            self._loads[number] = load
+            self._not_taken[number] = set(self._ranks.in_this_box)
+            self._num_uses[number] = 1 + len(self._recipients(block))
+            self._refuse_other_blocks(load)
+            self._links.notify()  # parts from other boxes may wait for it
+        self._begin_own(load)
+        return True
+
+    def advance(self) -> bool:
+        """See `JointSource`."""
+        has_done = False
+        for load in list(self._loads.values()):
+            while load.reads and load.reads[0].done():
+                load.reads.popleft().wait()
+                has_done = True
+            if not load.reads and load.has_ended and not load.is_own_there:
+                has_done = True
+                if isinstance(load.error, UpdatesDroppedError):
+                    self._begin_own(load)  # the step is gone, so the weights are those of the store
+                    continue
+                if load.error is not None:
+                    raise load.error
+                load.is_own_there = True
+                self._send_part(load)
+            if load.is_own_there and not load.missing and not load.has_told:
+                load.has_told = has_done = True
+                self._tell_filled(load)
+        self._free_taken()
+        return has_done
+
+    def is_whole(self, number: int) -> bool:
+        """See `JointSource`."""
+        return len(self._filled.get(number, ())) == self._ranks.num_local
+
+    def finish(self, number: int, weights: Tensor, free: Event | None) -> Event:
+        """See `JointSource`."""
+        if free is not None:
+            self._device.wait(Lane.H2D, free)
+        self._device.copy(Lane.H2D, weights, self._loads[number].entry)
+        ready = self._device.record(Lane.H2D)
+        with self._links.lock:
+            del self._loads[number], self._filled[number]
+        self._copier.put(lambda: self._await_copied(number, ready))
+        return ready
+
+    def wait(self) -> None:
+        """See `JointSource`."""
+        first = next(iter(self._loads.values()), None)
+        if first is not None:
+            cause = first.cause if not first.is_own_there else "for other ranks"
+            with self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name):
+                what = f"its part of {first.block.name} (load {first.number})"
+                self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
+        elif self._wants_room:
+            with self._device.timeline.task(LOADS_WAIT, "for other ranks"):
+                self._links.wait_for(self._take_news, "it to copy a block from shared memory", peers=self._slow_to_copy)
+        else:
+            self._links.wait_for(self._take_news, "loads to carry out", peers=[])
+
+    def notify(self) -> None:
+        """See `JointSource`."""
+        with self._links.lock:
+            self._has_news = True
+            self._links.notify()
+
+    def fail(self, error: BaseException) -> None:
+        """See `JointSource`."""
+        self._links.fail(error)
+
+    def close(self) -> None:
+        """What others still send is not taken any more."""
+        with self._links.lock:
+            self._is_closed = True
+            self._links.notify()
+        for kind in (Kind.FILLED, Kind.TAKEN, Kind.WEIGHTS_PART):
+            self._links.on(kind, lambda _peer, _numbers, _payload: None)
+        self._copier.close()
+        self._sender.close()
+
+    # This rank's part.
+
+    def _begin_own(self, load: _Load) -> None:
+        load.has_ended, load.error = False, None
+        first, last = load.block.rank_ranges[self._ranks.rank]
+        with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
+            delivery = load.delivery = self._deliver(load.block, load.entry, None)
+        for start, stop in _within(delivery.ranges_to_read(), first, last):
+            for low, high in ranges(stop - start, self._read_bytes // load.entry.itemsize):
+                view = load.entry[start + low : start + high]
+                read = self._store.read(load.block.name, "param", start + low, view, is_urgent=True)
+                load.reads.append(read)
+                read.when_done(self.notify)
+        delivery.when_ended(lambda error: self._end_delivery(load, error))
+
+    def _end_delivery(self, load: _Load, error: BaseException | None) -> None:
+        load.error = error
+        load.has_ended = True
+        self.notify()
+
+    def _tell_filled(self, load: _Load) -> None:
+        block_number = self._number_of[load.block]
+        for rank in self._ranks.in_this_box:
+            if rank != self._ranks.rank:
+                self._links.send(rank, Kind.FILLED, load.number, block_number)
+        with self._links.lock:
+            self._filled[load.number][self._ranks.rank] = block_number
+
+    # Other ranks of this box.
+
+    def _on_filled(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
+        number, block_number = numbers
+        with self._links.lock:
+            self._filled[number][rank] = block_number
+            load = self._loads.get(number)
+            if load is not None:
+                self._refuse_other_blocks(load)
+        self.notify()
+
+    def _refuse_other_blocks(self, load: _Load) -> None:
+        for rank, block_number in self._filled[load.number].items():
+            self._refuse_other_block(load, rank, block_number)
+
+    def _refuse_other_block(self, load: _Load, rank: int, block_number: int) -> None:
+        other = self._blocks[block_number]
+        if other is not load.block:
+            raise RanksDisagreeError(
+                f"load {load.number} of rank {self._ranks.rank} is {load.block.name}, and that of rank {rank} is "
+                f"{other.name}: each rank must run the same forwards and backwards in the same order, so look for what "
+                "only some ranks run, such as a callback that evaluates, or layers that are skipped at random"
+            )
+
+    def _await_copied(self, number: int, copied: Event) -> None:
+        copied.synchronize()
+        self._end_one_use(number)
+
+    def _end_one_use(self, number: int) -> None:
+        """Of this rank: it has copied the block, and sent its part to each other box."""
+        with self._links.lock:
+            self._num_uses[number] -= 1
+            if self._num_uses[number]:
+                return
+            del self._num_uses[number]
+            self._not_taken[number].discard(self._ranks.rank)
+        try:
+            for rank in self._ranks.in_this_box:
+                if rank != self._ranks.rank:
+                    self._links.send(rank, Kind.TAKEN, number)
+        except RankFailedError:  # whoever waits is told
+            return
+        self.notify()
+
+    def _on_taken(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
+        (number,) = numbers
+        with self._links.lock:
+            self._not_taken[number].discard(rank)
+        self.notify()
+
+    def _free_taken(self) -> None:
+        with self._links.lock:
+            taken = [number for number, ranks in self._not_taken.items() if not ranks]
+            for number in taken:
+                del self._not_taken[number]
+                self._places.free(number)
+
+    def _slow_to_copy(self) -> list[int]:
+        """Ranks that keep the next block from beginning. Caller holds the links' lock."""
+        return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
+
+    def _awaited(self, load: _Load) -> list[int]:
+        """Ranks whose parts are missing, once this one's is there. Caller holds the links' lock."""
+        if not load.is_own_there:
+            return []
+        if load.missing:
+            return sorted(load.missing)
+        return [rank for rank in self._ranks.in_this_box if rank not in self._filled[load.number]]
+
+    def _take_news(self) -> bool:
+        """Caller holds the links' lock."""
+        had_news, self._has_news = self._has_news, False
+        return had_news
+
+    # Other boxes.
+
+    @property
+    def _counterparts(self) -> list[int]:
+        """The ranks of other boxes with this one's local rank: each of its parts passes through one rank of a box."""
+        ranks = self._ranks
+        return [ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node != ranks.node]
+
+    def _recipients(self, block: Block) -> list[int]:
+        return self._counterparts if _has_part(block, self._ranks.rank) else []
+
+    def _send_part(self, load: _Load) -> None:
+        """On a thread of its own: whoever has no room yet keeps nobody else waiting."""
+        first, last = load.block.rank_ranges[self._ranks.rank]
+        for rank in self._recipients(load.block):
+            self._sender.put(partial(self._send_part_to, rank, load, load.entry[first:last]))
+
+    def _send_part_to(self, rank: int, load: _Load, part: Tensor) -> None:
+        try:
+            block_number = self._number_of[load.block]
+            self._links.send(rank, Kind.WEIGHTS_PART, load.number, block_number, payload=part, lane=LinkLane.WEIGHTS)
+        except RankFailedError:  # whoever waits is told
+            return
+        self._end_one_use(load.number)
+
+    def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        """Waits for room: so does, then, the rank that sends."""
+        number, block_number = numbers
+        assert payload is not None
+        self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
+        with self._links.lock:
+            load = self._loads.get(number)
+            if load is None:
+                return
+            self._refuse_other_block(load, rank, block_number)
+        first, last = load.block.rank_ranges[rank]
+        payload.read_into(load.entry[first:last])
+        with self._links.lock:
+            load.missing.discard(rank)
+        self.notify()
+
+
+def _has_part(block: Block, rank: int) -> bool:
+    first, last = block.rank_ranges[rank]
+    return first < last
+
+
+def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
+    """What of the parts lies in [first, last)."""
+    for start, stop in parts:
+        if max(start, first) < min(stop, last):
+            yield max(start, first), min(stop, last)
