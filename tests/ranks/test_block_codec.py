@@ -1,0 +1,277 @@
+"""Values in 8 or 4 bits: by the definition to the bit, in whatever way they get there."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hard_values import HIGHEST, assert_same_bits, hard_values, plain_coding, ties
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec
+
+CODECS = [GRADIENTS_INT8, GRADIENTS_INT4, WEIGHTS_INT8, BlockCodec(4, 16, torch.float32)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+A_TILE = 64 * 1024
+codecs = pytest.mark.parametrize("codec", CODECS, ids=lambda codec: f"int{codec.num_bits}-{codec.block_numel}")
+ops = torch.ops.lohan
+
+
+def message_of(codec: BlockCodec, values: Tensor) -> Tensor:
+    message = torch.full((codec.message_bytes(values.numel()),), 0xAA, dtype=torch.uint8)
+    codec.encode(values, message)
+    return message
+
+
+def decoded(codec: BlockCodec, message: Tensor, numel: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    out = torch.full((numel,), 77.0, dtype=dtype)
+    codec.decode(message, out)
+    return out
+
+
+def parts_of(codec: BlockCodec, message: Tensor) -> tuple[Tensor, Tensor]:
+    """A message's levels [num_blocks, block_numel] and scales, taken apart without the code that is tested."""
+    block_bytes = codec.block_numel * codec.num_bits // 8
+    num_blocks = message.numel() // (block_bytes + codec.scale_dtype.itemsize)
+    codes = message[: num_blocks * block_bytes].view(torch.int8).view(num_blocks, block_bytes).int()
+    if codec.num_bits == 4:
+        codes = torch.cat([codes % 16 - 8, torch.div(codes, 16, rounding_mode="floor")], 1)
+    return codes, message[num_blocks * block_bytes :].view(codec.scale_dtype)
+
+
+def test_bytes_of_a_message() -> None:
+    assert GRADIENTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 64 * 2
+    assert GRADIENTS_INT4.message_bytes(1 << 20) == (1 << 19) + (1 << 20) // 64 * 2
+    assert WEIGHTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 256 * 4
+    assert GRADIENTS_INT4.message_bytes(65) == 2 * 32 + 2 * 2
+    assert GRADIENTS_INT4.message_bytes(0) == 0
+
+
+@codecs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_codes_and_scales_are_those_of_the_definition(codec: BlockCodec, dtype: torch.dtype) -> None:
+    values = hard_values(7 * codec.block_numel + 5, codec.block_numel, dtype)
+    levels, scales = parts_of(codec, message_of(codec, values))
+    wanted_levels, wanted_scales = plain_coding(values, codec.num_bits, codec.block_numel, codec.scale_dtype)
+    assert_same_bits(scales, wanted_scales)
+    assert torch.equal(levels.float(), wanted_levels)
+    expected = (wanted_levels * wanted_scales.float()[:, None]).flatten()[: values.numel()]
+    assert_same_bits(decoded(codec, message_of(codec, values), values.numel(), dtype), expected.to(dtype))
+    assert bool(expected[: codec.block_numel].eq(0).all())
+    assert bool(expected[3 * codec.block_numel : 5 * codec.block_numel].isnan().all())
+    assert int(expected.isnan().sum()) == 2 * codec.block_numel
+
+
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_what_is_between_two_codes_goes_to_the_even_one(num_bits: int) -> None:
+    codec = BlockCodec(num_bits, 64, torch.float32)
+    values = ties(64, num_bits)
+    found = decoded(codec, message_of(codec, values), 64)
+    assert bool((found[1:] % 2 == 0).all()) and bool(((found - values)[1:].abs() == 0.5).all())
+
+
+@codecs
+def test_the_largest_of_either_sign_comes_back(codec: BlockCodec) -> None:
+    """To as many digits as a scale has. (Formats with one code more below zero cut off the positive one.)"""
+    for sign in (1.0, -1.0):
+        values = torch.linspace(-0.3, 0.3, codec.block_numel)
+        values[3] = sign
+        assert decoded(codec, message_of(codec, values), codec.block_numel)[3] == pytest.approx(sign, rel=2**-8)
+
+
+@codecs
+def test_an_error_is_at_most_half_a_step(codec: BlockCodec) -> None:
+    values = torch.randn(3 * A_TILE + 17)
+    found = decoded(codec, message_of(codec, values), values.numel())
+    _, scales = parts_of(codec, message_of(codec, values))
+    step = scales.float().repeat_interleave(codec.block_numel)[: values.numel()]
+    # Half a step, and what the largest code may lack where its scale was rounded down.
+    room = 0.5 + (HIGHEST[codec.num_bits] * 2**-9 if codec.scale_dtype == torch.bfloat16 else 1e-4)
+    assert bool(((found - values).abs() <= room * step).all())
+
+
+@codecs
+def test_tiles_and_what_fills_up_the_last_block_leave_no_trace(codec: BlockCodec) -> None:
+    """Each block is what it is by itself, wherever it lies."""
+    values = hard_values(2 * A_TILE + 3 * codec.block_numel + 1, codec.block_numel)
+    levels, scales = parts_of(codec, message_of(codec, values))
+    for start in (0, A_TILE - codec.block_numel, A_TILE, 2 * A_TILE, 2 * A_TILE + 3 * codec.block_numel):
+        alone = values[start : start + codec.block_numel]
+        own_levels, own_scales = parts_of(codec, message_of(codec, alone))
+        assert torch.equal(levels[start // codec.block_numel], own_levels[0])
+        assert_same_bits(scales[start // codec.block_numel][None], own_scales)
+
+
+@codecs
+@pytest.mark.parametrize("factor", [1.0, 0.25, 1 / 3])
+def test_a_sum_is_that_of_parts_in_their_order(codec: BlockCodec, factor: float) -> None:
+    numel = A_TILE + 2 * codec.block_numel + 9
+    messages = [message_of(codec, hard_values(numel, codec.block_numel, seed=seed)) for seed in range(4)]
+    expected = decoded(codec, messages[0], numel) * factor
+    for message in messages[1:]:
+        expected += decoded(codec, message, numel) * factor
+    found = torch.empty(numel)
+    codec.decode_sum_(messages, found, factor)
+    assert_same_bits(found, expected)
+    out = torch.empty_like(messages[0])
+    codec.decode_sum_encode(messages, out, numel, factor)
+    levels, scales = parts_of(codec, out)
+    wanted_levels, wanted_scales = parts_of(codec, message_of(codec, expected))
+    assert_same_bits(scales, wanted_scales)
+    assert torch.equal(levels, wanted_levels)
+    if codec.scale_dtype == torch.float32 or factor == 1 / 3:  # elsewhere products are short, and few sums are rounded
+        backwards = torch.empty(numel)
+        codec.decode_sum_(messages[::-1], backwards, factor)
+        assert not torch.equal(backwards.nan_to_num(), found.nan_to_num()), "an order that does not matter"
+
+
+@codecs
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_input_is_changed(codec: BlockCodec, dtype: torch.dtype) -> None:
+    """`float()` of float32 is the tensor itself: working in place there would ruin a gradient."""
+    values = hard_values(6 * codec.block_numel, codec.block_numel, dtype)
+    before = values.clone()
+    messages = [message_of(codec, values), message_of(codec, values)]
+    assert_same_bits(values, before)
+    copies = [message.clone() for message in messages]
+    codec.decode(messages[0], torch.empty(values.numel()))
+    codec.decode_sum_(messages, torch.empty(values.numel()), 0.5)
+    codec.decode_sum_encode(messages, torch.empty_like(messages[0]), values.numel())
+    assert all(map(torch.equal, messages, copies))
+    codes, scales = ops.quantize_blocks(values, codec.num_bits, codec.block_numel, codec.scale_dtype)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (codes, scales)}
+    assert values.untyped_storage().data_ptr() not in own and len(own) == 2
+
+
+@codecs
+def test_a_message_in_the_middle_of_a_buffer(codec: BlockCodec) -> None:
+    values, num_bytes = torch.randn(1000), codec.message_bytes(1000)
+    buffer = torch.full((num_bytes + 64,), 5, dtype=torch.uint8)
+    codec.encode(values, buffer[32 : 32 + num_bytes])
+    assert torch.equal(buffer[32 : 32 + num_bytes], message_of(codec, values))
+    assert bool((buffer[:32] == 5).all()) and bool((buffer[32 + num_bytes :] == 5).all())
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    numel=st.integers(0, 3000),
+    num_bits=st.sampled_from([8, 4]),
+    block_numel=st.sampled_from([16, 64, 256, 4096]),
+    scale_dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    exponent=st.integers(-44, 38),
+    seed=st.integers(0, 99),
+)
+def test_any_size_and_magnitude(
+    numel: int, num_bits: int, block_numel: int, scale_dtype: torch.dtype, exponent: int, seed: int
+) -> None:
+    codec = BlockCodec(num_bits, block_numel, scale_dtype)
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(seed)).clamp(-3, 3).mul(10.0**exponent)
+    levels, scales = plain_coding(values, num_bits, block_numel, scale_dtype)
+    found = decoded(codec, message_of(codec, values), numel)
+    assert_same_bits(found, (levels * scales.float()[:, None]).flatten()[:numel])
+
+
+def test_the_error_that_is_told() -> None:
+    values = torch.zeros(256)
+    values[0], values[1], values[2] = 127.0, 0.4, 3.0
+    error = BlockCodec(8, 256, torch.float32).measured_error(values)
+    assert error.flushed_fraction == pytest.approx(1 / 3)
+    assert error.relative_rms == pytest.approx(0.4 / (127.0**2 + 0.4**2 + 9) ** 0.5, rel=1e-5)
+    nothing = WEIGHTS_INT8.measured_error(torch.zeros(300))
+    assert nothing.relative_rms == 0 and nothing.flushed_fraction == 0
+
+
+def test_smaller_blocks_lose_less() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(1 << 16, generator=generator) * torch.randn(1 << 16, generator=generator).exp()
+    errors = [BlockCodec(4, block).measured_error(values) for block in (32, 64, 256, 4096)]
+    assert errors == sorted(errors, key=lambda error: error.relative_rms)
+    assert errors == sorted(errors, key=lambda error: error.flushed_fraction)
+    assert errors[1].relative_rms < 0.6 * errors[3].relative_rms
+    assert GRADIENTS_INT8.measured_error(values).relative_rms < 0.1 * errors[1].relative_rms
+
+
+@codecs
+def test_operators_keep_to_their_schemas(codec: BlockCodec) -> None:
+    form = (codec.num_bits, codec.block_numel)
+    values = torch.randn(5 * codec.block_numel + 3)
+    numel = values.numel()
+    codes, scales = ops.quantize_blocks(values, *form, codec.scale_dtype)
+    both, out = ([codes, codes.clone()], [scales, scales.clone()]), torch.empty(numel)
+    coded = {"codes": torch.empty_like(codes), "scales": torch.empty_like(scales)}
+    summed = {"out_codes": torch.empty_like(codes), "out_scales": torch.empty_like(scales)}
+    torch.library.opcheck(ops.quantize_blocks.default, (values, *form, codec.scale_dtype))
+    torch.library.opcheck(ops.quantize_blocks.out, (values, *form), coded)
+    torch.library.opcheck(ops.dequantize_blocks.default, (codes, scales, *form, numel, torch.bfloat16))
+    torch.library.opcheck(ops.dequantize_blocks.out, (codes, scales, *form), {"values": out})
+    torch.library.opcheck(ops.dequantize_sum.default, (*both, *form, numel, 0.5))
+    torch.library.opcheck(ops.dequantize_sum.out, (*both, *form, 0.5), {"values": out})
+    torch.library.opcheck(ops.dequantize_sum_quantize.default, (*both, *form, numel, 0.5))
+    torch.library.opcheck(ops.dequantize_sum_quantize.out, (*both, *form, numel, 0.5), summed)
+
+
+def test_new_tensors_are_what_is_written_into_given_ones() -> None:
+    values = torch.randn(1000)
+    codes, scales = ops.quantize_blocks(values, 4, 64, torch.bfloat16)
+    message = message_of(GRADIENTS_INT4, values)
+    assert torch.equal(message, torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)]))
+    found = ops.dequantize_blocks(codes, scales, 4, 64, 1000, torch.float32)
+    assert torch.equal(found, decoded(GRADIENTS_INT4, message, 1000))
+    total = torch.empty(1000)
+    GRADIENTS_INT4.decode_sum_([message, message], total, 0.5)
+    assert torch.equal(ops.dequantize_sum([codes, codes], [scales, scales], 4, 64, 1000, 0.5), total)
+    assert torch.equal(total, found)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((5, 64, torch.float32), "num_bits=5: codes have 8 bits or 4"),
+        ((8, 96, torch.float32), "block_numel=96: take a power of two from 16 to 4096"),
+        ((8, 8, torch.float32), "block_numel=8: take a power of two"),
+        ((8, 64, torch.float16), "scale_dtype=torch.float16: scales are torch.float32 or torch.bfloat16"),
+    ],
+)
+def test_formats_that_are_refused(arguments: tuple[int, int, torch.dtype], sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        BlockCodec(*arguments)
+
+
+def test_messages_that_do_not_fit_are_refused() -> None:
+    codec, values = WEIGHTS_INT8, torch.randn(256)
+    with pytest.raises(
+        ValueError, match=r"a message of 256 values is torch\.uint8 \[260\] in one piece, not .* \[261\]"
+    ):
+        codec.encode(values, torch.empty(261, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"not torch\.int8 \[260\]"):
+        codec.decode(torch.empty(260, dtype=torch.int8), values)
+    with pytest.raises(ValueError, match="a message begins 2 bytes past a multiple of 4"):
+        codec.encode(values, torch.empty(264, dtype=torch.uint8)[2:262])
+    with pytest.raises(ValueError, match=r"expected torch\.float32 or .* \[256\] in one piece, got torch\.float64"):
+        codec.encode(values.double(), torch.empty(260, dtype=torch.uint8))
+    with pytest.raises(ValueError, match="in one piece"):
+        codec.encode(torch.randn(512)[::2], torch.empty(260, dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"a sum is torch\.float32, not torch\.bfloat16"):
+        codec.decode_sum_([message_of(codec, values)], values.bfloat16())
+    with pytest.raises(ValueError, match="codes in 0 tensors"):
+        codec.decode_sum_([], values)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install hf-lohan[triton]")
+def test_triton_computes_the_same_bits() -> None:
+    """In Triton's interpreter, which has to be chosen before Triton is imported. `tests/gpu` has the same on CUDA."""
+    script = Path(__file__).with_name("triton_against_torch.py")
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False, timeout=250
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    assert "24 cases" in result.stdout
