@@ -18,6 +18,8 @@ _BOTTLENECKS = {
     "link": "the link to and from the device",
     "ssd": "the SSDs",
     "cpu": "the optimizer on the CPU",
+    "net": "the network",
+    "host": "the RAM of a box",
 }
 
 

@@ -66,8 +66,12 @@ class DataArguments:
     max_eval_samples: int | None = field(default=None, metadata={"help": "Evaluate on the first rows only."})
     resume: str | None = field(
         default=None,
-        metadata={"nargs": "?", "const": "last", "help": "Go on from a checkpoint: its folder, or the last "
-        "one, or the last step that was committed after it."},
+        metadata={
+            "nargs": "?",
+            "const": "last",
+            "help": "Go on from a checkpoint: its folder, or the last "
+            "one, or the last step that was committed after it.",
+        },
     )
 
 

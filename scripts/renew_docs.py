@@ -51,11 +51,13 @@ def answer(command: str) -> str:
 
 
 def shortened(printed: str) -> str:
-    """What it is of, the step, the bytes on each tier and the wear."""
+    """What it is of, the step, what several boxes send, the bytes on each tier, the wear and what hides."""
     lines = [line.rstrip() for line in printed.splitlines()]
-    start = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
-    stop = next(number for number, line in enumerate(lines) if number > start and not line)
-    kept = [*lines[:4], "", *lines[start:stop], *(["", line] for line in lines if line.startswith("A step writes"))]
+    tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
+    start = next((number for number, line in enumerate(lines) if line.startswith("one box sends")), tiers)
+    stop = next(number for number, line in enumerate(lines) if number > tiers and not line)
+    below = (line for line in lines if line.startswith(("A step writes", "Behind computing hide")))
+    kept = [*lines[:4], "", *lines[start:stop], *(["", line] for line in below)]
     return "\n".join(text for one in kept for text in ([one] if isinstance(one, str) else one)) + "\n"
 
 

@@ -205,9 +205,7 @@ class ActivationSwapper:
             self._device.copy(Lane.D2H, buffer.bytes[: stop - start], flat[start:stop])
             self._device.record(Lane.D2H).synchronize()
             whole = -(-(stop - start) // GRANULE_NUMEL) * GRANULE_NUMEL
-            request = spill.files.write(
-                SPILL_BLOCK, SPILL_KIND, swapped.spill_start + start, buffer.bytes[:whole]
-            )
+            request = spill.files.write(SPILL_BLOCK, SPILL_KIND, swapped.spill_start + start, buffer.bytes[:whole])
             request.add_done_callback(partial(_release, buffer))
             swapped.writes.append(request)
 
@@ -262,9 +260,7 @@ class ActivationSwapper:
                     free_one()
                 buffer = spill.staging.acquire()
                 whole = -(-(stop - start) // GRANULE_NUMEL) * GRANULE_NUMEL
-                read = spill.files.read(
-                    SPILL_BLOCK, SPILL_KIND, swapped.spill_start + start, buffer.bytes[:whole]
-                )
+                read = spill.files.read(SPILL_BLOCK, SPILL_KIND, swapped.spill_start + start, buffer.bytes[:whole])
                 reading.append((read, buffer, start, stop))
             while reading:
                 copy_one()

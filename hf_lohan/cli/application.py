@@ -123,6 +123,13 @@ def plan(
     lora_rank: Annotated[
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
     ] = None,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")] = 1,
+    boxes: Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")] = 1,
+    link: Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")] = None,
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
 ) -> None:
@@ -141,6 +148,10 @@ def plan(
             max_grad_norm=max_grad_norm,
             dtype=dtype,
             lora_rank=lora_rank,
+            num_ranks=ranks,
+            num_boxes=boxes,
+            link=link,
+            collectives=collectives,
         )
         run_plan(request, as_json=as_json, plot=plot)
 
@@ -154,6 +165,13 @@ def estimate(
     hardware: Annotated[
         str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
     ] = None,
+    ranks: Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")] = 1,
+    boxes: Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")] = 1,
+    link: Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")] = None,
+    collectives: Annotated[
+        str | None,
+        typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
@@ -162,7 +180,15 @@ def estimate(
         from hf_lohan.cli.plan_request import PlanRequest
 
         request = PlanRequest(
-            model=model, batch_size=batch_size, sequence_length=seq_len, offload=offload, hardware=hardware
+            model=model,
+            batch_size=batch_size,
+            sequence_length=seq_len,
+            offload=offload,
+            hardware=hardware,
+            num_ranks=ranks,
+            num_boxes=boxes,
+            link=link,
+            collectives=collectives,
         )
         run_estimate(request, as_json=as_json)
 

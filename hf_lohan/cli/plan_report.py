@@ -19,6 +19,7 @@ from hf_lohan.cli.plan_changes import (
     times_slower_than_hidden,
     tokens_at_once,
 )
+from hf_lohan.cli.plan_ranks import of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
@@ -73,8 +74,11 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
     }
+    if planned.plan.cluster.num_boxes > 1:
+        lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
-    lines_below = (*_wear(planned), hiding(planned), *_what_helps(planned), without_offloading(planned))
+    hidden = (hiding(planned), *what_hides(planned.plan))
+    lines_below = (*_wear(planned), *hidden, *_what_helps(planned), without_offloading(planned))
     for line in (heading(planned), summary(planned), *figures, *lines_below):
         console.print(line, soft_wrap=True)
 
@@ -85,11 +89,11 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     console.print(summary(planned), soft_wrap=True)
     for line in _order(planned):
         console.print(line, soft_wrap=True)
-    for table in (_resources(planned), _tiers(planned), _activations(planned)):
+    for table in (_resources(planned), *_sent(planned), _tiers(planned), _activations(planned)):
         console.print()
         console.print(table)
     console.print()
-    for line in (*_records(planned), *_wear(planned), hiding(planned)):
+    for line in (*_records(planned), *_wear(planned), hiding(planned), *what_hides(planned.plan)):
         console.print(line, soft_wrap=True)
     if planned.plan.in_memory.fits:
         console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
@@ -107,7 +111,8 @@ def heading(planned: PlannedRun) -> Text:
     return Text.assemble(
         (planned.model_class, "bold"),
         f", {count(profile.num_params)} parameters, {dtype}; "
-        f"batch {profile.batch_size // num_together} x {profile.sequence_length} tokens{accumulated}\n",
+        f"batch {profile.batch_size // num_together} x {profile.sequence_length} tokens{accumulated}"
+        f"{of_each_rank(planned.plan.cluster)}\n",
         machine(hardware),
     )
 
@@ -158,6 +163,21 @@ def _resources(planned: PlannedRun) -> Table:
     return table
 
 
+def _sent(planned: PlannedRun) -> Iterable[Table]:
+    """Between boxes: what the plan sends, and what else it could have sent."""
+    if planned.plan.cluster.num_boxes == 1:
+        return
+    table = _table("one box sends in a step", "", "bytes")
+    for row in sent_rows(planned.plan):
+        table.add_row(*row)
+    yield table
+    if planned.plan.tried_ways:
+        ways = _table("weights", "backward's from", "gradients", "a step")
+        for way, is_taken in tried_rows(planned.plan):
+            ways.add_row(*way, style="bold yellow" if is_taken else None)
+        yield ways
+
+
 def _figure(value: float) -> str:
     return "-" if value == 0 else f"{value:.3g}"
 
@@ -166,7 +186,7 @@ def _tiers(planned: PlannedRun) -> Table:
     setup, hardware = planned.setup, planned.hardware
     limits = {
         "gpu": hardware.device.memory_bytes,
-        "cpu": setup.cpu_memory_bytes,
+        "cpu": setup.cluster.num_local * setup.cpu_memory_bytes,
         "ssd": setup.ssd_capacity_bytes or hardware.ssd_capacity_bytes,
     }
     names = {"gpu": "device", "cpu": "RAM", "ssd": "SSDs"}

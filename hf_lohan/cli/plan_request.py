@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_lohan.cli.plan_ranks import collective_choice, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
@@ -14,7 +15,7 @@ from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import BudgetError, HardwareProfile
+from hf_lohan.planner import BudgetError, Cluster, HardwareProfile
 from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, why_in_turn
 from hf_lohan.threads import usable_cpus
 
@@ -38,6 +39,14 @@ class PlanRequest:
     dtype: str = "auto"
     lora_rank: int | None = None
     """Of adapters on all linear layers of a frozen base; None: all weights are trained."""
+    num_ranks: int = 1
+    """Each with a device like the machine's and batches of its own."""
+    num_boxes: int = 1
+    """Machines that they are on, equally many on each."""
+    link: str | None = None
+    """Between those; None: what the hardware's profile says."""
+    collectives: str | None = None
+    """None: as the configuration says."""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -45,12 +54,20 @@ class PlanRequest:
             "sequence length": self.sequence_length,
             "number of gradient accumulation steps": self.num_micro_batches,
             "rank of LoRA": self.lora_rank,
+            "number of ranks": self.num_ranks,
+            "number of boxes": self.num_boxes,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise ValueError(f"the {name} is {value}; it must be at least 1")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; give 0 for no clipping, or a positive norm")
+        if self.num_ranks % self.num_boxes:
+            raise ValueError(f"{self.num_ranks} ranks on {self.num_boxes} boxes; give equally many to each box")
+
+    @property
+    def cluster(self) -> Cluster:
+        return Cluster(num_boxes=self.num_boxes, num_local=self.num_ranks // self.num_boxes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +116,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
                 cpu_memory=other.ram_factor * ram if isinstance(ram, int) else ram,
                 resident_records="auto",
             )
+    cluster = request.cluster
     config = asked.resolve(
-        host_memory_bytes=host_bytes,
+        host_memory_bytes=host_bytes // cluster.num_local,
         device_memory_bytes=device_bytes,
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
@@ -110,9 +128,12 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     model = weightless_model(model_config, dtype, request.lora_rank)
     config = activations_kept_if_needed(model, config)
     is_accumulated = request.num_micro_batches > 1
-    is_joint = config.vertical_micro_batches is True and is_accumulated
-    is_open = config.vertical_micro_batches == "auto" and is_accumulated
-    in_turn_because = why_in_turn(model) if is_open else None
+    is_auto = config.vertical_micro_batches == "auto" and is_accumulated
+    in_turn_because = why_in_turn(model) if is_auto else None
+    # What several ranks have summed goes to its owner once a step.
+    is_own_choice = is_auto and cluster.num_ranks > 1 and in_turn_because is None
+    is_joint = (config.vertical_micro_batches is True and is_accumulated) or is_own_choice
+    is_open = is_auto and not is_joint
     shape = StepShape(
         request.batch_size,
         request.sequence_length or _sequence_length_of(model_config),
@@ -124,7 +145,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         config,
         working_dtype=dtype if request.lora_rank is None else None,  # adapters are float32
         hold_gradients=request.max_grad_norm > 0 or shape.num_micro_batches > 1,
-        sums_gradients=request.num_micro_batches > 1,
+        sums_gradients=request.num_micro_batches > 1 or cluster.num_ranks > 1,
         memory_is_host=memory_is_host,
     )
     planned = plan_step(
@@ -132,14 +153,16 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         layout,
         config,
         shape,
-        measure=lambda traced, _shape: hardware or _measured(config, device, traced, dtype),
+        measure=lambda traced, _shape: with_link(
+            hardware or _measured(config, device, traced, dtype), request.link, cluster.num_boxes
+        ),
         fused_attention=not memory_is_host,
         may_run_together=is_open and in_turn_because is None,
+        cluster=cluster,
+        collectives=collective_choice(request.collectives, config.collectives),
     )
     return PlannedRun(
-        **vars(planned),
-        request=request,
-        model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
+        **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because
     )
 
 

@@ -46,11 +46,26 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
     to_device, to_host = work("copies to the device", "h2d_s"), work("copies from the device", "d2h_s")
     ssds = Resource("SSDs", frozenset({"ssd"}), (work("reading", "ssd_read_s"), work("writing", "ssd_write_s")))
     if planned.hardware.device.shares_cpu:
-        return [Resource("CPU", frozenset({"compute", "cpu"}), (compute, to_device, to_host, update)), ssds]
+        resources = [Resource("CPU", frozenset({"compute", "cpu"}), (compute, to_device, to_host, update)), ssds]
+        return [*resources, *_shared(planned)]
     return [
         Resource("device", frozenset({"compute"}), (compute,)),
         Resource("link to the device", frozenset({"h2d", "link"}), (to_device,)),
         Resource("link from the device", frozenset({"d2h", "link"}), (to_host,)),
         ssds,
         Resource("CPU (optimizer)", frozenset({"cpu"}), (update,)),
+        *_shared(planned),
     ]
+
+
+def _shared(planned: PlannedRun) -> list[Resource]:
+    """What only several ranks keep busy."""
+    step, cluster = planned.plan.prediction, planned.plan.cluster
+    resources = []
+    if cluster.num_boxes > 1:
+        work = Work("sending", step.forward.net_s, step.backward.net_s)
+        resources.append(Resource("network", frozenset({"net"}), (work,)))
+    if cluster.num_ranks > 1 and planned.hardware.cpu.memory_bytes_per_s:
+        work = Work("passing", step.forward.host_s, step.backward.host_s)
+        resources.append(Resource("RAM", frozenset({"host"}), (work,)))
+    return resources

@@ -112,13 +112,9 @@ class OffloadEngine:
         )
         self.clip_history = ClipHistory("speculate" if config.clip == "speculate" else "defer")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self._step = StepTransaction(
-            self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget
-        )
+        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
         names = {module: name for name, module in model.named_modules()}
-        self.activations = ActivationTiers(
-            self.device, {layer: names[layer] for layer in layout.model_blocks.layers}
-        )
+        self.activations = ActivationTiers(self.device, {layer: names[layer] for layer in layout.model_blocks.layers})
         self.planned_memory = PlannedMemory(self.activations, config.activations, tiers, layout)
         self._plan = FollowedPlan(
             events, self.planned_memory, self._pipeline, self._step, self.clip_history, self.commits

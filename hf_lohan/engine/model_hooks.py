@@ -70,9 +70,7 @@ class ModelHooks:
         for module, blocks in model_blocks.needs.items():
             self._handles.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
             after = partial(self._after_layer, layers[module]) if module in layers else self._after_outer
-            self._handles.append(
-                module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out))
-            )
+            self._handles.append(module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out)))
 
     # Forward.
 

@@ -95,9 +95,7 @@ class ComputeSpans:
         """The last compute of the task, if one is open, is enqueued."""
         if self._open is not None:
             (name, block, began), self._open = self._open, None
-            self._device.note_span(
-                Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name
-            )
+            self._device.note_span(Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name)
 
 
 class ModelPass:

@@ -69,9 +69,7 @@ class ParameterAccess:
                 for start, stop in ranges(part.numel, self._piece_numel):
                     self._write_piece(block, part, start, flat[part.first + start : part.first + stop], buffers)
 
-    def _write_piece(
-        self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]
-    ) -> None:
+    def _write_piece(self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]) -> None:
         numel, place = piece.numel(), part.start + start
         bounce = buffers[0].bytes
         master = buffers[1].view(torch.float32, numel)
@@ -148,9 +146,7 @@ class ParameterAccess:
         return start, landing[: stop - start]
 
     @torch.no_grad()
-    def write_state(
-        self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None
-    ) -> None:
+    def write_state(self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None) -> None:
         """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last),
         from a flat source that begins there."""
         for block, part in self.parts[name]:
@@ -161,9 +157,7 @@ class ParameterAccess:
                 elements = block.master.elements(kind, place, place + end - begin)
                 self._write_elements(block, kind, *elements, source, before)
 
-    def _write_elements(
-        self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int
-    ) -> None:
+    def _write_elements(self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int) -> None:
         """Elements [first, last) of a record, from those of ``source`` that lie behind ``before`` others."""
         with self._buffers(2) as (bounce, landing):
             for start, stop in ranges(last - first, self._piece_numel):

@@ -61,9 +61,7 @@ def _holds_gradients(args: TrainingArguments, config: OffloadConfig) -> bool:
     return args.max_grad_norm > 0 or has_later_backwards
 
 
-def named_arguments(
-    trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]
-) -> dict[str, Any]:
+def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """All that the Trainer below ``mixin`` is to be made of, by name: trainers have their arguments in orders of their
     own. Raises TypeError as a call does."""
     names: list[str] = []

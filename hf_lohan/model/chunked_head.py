@@ -244,9 +244,7 @@ def head_as_it_is(model: Any) -> Iterator[None]:
         head.forward = stands_in
 
 
-def chunked_cross_entropy(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss
-) -> Tensor:
+def chunked_cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss) -> Tensor:
     """The sum over all tokens, in float32. As torch's own functions, it lets weights be brought that are absent."""
     if has_torch_function((weight, bias)):
         absent = tuple(tensor for tensor in (weight, bias) if tensor is not None)
@@ -262,9 +260,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     the bias are summed in float32."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, loss: _Loss) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, labels)
         ctx.loss = loss
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)

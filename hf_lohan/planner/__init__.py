@@ -6,6 +6,7 @@ chooses which records have a copy in RAM. From a `HardwareProfile` and a `ModelP
 kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
+from hf_lohan.planner.collectives import ChosenCollectives, Cluster, CollectiveChoice, TriedWay
 from hf_lohan.planner.fitting import fits_without_offloading
 from hf_lohan.planner.forecast import forecast, scaled_to
 from hf_lohan.planner.hardware_changes import (
@@ -51,6 +52,7 @@ from hf_lohan.planner.pool_plan import (
     step_traffic,
 )
 from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
+from hf_lohan.planner.rank_search import part_of, plan_over_ranks
 from hf_lohan.planner.unit_cuts import cut_units
 
 __all__ = [
@@ -64,6 +66,9 @@ __all__ = [
     "BlockProfile",
     "BlockShape",
     "BudgetError",
+    "ChosenCollectives",
+    "Cluster",
+    "CollectiveChoice",
     "CpuProfile",
     "DeviceProfile",
     "Durability",
@@ -82,6 +87,7 @@ __all__ = [
     "SsdProfile",
     "StepPrediction",
     "TrainingSetup",
+    "TriedWay",
     "choose_resident_records",
     "cut_for_ranks",
     "cut_units",
@@ -89,7 +95,9 @@ __all__ = [
     "fits_without_offloading",
     "forecast",
     "one_more_ssd",
+    "part_of",
     "plan_offload",
+    "plan_over_ranks",
     "plan_pools",
     "scaled_to",
     "step_traffic",

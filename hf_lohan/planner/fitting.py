@@ -12,7 +12,8 @@ from hf_lohan.wording import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What the tiers have for activations, once all else has its place. Negative where all else does not fit."""
+    """What the tiers have for activations of one rank, once all else has its place. Negative where all else does not
+    fit."""
 
     kept_bytes: int
     cpu_bytes: int
@@ -45,10 +46,19 @@ def working_bytes(model: ModelProfile) -> int:
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """On the SSDs, in all homes. Frozen weights have one."""
+    """On the SSDs of a box, in all homes. Frozen weights have one."""
     trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
-    return int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes)
+    all_bytes, cluster = int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes), setup.cluster
+    is_copied = cluster.collectives.backward == "ssd"
+    copied_bytes = setup.num_homes * cluster.copied_bytes(model.param_bytes) if is_copied else 0
+    return -(-all_bytes // cluster.num_boxes) + copied_bytes
+
+
+def ram_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
+    """What a rank gives of its RAM for a copy of all weights in its box."""
+    is_copied = setup.cluster.collectives.backward == "ram"
+    return -(-model.param_bytes // setup.cluster.num_local) if is_copied else 0
 
 
 def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
@@ -60,10 +70,11 @@ def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
     """The device is at its fullest when forward turns into backward: what is kept, and a layer's or the head's work."""
     beside_bytes = hardware.device.memory_bytes - working_bytes(model)
+    ssd_bytes = ssd_limit_bytes(hardware, setup) - record_bytes(model, setup)
     return Room(
         kept_bytes=min(setup.gpu_memory_bytes, beside_bytes) - setup.gpu_fixed_bytes,
-        cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes,
-        ssd_bytes=ssd_limit_bytes(hardware, setup) - record_bytes(model, setup) - setup.spilled_gradient_bytes,
+        cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes - ram_copy_bytes(model, setup),
+        ssd_bytes=ssd_bytes // setup.cluster.num_local - setup.spilled_gradient_bytes,
     )
 
 
@@ -83,6 +94,13 @@ def explain_refusal(
         return (
             f"cpu_memory of {_shown(setup.cpu_memory_bytes)} is too small for the buffers; set cpu_memory to at least "
             f"{_shown(setup.cpu_fixed_bytes)}"
+        )
+    copy_bytes = ram_copy_bytes(model, setup)
+    if setup.cpu_fixed_bytes + copy_bytes > setup.cpu_memory_bytes:
+        return (
+            f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the buffers and a copy of "
+            f"all weights in each box; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
+            "have backward's weights from the world or the SSDs"
         )
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
 
@@ -121,19 +139,21 @@ def _refuse_ssd(
     limit, room = ssd_limit_bytes(hardware, setup), measure_room(model, hardware, setup)
     cap = setup.activation_cpu_bytes
     least_spill = max(0, least_swapped_bytes - (room.cpu_bytes if cap is None else min(room.cpu_bytes, cap)))
-    missing = least_spill - room.ssd_bytes
+    num_local = setup.cluster.num_local
+    missing, least_spill = num_local * (least_spill - room.ssd_bytes), num_local * least_spill
     if missing <= 0:
         return None
     saved_by_one_home = record_bytes(model, setup) // 2 if setup.durability == "step" else 0
     ways = [f"give the SSDs {_shown(missing)} more ({_shown(limit + missing)} in all)"]
     if missing <= least_spill and setup.activation_cpu_bytes is None:
-        ways.append(f"set cpu_memory to at least {_shown(setup.cpu_memory_bytes + missing)}")
+        ways.append(f"set cpu_memory to at least {_shown(setup.cpu_memory_bytes + -(-missing // num_local))}")
     if missing <= saved_by_one_home:
         ways.append("set durability to checkpoint, which keeps one version of the state instead of two")
     spilled = f" and {_shown(least_spill)} of activations that RAM cannot hold" if least_spill else ""
+    state_bytes = record_bytes(model, setup) + num_local * setup.spilled_gradient_bytes
     return (
-        f"the SSDs' {_shown(limit)} cannot hold the training state of "
-        f"{_shown(record_bytes(model, setup) + setup.spilled_gradient_bytes)}{spilled}; {', or '.join(ways)}"
+        f"the SSDs' {_shown(limit)} cannot hold the training state of {_shown(state_bytes)}{spilled}; "
+        f"{', or '.join(ways)}"
     )
 
 

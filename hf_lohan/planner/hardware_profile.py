@@ -47,11 +47,15 @@ class CpuProfile:
     added there."""
     checksum_bytes_per_s: float | None = None
     """Hashing of what passes to and from the SSD; None: taken to cost nothing."""
+    memory_bytes_per_s: float | None = None
+    """Of RAM, reading and writing added, which the ranks of a box share; None: not known, so never the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
-    """A machine. `ssd` are the paths that a store is striped over; together they are as fast as their sum, unless
+    """A machine; where it has several equal devices, `device` and the links are those of each.
+
+    `ssd` are the paths that a store is striped over; together they are as fast as their sum, unless
     `ssd_together_read_bytes_per_s` and `ssd_together_write_bytes_per_s` were measured for all at once."""
 
     device: DeviceProfile
@@ -65,6 +69,8 @@ class HardwareProfile:
     ssd_together_write_bytes_per_s: float | None = None
     ssd_mixed_bytes_per_s: float | None = None
     """Of all paths, reading and writing as many bytes at once, both added; None: they share the time (simplex)."""
+    net_bytes_per_s: float | None = None
+    """Of payload from this machine to others, while as much arrives; None: there are no others."""
 
     @property
     def ssd_capacity_bytes(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
+from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan, RecordTraffic, choose_resident_records
 
 MOST_LOST_S = 600.0
@@ -94,6 +95,8 @@ class TrainingSetup:
     """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`)."""
     turnaround_bytes: int = 0
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
+    cluster: Cluster = ALONE
+    """Budgets, records and micro-batches are those of one rank, the SSDs those of its box."""
     counts_fill: bool = True
     """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
 
@@ -135,11 +138,29 @@ class Lanes:
     ssd_read_s: float
     ssd_write_s: float
     optimizer_s: float
+    net_s: float = 0.0
+    host_s: float = 0.0
+    """Of the RAM that ranks share."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankPrediction:
+    """What there is to say of a step of several ranks beside what is said of any."""
+
+    bytes_by_collective: dict[CollectiveName, int]
+    """What one box sends in a step."""
+    hides_from_tokens: dict[str, float | None]
+    """By resource: with so many tokens a step, of all ranks together, it is busy as long as the devices compute. None:
+    each token keeps it busier."""
+
+    @property
+    def sent_bytes_per_step(self) -> int:
+        return sum(self.bytes_by_collective.values())
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
-    """One step, all its micro-batches. Times are those of a step among others, not of the first."""
+    """One step, all its micro-batches and ranks. Times are those of a step among others, not of the first."""
 
     forward_s: float
     """T_f. Updates that waited for the norm are in it."""
@@ -174,7 +195,10 @@ class StepPrediction:
     ssd_hidden_step_s: float
     """What the step would take if it never waited for the drives."""
     tier_bytes: dict[Tier, dict[str, int]]
+    """Of a device, and of a machine's RAM and drives."""
     fits: bool
+    ranks: RankPrediction | None = None
+    """None: there is one rank."""
 
     @property
     def step_s(self) -> float:
@@ -191,7 +215,10 @@ class StepPrediction:
         return self.model_flops / self.step_s / 1e12
 
     def to_mapping(self) -> dict[str, Any]:
-        return {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "tflops": self.tflops, **asdict(self)}
+        own = asdict(self)
+        if self.ranks is None:
+            del own["ranks"]
+        return {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "tflops": self.tflops, **own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,6 +258,9 @@ class OffloadPlan:
     in_memory: InMemoryFit
     """Whether it would train without offloading."""
     prediction: StepPrediction
+    cluster: Cluster = ALONE
+    tried_ways: tuple[TriedWay, ...] = ()
+    """Between several boxes: all ways to send weights and gradients that were open."""
     refusal: str | None
     """Why the plan cannot be carried out and the smallest change that would help; None if it can."""
 
@@ -250,7 +280,10 @@ class OffloadPlan:
     def to_mapping(self) -> dict[str, Any]:
         """For JSON: the prediction's figures beside every decision."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
-        del own["prediction"], own["in_memory"]
+        del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
+        if self.cluster.num_ranks > 1:
+            own["cluster"] = asdict(self.cluster)
+            own["tried_ways"] = [way.to_mapping() for way in self.tried_ways]
         return {
             **self.prediction.to_mapping(),
             **own,

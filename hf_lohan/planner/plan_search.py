@@ -14,7 +14,14 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
-from hf_lohan.planner.fitting import explain_refusal, fits_without_offloading, measure_room, record_bytes, working_bytes
+from hf_lohan.planner.fitting import (
+    explain_refusal,
+    fits_without_offloading,
+    measure_room,
+    ram_copy_bytes,
+    record_bytes,
+    working_bytes,
+)
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
@@ -27,7 +34,8 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.step_costs import Choice, StepCosts, Values, operation_s
+from hf_lohan.planner.rank_costs import step_costs
+from hf_lohan.planner.step_costs import Choice, Values, operation_s
 
 COMMIT_FRACTION = 0.02
 """Commits may make steps so much longer, on average, than none would."""
@@ -94,7 +102,7 @@ class _Search:
         self._model = model
         self._hardware = hardware
         self._setup = setup
-        self._costs = StepCosts(model, hardware, setup)
+        self._costs = step_costs(model, hardware, setup)
         self._room = measure_room(model, hardware, setup)
         self._activations = ActivationChoices(model, lambda operation: operation_s(operation, hardware))
         self._resident = setup.resident_records
@@ -173,8 +181,8 @@ class _Search:
         prediction = self._costs.predict(
             choice,
             best.clip,
-            num_tokens=setup.num_micro_batches * model.num_tokens,
-            model_flops=3 * setup.num_micro_batches * model.flops,
+            num_tokens=setup.cluster.num_ranks * setup.num_micro_batches * model.num_tokens,
+            model_flops=3 * setup.cluster.num_ranks * setup.num_micro_batches * model.flops,
             case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
             kept_bytes=candidates.kept.num_bytes,
             recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
@@ -191,6 +199,7 @@ class _Search:
             num_micro_batches=setup.num_micro_batches,
             num_together=setup.num_together,
             num_params=model.num_params,
+            cluster=setup.cluster,
             in_memory=fits_without_offloading(model, self._hardware.device.memory_bytes),
             prediction=prediction,
             refusal=refusal,
@@ -198,13 +207,20 @@ class _Search:
 
     def _tier_bytes(self, kept: Kept, swapped_to_cpu: int, spilled: int) -> dict[Tier, dict[str, int]]:
         model, setup = self._model, self._setup
+        num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
+        own_bytes = {
+            "buffers": setup.cpu_fixed_bytes,
+            "records": self._resident_bytes,
+            "activations": swapped_to_cpu,
+            **({"weights": copy_bytes} if copy_bytes else {}),
+        }
         return {
             "gpu": {"slots": setup.gpu_fixed_bytes, "activations": kept.num_bytes, "working_set": working_bytes(model)},
-            "cpu": {"buffers": setup.cpu_fixed_bytes, "records": self._resident_bytes, "activations": swapped_to_cpu},
+            "cpu": {name: num_local * num_bytes for name, num_bytes in own_bytes.items()},
             "ssd": {
                 "records": record_bytes(model, setup),
-                "gradients": setup.spilled_gradient_bytes,
-                "activations": spilled,
+                "gradients": num_local * setup.spilled_gradient_bytes,
+                "activations": num_local * spilled,
             },
         }
 

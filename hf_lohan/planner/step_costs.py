@@ -8,7 +8,8 @@ Beyond the paper: the CPU's time for the optimizer, links that are no full duple
 that wait for the norm and run under the next forward, several micro-batches a step, a device that is the CPU, and what
 does not overlap: the first block must arrive before it computes, and the last one's traffic ends after it.
 
-`StepCosts.predict` says of one choice what each resource does, and what the step waits for.
+`StepCosts.predict` says of one choice what each resource does, and what the step waits for. `rank_costs` has the costs
+of several ranks.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
-from hf_lohan.planner.offload_plan import ClipMode, Lanes, StepPrediction, TrainingSetup
+from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
 from hf_lohan.planner.pool_plan import PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
@@ -47,7 +48,8 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What one forward or backward asks of each resource."""
+    """What one forward or backward asks of each resource. Of several ranks: of one's device, and of its box's drives,
+    CPU, RAM and network."""
 
     compute_s: Values
     h2d_bytes: Values
@@ -55,6 +57,8 @@ class Load:
     ssd_read_bytes: Values
     ssd_write_bytes: Values
     updated_params: Values
+    net_bytes: Values
+    host_bytes: Values
 
     def __add__(self, other: Load) -> Load:
         return Load(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
@@ -147,9 +151,11 @@ class StepCosts:
         trainable_bytes = model.num_trainable_params * model.param_itemsize
         state_bytes = model.num_trainable_params * setup.state_bytes_per_param
         self._gradient_bytes = trainable_bytes
+        self._updated_bytes: float = trainable_bytes
+        self._num_local = setup.cluster.num_local
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
-        self._num_trainable_params = model.num_trainable_params
+        self._num_updated_params: float = model.num_trainable_params
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
@@ -177,7 +183,7 @@ class StepCosts:
         load = self._forward(choice) + self._update()
         if not self._setup.hands_over:
             return load
-        handed_over = max(0, self._gradient_bytes - self._resident_param_bytes)
+        handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
         # Copied they are in any case: here by the update, else by the forward, which counts it already.
         copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
         return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
@@ -273,6 +279,7 @@ class StepCosts:
             ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
             ssd_hidden_step_s=self._ssd_hidden_step_s(choice, clip),
             ssd_hides_from_tokens=self._ssd_hides_from(choice, clip, decided["num_tokens"]),
+            ranks=self._of_ranks(choice, clip, decided["num_tokens"]),
             **decided,
         )
 
@@ -286,9 +293,14 @@ class StepCosts:
         read_bytes, write_bytes = (sum(getattr(load, name) for load in loads) for name in _SSD_AMOUNTS)
         tokens_at_once = num_tokens / self._setup.num_micro_batches
         compute_s = sum(load.compute_s for load in loads)
-        spare_s = (compute_s - ssd_s(self._hardware, choice.spilled_bytes, choice.spilled_bytes)).item()
+        spilled_bytes = self._num_local * choice.spilled_bytes
+        spare_s = (compute_s - ssd_s(self._hardware, spilled_bytes, spilled_bytes)).item()
         fixed_s = float(ssd_s(self._hardware, read_bytes, write_bytes).item())
         return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
+
+    def _of_ranks(self, choice: Choice, clip: ClipMode, num_tokens: int) -> RankPrediction | None:
+        """What there is to say of several ranks."""
+        return None
 
     def _ssd_hidden_step_s(self, choice: Choice, clip: ClipMode) -> float:
         hardware = replace(
@@ -301,11 +313,11 @@ class StepCosts:
             ssd_together_write_bytes_per_s=None,
             ssd_mixed_bytes_per_s=None,
         )
-        forward_s, backward_s = StepCosts(self._model, hardware, self._setup).step_s(choice, clip)
+        forward_s, backward_s = type(self)(self._model, hardware, self._setup).step_s(choice, clip)
         return float((forward_s + backward_s).item())
 
     def _with(self, **changes: Any) -> StepCosts:
-        return StepCosts(self._model, self._hardware, replace(self._setup, **changes))
+        return type(self)(self._model, self._hardware, replace(self._setup, **changes))
 
     def _in_all(self, phases: list[Phase]) -> Lanes:
         hardware = self._hardware
@@ -320,6 +332,8 @@ class StepCosts:
             ssd_read_s=total("ssd_read_bytes") / hardware.ssd_read_bytes_per_s,
             ssd_write_s=total("ssd_write_bytes") / hardware.ssd_write_bytes_per_s,
             optimizer_s=total("updated_params") / hardware.cpu.optimizer_params_per_s,
+            net_s=total("net_bytes") / (hardware.net_bytes_per_s or math.inf),
+            host_s=total("host_bytes") / (hardware.cpu.memory_bytes_per_s or math.inf),
         )
 
     def _bottleneck(self, phases: list[Phase]) -> str:
@@ -344,27 +358,33 @@ class StepCosts:
             compute_s=self._forward_s,
             h2d_bytes=self._copied_param_bytes,
             d2h_bytes=choice.swapped_bytes,
-            ssd_read_bytes=self._param_bytes - self._resident_param_bytes,
-            ssd_write_bytes=choice.spilled_bytes,
+            ssd_read_bytes=self._forward_read_bytes(),
+            ssd_write_bytes=self._num_local * choice.spilled_bytes,
         )
 
     def _backward(self, choice: Choice) -> Load:
         turnaround_bytes = self._setup.turnaround_bytes
-        read_again = max(0, self._param_bytes - self._resident_param_bytes - turnaround_bytes)
         # Each backward after the first adds to what was spilled before, so brings it back.
         brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
         return _load(
             compute_s=self._backward_s + choice.recompute_s,
             h2d_bytes=max(0, self._copied_param_bytes - turnaround_bytes) + choice.swapped_bytes,
             d2h_bytes=self._gradient_bytes,
-            ssd_read_bytes=read_again + choice.spilled_bytes + brought_back,
+            ssd_read_bytes=self._backward_read_bytes() + self._num_local * choice.spilled_bytes + brought_back,
             ssd_write_bytes=self._spilled_gradient_bytes,
         )
+
+    def _forward_read_bytes(self) -> float:
+        """Of weights."""
+        return self._param_bytes - self._resident_param_bytes
+
+    def _backward_read_bytes(self) -> float:
+        return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
 
     def _update(self) -> Load:
         read_bytes = self._update_read_bytes - self._resident_update_read_bytes + self._spilled_gradient_bytes
         return _load(
             ssd_read_bytes=read_bytes,
             ssd_write_bytes=self._update_write_bytes,
-            updated_params=self._num_trainable_params,
+            updated_params=self._num_updated_params,
         )

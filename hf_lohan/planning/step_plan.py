@@ -17,6 +17,8 @@ from hf_lohan.planner import (
     MIN_SLOTS_TO_LEND,
     BlockProfile,
     BudgetError,
+    Cluster,
+    CollectiveChoice,
     Durability,
     HardwareProfile,
     ModelProfile,
@@ -25,10 +27,13 @@ from hf_lohan.planner import (
     TrainingSetup,
     fits_without_offloading,
     plan_offload,
+    plan_over_ranks,
 )
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
+from hf_lohan.planning.rank_setup import of_one_rank
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
+ONE_RANK, ALL_EXACT = Cluster(), CollectiveChoice()
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
 """What models of this process were seen to do. A resumed or repeated run has the model of the first."""
@@ -85,12 +90,16 @@ def plan_step(
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
     may_run_together: bool = False,
+    cluster: Cluster = ONE_RANK,
+    collectives: CollectiveChoice = ALL_EXACT,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
 
     ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
     to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
-    also planned to run together, and the shape of what is returned says which of the two is better. Raises ValueError
+    also planned to run together, and the shape of what is returned says which of the two is better. On a ``cluster``
+    model, configuration and shape are those of each rank, and one of the ways that ``collectives`` leaves is taken.
+    Raises ValueError
     for a model or a batch that cannot be traced; what does not fit is said by the plan.
     """
 
@@ -104,6 +113,8 @@ def plan_step(
             durability=durability,
             device=device,
             fused_attention=fused_attention,
+            cluster=cluster,
+            collectives=collectives,
         )
 
     in_turn = plan(shape, measure)
@@ -140,6 +151,8 @@ def _plan_shape(
     durability: Durability | None,
     device: torch.device | str,
     fused_attention: bool,
+    cluster: Cluster,
+    collectives: CollectiveChoice,
 ) -> PlannedStep:
     """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
@@ -163,8 +176,9 @@ def _plan_shape(
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         found: PlannedStep | None = None
         for split in layout.ram_splits():
-            setup = training_setup(config, split, shape, durability)
-            plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
+            whole = of_one_rank(training_setup(config, split, shape, durability), split, cluster)
+            plan, setup = plan_over_ranks(profile, hardware, whole, collectives.ways(cluster.num_boxes))
+            plan = replace(plan, in_memory=in_memory)
             if found is None or _is_better(plan, found.plan):
                 own = replace(split, is_split=True)
                 found = PlannedStep(shape=shape, layout=own, profile=profile, hardware=hardware, setup=setup, plan=plan)

@@ -74,9 +74,7 @@ class GradientNorms:
     def _of_all_ranks(self, exchange: Exchange) -> dict[ParamSlice, Tensor]:
         """Each number is a piece's: (slice's place in the model, chunk, norm as float64)."""
         place = {part: index for index, part in enumerate(self._order)}
-        mine = [
-            (place[part], chunk, norm) for part, pieces in self._summed.items() for chunk, norm in pieces.items()
-        ]
+        mine = [(place[part], chunk, norm) for part, pieces in self._summed.items() for chunk, norm in pieces.items()]
         answers = exchange(np.array(mine, _PIECE).tobytes())
         pieces = np.concatenate([np.frombuffer(answer, _PIECE) for answer in answers])
         pieces.sort(order=("slice", "chunk"))

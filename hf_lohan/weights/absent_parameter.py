@@ -40,6 +40,7 @@ _MEMORY = frozenset((
 """Look at the memory itself, or would hold all of a model at once."""
 _TORCH_GRAD: Any = Tensor.grad
 
+
 class AbsentTensor(Tensor):
     """A view of an absent parameter, as `.data`, `detach` or `w.t()` give it: made of the weights when it is read."""
 

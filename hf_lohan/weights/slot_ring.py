@@ -60,8 +60,7 @@ class SlotRing:
         self.changed = threading.Condition(self.lock)
         self.slots: dict[SizeClass, list[Slot]] = {
             size_class: [
-                Slot(device.empty(plan.slot_bytes[size_class]), size_class)
-                for _ in range(plan.num_slots[size_class])
+                Slot(device.empty(plan.slot_bytes[size_class]), size_class) for _ in range(plan.num_slots[size_class])
             ]
             for size_class in SizeClass
         }

@@ -35,9 +35,7 @@ class WeightSource(Protocol):
 class RecordReader(Protocol):
     """Reads part of a record into aligned host memory."""
 
-    def read(
-        self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
-    ) -> RecordRead: ...
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead: ...
 
 
 class LocalWeights:

@@ -302,9 +302,11 @@ def take_turn(
 
 def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
     """The FLOPs of a step, and how long the drive needs for its bytes."""
-    with running(
-        work, side, folder, flops_per_s=NO_WAIT_FLOPS_PER_S, num_steps=FIRST_RUN_STEPS, hardware=None
-    ) as (_, engine, meter):
+    with running(work, side, folder, flops_per_s=NO_WAIT_FLOPS_PER_S, num_steps=FIRST_RUN_STEPS, hardware=None) as (
+        _,
+        engine,
+        meter,
+    ):
         figures = meter.per_step(2)
         return {"flops": figures["flops"], "drive_s": drive_alone_s(engine, figures)}
 

@@ -1,6 +1,6 @@
 """Run by `test_growth` in a process of its own: train many steps, print what the process holds now and then.
 
-    python train_many_steps.py OUT NUM_STEPS LOOK_EVERY
+python train_many_steps.py OUT NUM_STEPS LOOK_EVERY
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Run by `test_budgets` in a process of its own: load a checkpoint by streaming, train, print what was held.
 
-    python train_within_budgets.py idle                                    anonymous memory after the imports alone
-    python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
-    python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
-    python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
+python train_within_budgets.py idle                                    anonymous memory after the imports alone
+python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
+python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
+python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
 """
 
 from __future__ import annotations

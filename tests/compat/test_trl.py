@@ -52,9 +52,7 @@ def test_models_are_made_and_adapted_of_the_arguments_that_are_taken() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_default_arguments_are_those_that_the_trainer_itself_takes(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_default_arguments_are_those_that_the_trainer_itself_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_class = getattr(trl, f"{kind}Trainer")
     assert f'args = {kind}Config(f"{{model_name}}-{kind}")' in inspect.getsource(trainer_class.__init__)
     # Not made: bfloat16 is a default, which not every machine has.

@@ -135,9 +135,7 @@ class PlannedError(Exception):
 
 @pytest.mark.parametrize("error", [PlannedError, KeyboardInterrupt])
 @pytest.mark.parametrize("when", ["forward", "backward", "recomputation"])
-def test_a_step_that_breaks_in_the_middle(
-    when: str, error: type[BaseException], make_swapping: TwinsFactory
-) -> None:
+def test_a_step_that_breaks_in_the_middle(when: str, error: type[BaseException], make_swapping: TwinsFactory) -> None:
     twins = make_swapping(None)
     module = twins.model.model.layers[1].self_attn
     calls = 0

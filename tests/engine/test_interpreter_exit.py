@@ -37,8 +37,6 @@ for _ in range(num_steps):
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1e-3])
 def test_the_last_step_of_a_script_that_closes_nothing_is_committed(tmp_path: Path, max_grad_norm: float) -> None:
-    subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(tmp_path), "3", str(max_grad_norm)], check=True, timeout=120
-    )
+    subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path), "3", str(max_grad_norm)], check=True, timeout=120)
     commit = last_commit([str(tmp_path)])
     assert commit is not None and set(commit.facts["num_updates"].values()) == {3}

@@ -143,8 +143,7 @@ def test_a_checkpoint_knows_parts_by_name_and_range(
 
 def test_another_split_is_another_store(open_stored: OpenStored) -> None:
     fingerprints = {
-        open_stored(*edges, dtype=torch.float32).layout.identity.fingerprint
-        for edges in ((), (32 * 700,), (32 * 701,))
+        open_stored(*edges, dtype=torch.float32).layout.identity.fingerprint for edges in ((), (32 * 700,), (32 * 701,))
     }
     assert len(fingerprints) == 3
 

@@ -96,8 +96,9 @@ IN_FORWARD: dict[str, Callable[[Any, Tensor], Tensor]] = {
         lambda h: (h @ _weight(m, HEAD).t()).logsumexp(-1).mean(), h, use_reentrant=False
     ),
     "a vector's norm": lambda m, h: _weight(m, "model.norm.weight").norm() * h.mean(),
-    "stack of all layers'": lambda m, h: sum(p.square().sum() for n, p in m.named_parameters() if "layers" in n)
-    + h.mean(),
+    "stack of all layers'": lambda m, h: (
+        sum(p.square().sum() for n, p in m.named_parameters() if "layers" in n) + h.mean()
+    ),
 }
 
 OUT_OF_FORWARD: dict[str, Callable[[Any], Tensor]] = {
@@ -214,9 +215,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", [LAYER, HEAD])
-def test_a_read_out_of_a_forward_is_of_the_last_step(
-    name: str, with_grad: bool, build_engine: EngineFactory
-) -> None:
+def test_a_read_out_of_a_forward_is_of_the_last_step(name: str, with_grad: bool, build_engine: EngineFactory) -> None:
     twins = _make_twins(build_engine, lambda inner: inner)
     for seed in range(2):
         twins.backward(seed)

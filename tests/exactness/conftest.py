@@ -1,6 +1,6 @@
 """Makes `trajectories` importable by the tests beside it, and runs the whole suite on the asynchronous double if asked:
 
-    LOHAN_TEST_ASYNC_SEED=7 python -m pytest tests/exactness
+LOHAN_TEST_ASYNC_SEED=7 python -m pytest tests/exactness
 """
 
 from __future__ import annotations

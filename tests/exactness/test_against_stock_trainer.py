@@ -42,9 +42,7 @@ def test_schedules_differ_only_in_time(schedule: str, tmp_path: Path) -> None:
 def test_kept_activations(max_grad_norm: float, tmp_path: Path) -> None:
     stock = train_stock("mixtral", tmp_path / "stock", {}, max_grad_norm=max_grad_norm)
     offload = {**trajectories.SMALL_BUDGETS, "activations": "keep"}
-    assert_equal(
-        train_offloaded("mixtral", tmp_path / "ours", {}, offload=offload, max_grad_norm=max_grad_norm), stock
-    )
+    assert_equal(train_offloaded("mixtral", tmp_path / "ours", {}, offload=offload, max_grad_norm=max_grad_norm), stock)
 
 
 def test_dropout_draws_the_same_numbers(tmp_path: Path) -> None:
@@ -64,9 +62,7 @@ def test_embedding_of_more_chunks_than_there_are_buffers(max_grad_norm: float, t
     wide = {"vocab_size": 40_000}
     stock = train_stock("llama", tmp_path / "stock", wide, max_steps=3, max_grad_norm=max_grad_norm)
     offload = {"cpu_memory": "4MiB", "gpu_memory": "32MiB"}
-    ours = train_offloaded(
-        "llama", tmp_path / "ours", wide, offload=offload, max_steps=3, max_grad_norm=max_grad_norm
-    )
+    ours = train_offloaded("llama", tmp_path / "ours", wide, offload=offload, max_steps=3, max_grad_norm=max_grad_norm)
     assert_equal(ours, stock)
 
 

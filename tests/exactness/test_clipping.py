@@ -117,9 +117,7 @@ def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_pa
                 self.lr_scheduler.last_epoch -= 1  # the scheduler does not advance either
             return loss
 
-    stock = Skips(
-        tiny_model("llama"), arguments(tmp_path / "stock", max_steps=8, **settings), train_dataset=dataset()
-    )
+    stock = Skips(tiny_model("llama"), arguments(tmp_path / "stock", max_steps=8, **settings), train_dataset=dataset())
     stock.train()
     for name, parameter in stock.model.named_parameters():
         assert torch.equal(skipping.final[name], parameter), name

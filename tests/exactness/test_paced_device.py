@@ -41,12 +41,8 @@ def train(model: Any, device: Device, folder: Path, *, max_grad_norm: float, acc
     """A trainer behind its last step."""
     config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(folder / "store"), **settings})
     is_held = max_grad_norm > 0 or (accumulation > 1 and not config.vertical_micro_batches)
-    offload_model(
-        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=is_held, device=device
-    )
-    args = arguments(
-        folder, max_steps=NUM_STEPS, max_grad_norm=max_grad_norm, gradient_accumulation_steps=accumulation
-    )
+    offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=is_held, device=device)
+    args = arguments(folder, max_steps=NUM_STEPS, max_grad_norm=max_grad_norm, gradient_accumulation_steps=accumulation)
     trainer = hf_lohan.Trainer(model, args, train_dataset=dataset(), offload=config)
     trainer.train()
     assert trainer.offload_engine.device is device

@@ -173,9 +173,7 @@ def test_a_step_reads_what_the_planner_says(
     read: Counter[tuple[str, str]] = Counter()
     real_read = Store.read
 
-    def counted(
-        store: Store, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False
-    ) -> Any:
+    def counted(store: Store, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> Any:
         read[block, kind] += out.nbytes
         return real_read(store, block, kind, start_numel, out, is_urgent=is_urgent)
 

@@ -77,9 +77,7 @@ class OneFault(CountingBackend):
         return super().write(fd, offset, views)
 
 
-def train(
-    folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, num_steps: int = NUM_STEPS
-) -> None:
+def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, num_steps: int = NUM_STEPS) -> None:
     """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
     monkeypatch.setattr(
         hf_lohan.engine.memory,

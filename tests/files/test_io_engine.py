@@ -81,16 +81,12 @@ def test_callbacks_come_once_and_nothing_is_started_after_their_errors(
     file.close()
 
 
-def test_an_error_names_path_and_offset_and_spares_other_requests(
-    make_engine: EngineFactory, tmp_path: Path
-) -> None:
+def test_an_error_names_path_and_offset_and_spares_other_requests(make_engine: EngineFactory, tmp_path: Path) -> None:
     engine = make_engine(FaultyBackend("write", 2, errno.EIO), num_threads=1)
     file = new_file(engine, tmp_path)
     request = engine.write([transfer(file, 0, mapped_empty(65536))])
     for _ in range(2):
-        with pytest.raises(
-            StorageError, match=r"cannot write .*data\.bin at byte 16384 \(Input/output error\)"
-        ) as e:
+        with pytest.raises(StorageError, match=r"cannot write .*data\.bin at byte 16384 \(Input/output error\)") as e:
             request.wait()
     assert (e.value.errno, e.value.path, e.value.offset) == (errno.EIO, file.path, 16384)
     assert "\n" not in str(e.value)

@@ -30,9 +30,7 @@ KINDS: dict[str, Callable[[], Any]] = {
     "modules_to_save": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, modules_to_save=["lm_head"], **CAUSAL),
     "tokens": lambda: peft.LoraConfig(r=4, target_modules=TARGETS, trainable_token_indices=[3, 7], **CAUSAL),
     "experts": lambda: peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], **CAUSAL),
-    "ia3": lambda: peft.IA3Config(
-        target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL
-    ),
+    "ia3": lambda: peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], **CAUSAL),
     "loha": lambda: peft.LoHaConfig(r=4, target_modules=TARGETS, **CAUSAL),
     "oft": lambda: peft.OFTConfig(r=0, oft_block_size=8, target_modules=TARGETS, **CAUSAL),
     "vera": lambda: peft.VeraConfig(r=4, target_modules=["up_proj", "gate_proj"], **CAUSAL),

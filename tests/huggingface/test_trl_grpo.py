@@ -113,9 +113,7 @@ def test_a_run_goes_on_with_what_was_generated_for_the_step_that_was_killed(chec
 
 def test_the_record_counts_the_tokens_that_were_trained_on(checkpoint: Path, tmp_path: Path) -> None:
     args = arguments("GRPO", tmp_path, **SETTINGS)
-    done = run(
-        "GRPO", args, offload=BUDGETS, model=str(checkpoint), reward_funcs=vowels, train_dataset=prompts()
-    )
+    done = run("GRPO", args, offload=BUDGETS, model=str(checkpoint), reward_funcs=vowels, train_dataset=prompts())
     trl_runs.close(done)
     steps = [json.loads(line) for line in (tmp_path / "lohan" / "steps.jsonl").read_text().splitlines()]
     assert all(step["num_tokens"] > 4 * 4 for step in steps)

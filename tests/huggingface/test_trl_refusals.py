@@ -83,9 +83,7 @@ def test_a_reference_that_does_not_fit_beside_the_policy(checkpoint: Path, tmp_p
 
 
 def test_a_reference_of_a_model_that_comes_from_no_folder(tmp_path: Path) -> None:
-    message = refusal(
-        "DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer()
-    )
+    message = refusal("DPO", arguments("DPO", tmp_path), model=tiny_model("llama"), processing_class=tiny_tokenizer())
     assert "nothing to load its reference from; pass ref_model=copy.deepcopy(model)" in message
 
 

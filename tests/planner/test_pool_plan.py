@@ -126,9 +126,7 @@ def test_what_arrives_has_its_buffers_whatever_is_held_and_borrowed(request: Poo
     """Chunks of a block that wait for each other, one that arrives, and one in the pipeline."""
     plan = plan_pools(request)
     chunks = {block.name: block.num_chunks(plan.chunk_numel) for block in request.blocks}
-    num_arriving = 2 + max(
-        min(chunks[block.name], block.num_trainable_params + 1) for block in request.blocks
-    )
+    num_arriving = 2 + max(min(chunks[block.name], block.num_trainable_params + 1) for block in request.blocks)
     num_held = sum(chunks[name] for name in plan.held_blocks)
     assert plan.num_gradient_buffers * plan.gradients_per_buffer >= num_held + num_arriving
     assert plan.num_arrival_buffers * plan.gradients_per_buffer >= num_arriving

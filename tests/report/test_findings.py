@@ -95,9 +95,7 @@ def test_warnings() -> None:
     (off,) = sentences.warnings(a_run(predicted_step_s=3.0, corrected_step_s=3.9))
     assert "33% longer" in off and "corrected to 3.9 s" in off
     steps = [line(1), line(2, is_skipped=True, updates=None), line(3, updates="redone", between_s=3.0)]
-    unfinished, skipped, between, redone = sentences.warnings(
-        findings(steps, is_finished=False, num_planned_steps=10)
-    )
+    unfinished, skipped, between, redone = sentences.warnings(findings(steps, is_finished=False, num_planned_steps=10))
     assert "step 3 of 10" in unfinished
     assert skipped.startswith("1 step was skipped") and "step 2" in skipped
     assert between.startswith("38% of the time")

@@ -16,6 +16,7 @@ from hf_lohan.testing.models import tiny_model
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))  # the scripts import one another as they do when run
 
+
 @pytest.fixture(scope="session")
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny_tokenizer()

@@ -114,9 +114,7 @@ class Twins:
     def models(self) -> tuple[Any, Any]:
         return self.stock, self.model
 
-    def losses(
-        self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int
-    ) -> list[Tensor]:
+    def losses(self, batch_seed: int, *, rng_seed: int | None = None, scale: float = 1.0, **shape: int) -> list[Tensor]:
         """The losses of both on one batch (``shape``: see `tiny_batch`), with equal random numbers."""
         losses = []
         for model in self.models:

@@ -158,9 +158,7 @@ def test_a_flipped_bit_of_the_log_is_named(paths: list[StorePath], content: Cont
 
 
 @pytest.mark.parametrize("verb", ["read", "write"])
-def test_a_bit_that_flips_on_its_way_is_noticed(
-    paths: list[StorePath], make_engine: EngineFactory, verb: str
-) -> None:
+def test_a_bit_that_flips_on_its_way_is_noticed(paths: list[StorePath], make_engine: EngineFactory, verb: str) -> None:
     record = RECORDS[1]
     engine = make_engine(FlippingBackend(verb, 2, bit=12345))
     with Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=2) as store:

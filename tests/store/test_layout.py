@@ -16,8 +16,7 @@ DTYPES = ("float32", "bfloat16", "int16")
 
 def layout_of(numels: list[int], capacities: list[int], stripe_sectors: int = 3) -> StoreLayout:
     records = tuple(
-        RecordSpec(f"layers.{i}", "param", DTYPES[i % 3], RECORD_ALIGN_NUMEL * n)
-        for i, n in enumerate(numels)
+        RecordSpec(f"layers.{i}", "param", DTYPES[i % 3], RECORD_ALIGN_NUMEL * n) for i, n in enumerate(numels)
     )
     paths = tuple(StorePath(f"disk{i}", capacity) for i, capacity in enumerate(capacities))
     return StoreLayout(records, paths, stripe_sectors * SECTOR_BYTES)
@@ -48,9 +47,7 @@ def test_every_byte_has_exactly_one_place(layout: StoreLayout) -> None:
         covered_bytes = 0
         for extent in extents(layout, record.block, record.kind, 0, record.numel):
             assert extent.record_byte_offset == covered_bytes
-            assert (
-                extent.file_offset % SECTOR_BYTES == extent.num_bytes % SECTOR_BYTES == 0 < extent.num_bytes
-            )
+            assert extent.file_offset % SECTOR_BYTES == extent.num_bytes % SECTOR_BYTES == 0 < extent.num_bytes
             covered_bytes += extent.num_bytes
             for sector in range(extent.num_bytes // SECTOR_BYTES):
                 places[extent.path_index][extent.file_offset // SECTOR_BYTES + sector] += 1
@@ -108,9 +105,7 @@ def test_json_round_trip(layout: StoreLayout) -> None:
 
 
 def test_too_small_a_capacity_is_refused_with_numbers() -> None:
-    with pytest.raises(
-        CapacityError, match=r"disk0 needs 40,960 bytes .* capacity is 40,959 bytes"
-    ) as caught:
+    with pytest.raises(CapacityError, match=r"disk0 needs 40,960 bytes .* capacity is 40,959 bytes") as caught:
         refuse_too_small(layout_of([5], [40_959]))
     (shortfall,) = caught.value.shortfalls
     assert (shortfall.path, shortfall.needed_bytes, shortfall.available_bytes) == ("disk0", 40_960, 40_959)

@@ -42,9 +42,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
     assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
 
 
-@pytest.mark.parametrize(
-    ("version", "advice"), [(4, "upgrade"), (2, r"delete the store \(checkpoints still resume\)")]
-)
+@pytest.mark.parametrize(("version", "advice"), [(4, "upgrade"), (2, r"delete the store \(checkpoints still resume\)")])
 def test_another_format_is_refused(
     manifests: list[Path],
     paths: list[StorePath],

@@ -51,9 +51,7 @@ def test_they_stay_until_others_are_committed(tmp_path: Path, engine: IoEngine) 
 
 
 @pytest.mark.parametrize("damage", ["changed", "missing", "folder", "pipe"])
-def test_what_was_changed_is_told_and_mended_by_the_next_commit(
-    damage: str, tmp_path: Path, engine: IoEngine
-) -> None:
+def test_what_was_changed_is_told_and_mended_by_the_next_commit(damage: str, tmp_path: Path, engine: IoEngine) -> None:
     with opened(tmp_path, engine) as store:
         store.commit(model_files=FIRST)
         file = Path(store.model_folder or "") / "config.json"

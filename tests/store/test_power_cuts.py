@@ -177,9 +177,7 @@ def test_with_two_homes_there_is_always_a_whole_state(
 
 
 @pytest.mark.parametrize("num_paths", [1, 2])
-def test_with_one_home_a_state_is_whole_or_known_to_be_torn(
-    ram_folder: Path, engine: IoEngine, num_paths: int
-) -> None:
+def test_with_one_home_a_state_is_whole_or_known_to_be_torn(ram_folder: Path, engine: IoEngine, num_paths: int) -> None:
     with RecordedDisk(ram_folder / "disk") as disk:
         run = Run(disk, engine, num_paths=num_paths, num_homes=1)
         run.live_through_much()

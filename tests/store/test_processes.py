@@ -82,9 +82,7 @@ time.sleep(600)
 )
 
 
-def test_a_forked_child_outlives_its_killed_parent_without_the_lock(
-    paths: list[StorePath], engine: IoEngine
-) -> None:
+def test_a_forked_child_outlives_its_killed_parent_without_the_lock(paths: list[StorePath], engine: IoEngine) -> None:
     script = FORKED.replace("import sys, torch", "import sys, time, torch").replace("sys.stdin.read()\n", "")
     script = script.replace("store = Store.create", "engine = IoEngine(1, 4096, 65536)\nstore = Store.create")
     script = script.replace("engine=IoEngine(1, 4096, 65536)", "engine=engine")
@@ -144,9 +142,7 @@ def test_a_small_disk_is_measured_before_anything_is_written(
 ) -> None:
     two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
     for capacity_bytes, limit in ((None, "capacity"), (1 << 30, "free space")):
-        with pytest.raises(
-            CapacityError, match=rf"needs 2,097,152 bytes .* its {limit} is 1,0\d\d,\d+ bytes"
-        ):
+        with pytest.raises(CapacityError, match=rf"needs 2,097,152 bytes .* its {limit} is 1,0\d\d,\d+ bytes"):
             path = StorePath(str(small_disk / "store"), capacity_bytes)
             Store.create([path], two_mib, model=model, engine=engine)
     assert not list(small_disk.iterdir())
@@ -155,14 +151,10 @@ def test_a_small_disk_is_measured_before_anything_is_written(
 def test_a_disk_that_fills_up_meanwhile_is_refused_and_left_clean(
     small_disk: Path, engine: IoEngine, model: ModelIdentity, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(
-        "hf_lohan.files.directories.free_bytes", lambda path: 1 << 30
-    )  # it was free when checked
+    monkeypatch.setattr("hf_lohan.files.directories.free_bytes", lambda path: 1 << 30)  # it was free when checked
     two_mib = [RecordSpec("layers.0", "param", "float32", 1 << 19)]
     path = StorePath(str(small_disk / "store"))
-    with pytest.raises(
-        CapacityError, match=r"records-0\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"
-    ):
+    with pytest.raises(CapacityError, match=r"records-0\.bin needs 2,097,152 bytes .* free space .* is 1,0\d\d,\d+"):
         Store.create([path], two_mib, model=model, engine=engine)
     assert [entry.name for entry in (small_disk / "store").iterdir()] == ["lock"]
 

@@ -152,9 +152,7 @@ Contents = dict[str, Tensor]
     st.lists(st.sampled_from(OPERATIONS), min_size=1, max_size=30),
     st.sets(st.sampled_from(RECORDS), min_size=1),
 )
-def test_it_reads_as_memory_does(
-    seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]
-) -> None:
+def test_it_reads_as_memory_does(seed: int, num_homes: int, operations: list[str], resident: set[RecordSpec]) -> None:
     """Against tensors in memory: as they are now, and as they were at the last commit."""
     random = Random(seed)
     now = {str(record): torch.zeros(record.numel) for record in RECORDS}

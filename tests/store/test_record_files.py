@@ -26,9 +26,7 @@ Values = Callable[[RecordSpec, int], torch.Tensor]
 Records = tuple[RecordSpec, ...]
 
 
-def new_files(
-    root: Path, records: Records, engine: IoEngine, capacities: tuple[int, ...] = (5, 3, 1)
-) -> RecordFiles:
+def new_files(root: Path, records: Records, engine: IoEngine, capacities: tuple[int, ...] = (5, 3, 1)) -> RecordFiles:
     directories = [root / str(i) for i in range(len(capacities))]
     for directory in directories:
         directory.mkdir(parents=True)

@@ -83,6 +83,7 @@ CHUNKS = [
     for start in range(0, record.numel, GRANULE_NUMEL)
 ]
 
+
 def test_threads_that_use_different_parts_do_not_disturb_each_other(tmp_path: Path) -> None:
     """As the prefetcher and the pipeline do: rounds of writes and reads, with commits and drops between them."""
     num_rounds, own = 30, len(CHUNKS) // 2

@@ -24,9 +24,7 @@ def test_the_store_of_another_model_is_refused_and_survives(
         store.commit()
         written = read_all(store)
     other = replace(model, fingerprint="other")
-    says_what_is_there = (
-        r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; choose another"
-    )
+    says_what_is_there = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; choose another"
     with pytest.raises(ForeignStoreError, match=says_what_is_there):
         Store.create(paths, records, model=other, engine=engine)
     with pytest.raises(ForeignStoreError, match=says_what_is_there):
@@ -65,9 +63,7 @@ def test_more_than_the_disk_has_free_is_refused_before_anything_is_written(
     huge = [RecordSpec("layers.0", "param", "float32", 2048 << 36)]
     for capacity_bytes, limit in ((None, "capacity"), (1 << 60, "free space")):
         path = StorePath(str(tmp_path / "store"), capacity_bytes)
-        with pytest.raises(
-            CapacityError, match=rf"needs 562,949,953,421,312 bytes .* but its {limit} is [\d,]+ bytes"
-        ):
+        with pytest.raises(CapacityError, match=rf"needs 562,949,953,421,312 bytes .* but its {limit} is [\d,]+ bytes"):
             Store.create([path], huge, model=model, engine=engine)
     assert not list(tmp_path.iterdir())
 
@@ -104,14 +100,10 @@ def test_a_creation_that_fails_leaves_no_records_and_no_lock(
     Store.create(paths, records, model=model, engine=make_engine()).close()
 
 
-def test_unusable_paths_are_named(
-    tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine
-) -> None:
+def test_unusable_paths_are_named(tmp_path: Path, records: Records, model: ModelIdentity, engine: IoEngine) -> None:
     (tmp_path / "file").touch()
     below_a_file = StorePath(str(tmp_path / "file" / "store"))
-    with pytest.raises(
-        StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose"
-    ) as caught:
+    with pytest.raises(StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose") as caught:
         Store.create([below_a_file], records, model=model, engine=engine)
     assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
     with pytest.raises(ValueError, match="at least one ssd path"):
@@ -138,9 +130,7 @@ def test_a_directory_without_write_permission_is_named(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_second_use_is_refused(
-    paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
-) -> None:
+def test_a_second_use_is_refused(paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine) -> None:
     with Store.create(paths, records, model=model, engine=engine):
         with pytest.raises(StoreInUseError, match=rf"/a is in use by process {os.getpid()}: end that run"):
             Store.open(paths, model=model, engine=engine)

@@ -111,4 +111,3 @@ def test_what_is_lent_is_not_overwritten_and_one_block_is_lent_at_a_time(
     loan.give_back()
     with ring.lock:
         assert slot not in ring.claimable(SizeClass.LAYER)  # it was lent twice
-

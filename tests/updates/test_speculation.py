@@ -20,6 +20,7 @@ from hf_lohan.testing.storage_doubles import SlowBackend
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
 
+
 @MAX_NORMS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_twins: TwinsFactory) -> None:

@@ -1,0 +1,113 @@
+"""Plans of several ranks: what is asked for them, and what is said of them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+
+from hf_lohan.config import Collectives
+from hf_lohan.planner import Cluster, CollectiveChoice, HardwareProfile, OffloadPlan
+from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
+
+PAYLOAD_OF_LINE_RATE = 0.94
+"""Of a line rate in bits: the rest is Ethernet's, IP's and TCP's heads, of frames of 1500 bytes."""
+_LINK = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([KMGT]?)(bit|b|B)(?:/s|ps)?", re.ASCII)
+_COLLECTIVES = {
+    "forward_weights": "weights, forward",
+    "backward_weights": "weights, backward",
+    "gradients": "gradients",
+}
+_SOURCES = {"world": "all boxes", "ram": "each box's RAM", "ssd": "each box's SSDs"}
+_FORMS = {"exact": "exact", "delta": "exact, as a change", "int8": "int8", "int4": "int4"}
+_POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
+
+
+def link_bytes_per_s(text: str) -> float:
+    """Of payload: "2.5Gbit" is a line's rate, "300MB/s" is what arrives. Raises ValueError."""
+    match = _LINK.fullmatch(text.strip())
+    rate = float(match[1]) * _POWERS[match[2]] if match else 0.0
+    if match is None or not rate:
+        raise ValueError(f"link = {text!r} is not allowed; write a rate such as 2.5Gbit, 10Gbit or 1.2GB/s")
+    return rate if match[3] == "B" else rate / 8 * PAYLOAD_OF_LINE_RATE
+
+
+def with_link(hardware: HardwareProfile, link: str | None, num_boxes: int) -> HardwareProfile:
+    """The machine with others beside it. Raises ValueError if nothing says how fast they are reached."""
+    if link is not None:
+        return replace(hardware, net_bytes_per_s=link_bytes_per_s(link))
+    if num_boxes > 1 and hardware.net_bytes_per_s is None:
+        raise ValueError(
+            f"nothing says how fast the link between {num_boxes} boxes is; give --link 10Gbit, or net_bytes_per_s in "
+            "the hardware's profile"
+        )
+    return hardware
+
+
+def collective_choice(asked: str | None, configured: Collectives) -> CollectiveChoice:
+    """What a plan may choose from. A configuration that says nothing leaves all that is exact."""
+    if asked is not None:
+        return CollectiveChoice.parse(asked)
+    if configured == Collectives():
+        return CollectiveChoice()
+    names = {name: getattr(configured, name) for name in ("forward", "backward", "gradients")}
+    return CollectiveChoice.parse(",".join(f"{name}={value}" for name, value in names.items()))
+
+
+def of_each_rank(cluster: Cluster) -> str:
+    """For the heading, behind the batch."""
+    if cluster.num_ranks == 1:
+        return ""
+    return f" on each of {cluster.num_ranks} ranks" + (
+        f" in {cluster.num_boxes} boxes" if cluster.num_boxes > 1 else " of one box"
+    )
+
+
+def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
+    """What one box sends in a step: of which collective, in which form, and how much."""
+    assert plan.prediction.ranks is not None
+    ways = plan.cluster.collectives
+    forms = {
+        "forward_weights": _FORMS[ways.forward],
+        "backward_weights": _FORMS[ways.forward] if ways.backward == "world" else f"from {_SOURCES[ways.backward]}",
+        "gradients": _FORMS[ways.gradients],
+    }
+    for name, num_bytes in plan.prediction.ranks.bytes_by_collective.items():
+        yield _COLLECTIVES[name], forms[name], f"{num_bytes:,}"
+    yield "in all", "", f"{plan.prediction.ranks.sent_bytes_per_step:,}"
+
+
+def tried_rows(plan: OffloadPlan) -> Iterator[tuple[tuple[str, str, str, str], bool]]:
+    """Each way that was open, its step, and whether it is the plan's; the fastest first."""
+    for tried in sorted(plan.tried_ways, key=lambda way: (not way.fits, way.step_s)):
+        ways, step = tried.collectives, seconds(tried.step_s) if tried.fits else "does not fit"
+        row = _FORMS[ways.forward], _SOURCES[ways.backward], _FORMS[ways.gradients], step
+        yield row, ways == plan.cluster.collectives
+
+
+def what_hides(plan: OffloadPlan) -> Iterator[str]:
+    """From how many tokens a step on each of what ranks share, and their links, hide behind computing."""
+    ranks = plan.prediction.ranks
+    if ranks is None:
+        return
+    hidden = {name: tokens for name, tokens in ranks.hides_from_tokens.items() if tokens is not None}
+    by_tokens = sorted(hidden, key=lambda name: -hidden[name])
+    from_tokens = [f"{bottleneck_label(name)} from {count(hidden[name])}" for name in by_tokens]
+    if from_tokens:
+        at_once = plan.prediction.num_tokens // plan.num_micro_batches
+        yield (
+            f"Behind computing hide {listed(from_tokens)} tokens a step on, of all ranks; this one has "
+            f"{count(at_once)}."
+        )
+    for name in ranks.hides_from_tokens.keys() - hidden.keys():
+        yield f"{bottleneck_label(name)}: busy with each token for longer than the devices compute, whatever the batch."
+
+
+def sent_in_a_line(plan: OffloadPlan) -> str:
+    """For the short form."""
+    assert plan.prediction.ranks is not None
+    ways = plan.cluster.collectives
+    return (
+        f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each box: weights {_FORMS[ways.forward]}, "
+        f"backward's from {_SOURCES[ways.backward]}, gradients {_FORMS[ways.gradients]}"
+    )

@@ -1,0 +1,283 @@
+"""What a step of several ranks costs, against sums done by hand, and the three laws of what hides behind computing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from decoder_shapes import (
+    decoder,
+    machine,
+    machines,
+    mixed_models,
+    paper_setup,
+    records_of,
+    setups,
+    tiny_model,
+    tiny_models,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.planner import (
+    ChosenCollectives,
+    Cluster,
+    CollectiveChoice,
+    HardwareProfile,
+    ModelProfile,
+    StepPrediction,
+    TrainingSetup,
+    plan_offload,
+    plan_over_ranks,
+)
+from hf_lohan.planner.offload_plan import ClipMode
+from hf_lohan.planner.rank_costs import RankStepCosts, step_costs
+from hf_lohan.planner.step_costs import Choice, StepCosts
+
+MODEL = tiny_model([(600.0, 100), (400.0, 200)])
+P = 100
+CLIPS = ["none", "defer", "speculate"]
+F = 153e12
+"""RTX 4090, bfloat16."""
+
+
+def cluster_of(num_boxes: int, num_local: int, **ways: Any) -> Cluster:
+    return Cluster(num_boxes=num_boxes, num_local=num_local, collectives=ChosenCollectives(**ways))
+
+
+def predict(
+    cluster: Cluster, hardware: HardwareProfile | None = None, model: ModelProfile = MODEL, **changes: Any
+) -> StepPrediction:
+    own = hardware or machine(net_bytes_per_s=10.0)
+    return plan_offload(model, own, paper_setup(cluster=cluster, **changes), swapped_bytes=150).prediction
+
+
+@settings(max_examples=300, deadline=None)
+@given(mixed_models, machines, setups, st.integers(0, 400), st.integers(0, 400), st.sampled_from(CLIPS))
+def test_one_rank_costs_the_same_by_either_model(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, swapped: int, spilled: int, clip: ClipMode
+) -> None:
+    """To the last digit, though plans of one rank do not count as those of several do."""
+    setup = replace(setup, records=records_of(model), record_cpu_bytes=2 * model.param_bytes)
+    choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3)))
+    alone, ranks = (kind(model, hardware, setup) for kind in (StepCosts, RankStepCosts))
+    assert isinstance(step_costs(model, hardware, setup), StepCosts)
+    assert not isinstance(step_costs(model, hardware, setup), RankStepCosts)
+    assert alone.step_s(choice, clip) == ranks.step_s(choice, clip)
+    assert alone.busy_s(choice, clip) == ranks.busy_s(choice, clip)
+    for one, other in zip(alone.phases(choice, clip), ranks.phases(choice, clip), strict=True):
+        alike = ("compute_s", "h2d_bytes", "d2h_bytes", "ssd_read_bytes", "ssd_write_bytes", "updated_params")
+        assert all(getattr(one.load, name) == getattr(other.load, name) for name in alike)
+
+
+def test_plans_of_one_rank_say_nothing_of_several() -> None:
+    shared = machine(net_bytes_per_s=1e-6)
+    shared = replace(shared, cpu=replace(shared.cpu, memory_bytes_per_s=1e-6))
+    plan, same = (plan_offload(MODEL, own, paper_setup()) for own in (machine(), shared))
+    assert plan.to_mapping() == same.to_mapping(), "what ranks share does not count"
+    assert not plan.to_mapping().keys() & {"ranks", "cluster", "tried_ways"}
+
+
+def test_two_ranks_of_a_box_share_its_drives_and_each_has_its_link() -> None:
+    one, two = predict(Cluster()), predict(cluster_of(1, 2))
+    assert two.ssd_read_bytes_per_step == one.ssd_read_bytes_per_step == 200 + 200 + 1200
+    assert two.ssd_write_bytes_per_step == one.ssd_write_bytes_per_step
+    assert (two.forward.h2d_s, two.backward.d2h_s) == (one.forward.h2d_s, one.backward.d2h_s)
+    assert two.forward.compute_s == one.forward.compute_s
+    assert (two.num_tokens, two.model_flops) == (2 * one.num_tokens, 2 * one.model_flops)
+    assert two.step_s == one.step_s, "so twice the tokens a second where the drives are the limit"
+    spilling = [predict(cluster, activation_cpu_bytes=0) for cluster in (Cluster(), cluster_of(1, 2))]
+    spilled = [p.ssd_write_bytes_per_step - one.ssd_write_bytes_per_step for p in spilling]
+    assert spilled == [150, 300]
+
+
+def test_each_box_has_its_part_of_the_records() -> None:
+    for num_boxes in (2, 4):
+        step = predict(cluster_of(num_boxes, 1))
+        assert step.ssd_read_bytes_per_step == (200 + 200 + 1200) // num_boxes
+        assert step.ssd_write_bytes_per_step == 1400 // num_boxes
+        assert step.backward.optimizer_s == pytest.approx(P / num_boxes / 1e9)
+        assert sum(step.tier_bytes["ssd"].values()) == 1400 // num_boxes
+
+
+@pytest.mark.parametrize(
+    ("ways", "reads", "writes", "forward_net", "backward_net", "stored"),
+    [
+        ({}, 100 + 100 + 600, 700, 100, 100 + 100, 700),
+        ({"backward": "ram"}, 100 + 600, 700, 100, 100, 700),
+        ({"backward": "ssd"}, 100 + 200 + 600, 700 + 100, 100, 100, 800),
+        ({"backward": "ram", "forward": "delta"}, 100 + 600, 700, 8, 100, 700),
+        ({"backward": "ssd", "forward": "delta"}, 200 + 200 + 600, 700 + 100, 8, 100, 800),
+        ({"forward": "int8", "gradients": "int4"}, 100 + 100 + 600, 700, 260, 260 + 34, 700),
+    ],
+)
+def test_where_backwards_weights_come_from(
+    ways: dict[str, str], reads: int, writes: int, forward_net: int, backward_net: int, stored: int
+) -> None:
+    """Two boxes of one rank each: half of P = 100 parameters in each, 2 bytes of weight and 12 of states."""
+    step = predict(cluster_of(2, 1, **ways))
+    assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (reads, writes)
+    assert step.forward.net_s == pytest.approx(forward_net / 10)
+    assert step.backward.net_s == pytest.approx(backward_net / 10)
+    assert sum(step.tier_bytes["ssd"].values()) == stored
+    assert step.tier_bytes["cpu"].get("weights", 0) == (200 if ways.get("backward") == "ram" else 0)
+    assert step.ranks is not None and step.ranks.sent_bytes_per_step == forward_net + backward_net
+
+
+def test_the_network_can_be_the_limit() -> None:
+    fast, slow = (predict(cluster_of(2, 1), machine(net_bytes_per_s=rate)) for rate in (1e9, 0.1))
+    assert fast.bottleneck != "net" and slow.bottleneck == "net"
+    assert (slow.forward_s, slow.backward_s) == (100 / 0.1, 200 / 0.1)
+
+
+def test_ram_that_all_links_share_can_be_the_limit() -> None:
+    def with_ram(rate: float, num_local: int) -> StepPrediction:
+        hardware = machine(link_bytes_per_s=1e9, ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+        own = replace(hardware, cpu=replace(hardware.cpu, memory_bytes_per_s=rate))
+        return predict(cluster_of(1, num_local), own)
+
+    two, four = with_ram(1.0, 2), with_ram(1.0, 4)
+    assert two.bottleneck == four.bottleneck == "host"
+    # Forward: the drives bring 200 bytes, each link takes 200 and brings 150 swapped ones.
+    assert (two.forward.host_s, four.forward.host_s) == (200 + 2 * 350, 200 + 4 * 350)
+    # Backward: drives 200 + 1200 read and 1400 written; each link 200 + 150 down and 200 of gradients up,
+    # which are read and summed to 400; the optimizer reads 1200 of states and 400 of gradients and writes 1400.
+    assert two.backward.host_s == 200 + 1200 + 1400 + 2 * 550 + 2 * 200 + 400 + 1200 + 400 + 1400
+    assert four.backward.host_s - two.backward.host_s == 2 * (550 + 200)
+    assert with_ram(1e9, 2).bottleneck == "compute"
+
+
+def test_cores_that_compute_for_several_ranks_take_so_many_times_longer() -> None:
+    hardware = machine(ssd_read_bytes_per_s=1e9, ssd_write_bytes_per_s=1e9)
+    cores = replace(hardware, device=replace(hardware.device, shares_cpu=True))
+    one, two = predict(Cluster(), cores), predict(cluster_of(1, 2), cores)
+    assert two.bottleneck == "compute" and two.step_s == pytest.approx(2 * one.step_s, rel=0.01)
+
+
+# The laws.
+
+
+def full_recompute(cluster: Cluster, tokens: int, **rates: float) -> StepPrediction:
+    """8 FLOPs a parameter and token."""
+    num_params = 2**20
+    flops = 2.0 * num_params * tokens
+    model = replace(tiny_model([(flops, 1)], num_params=num_params, input_bytes=0), sequence_length=tokens)
+    block = replace(model.blocks[0], flops=flops)
+    model = replace(model, blocks=(block,))
+    free = {"link_bytes_per_s": 1e18, "ssd_read_bytes_per_s": 1e18, "ssd_write_bytes_per_s": 1e18}
+    hardware = machine(flops_per_s=F, optimizer_params_per_s=1e18, **(free | rates))
+    setup = paper_setup(cluster=cluster, activations="recompute", gpu_memory_bytes=10**9)
+    return plan_offload(model, hardware, setup).prediction
+
+
+def hides_from(cluster: Cluster, resource: str, **rates: float) -> float:
+    for tokens in (10, 10_000):
+        ranks = full_recompute(cluster, tokens, **rates).ranks
+        assert ranks is not None
+        found = ranks.hides_from_tokens[resource]
+    assert found is not None
+    return found
+
+
+def test_drives_hide_from_so_many_times_more_tokens() -> None:
+    rate = {"ssd_read_bytes_per_s": 6e9, "ssd_write_bytes_per_s": 6e9}
+    one = full_recompute(Cluster(), 1000, **rate).ssd_hides_from_tokens
+    assert one == pytest.approx(30 * F / (8 * 6e9)), "4 of weights for two passes, 26 of updates a parameter"
+    for num_local in (2, 4):
+        assert hides_from(cluster_of(1, num_local), "ssd", **rate) == pytest.approx(num_local * one)
+    for num_boxes in (2, 4):
+        step = full_recompute(cluster_of(num_boxes, 2), 1000, **rate)
+        assert step.ssd_hides_from_tokens == pytest.approx(2 * one), "each box its part: no more in all"
+        assert step.ranks is not None
+        assert step.ranks.hides_from_tokens["ssd"] == pytest.approx(step.ssd_hides_from_tokens)
+
+
+def test_a_devices_link_hides_from_the_same_tokens_a_device() -> None:
+    for num_local in (2, 4):
+        found = hides_from(cluster_of(1, num_local), "h2d", link_bytes_per_s=20e9)
+        assert found / num_local == pytest.approx(F / (2 * 20e9))
+        assert 3.8e3 < found / num_local < 3.9e3
+
+
+@pytest.mark.parametrize(("gbit", "tokens"), [(1, 324e3), (2.5, 130e3), (10, 32e3), (25, 13e3)])
+def test_two_boxes_exact_and_owned_by_half(gbit: float, tokens: float) -> None:
+    """F / (4 BW) tokens a box: bfloat16 weights once, as backward has its own copy, and bfloat16 gradients."""
+    rate = 0.94 * gbit / 8 * 1e9
+    found = hides_from(cluster_of(2, 1, backward="ram"), "net", net_bytes_per_s=rate)
+    assert found / 2 == pytest.approx(F / (4 * rate))
+    assert found / 2 == pytest.approx(tokens, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("ways", "num_local", "bytes_per_param"),
+    [
+        ({}, 1, 2 + 2 + 2),
+        ({}, 2, 2 + 2 + 4),
+        ({"backward": "ram", "forward": "delta"}, 1, 0.14625 + 2),
+        ({"backward": "ram", "forward": "int8", "gradients": "int8"}, 2, 1.015625 + 1.03125),
+    ],
+)
+def test_other_ways_hide_by_their_bytes(ways: dict[str, str], num_local: int, bytes_per_param: float) -> None:
+    found = hides_from(cluster_of(2, num_local, **ways), "net", net_bytes_per_s=1e9)
+    assert found / (2 * num_local) == pytest.approx(bytes_per_param / 2 * F / (8 * 1e9), rel=1e-3)
+
+
+# The choice.
+
+
+def choice(link: float, asked: str = "exact", **changes: Any) -> tuple[ChosenCollectives, Any]:
+    model = decoder(4096, 32, batch_size=16, sequence_length=1024, vocabulary=32000)
+    hardware = machine(
+        flops_per_s=150e12,
+        link_bytes_per_s=20e9,
+        ssd_read_bytes_per_s=7e9,
+        ssd_write_bytes_per_s=4.2e9,
+        gpu_memory_bytes=24 * 10**9,
+        cpu_memory_bytes=64 * 10**9,
+        net_bytes_per_s=link * 0.94e9 / 8,
+    )
+    setup = TrainingSetup(
+        gpu_memory_bytes=20 * 10**9,
+        gpu_fixed_bytes=2 * 10**9,
+        cpu_memory_bytes=60 * 10**9,
+        cluster=Cluster(num_boxes=2, num_local=1),
+        num_together=4,
+    )
+    ways = CollectiveChoice.parse(asked).ways(2)
+    plan, used = plan_over_ranks(model, hardware, replace(setup, **changes), ways)
+    assert used.cluster == plan.cluster
+    return plan.cluster.collectives, plan
+
+
+def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
+    slow, plan = choice(1.0)
+    assert (slow.forward, slow.backward, slow.gradients) == ("delta", "ram", "exact")
+    assert plan.prediction.step_s < 0.6 * max(way.step_s for way in plan.tried_ways)
+    fast, plan = choice(400.0)
+    assert fast == ChosenCollectives() or fast.backward == "ram"
+    assert plan.prediction.bottleneck != "net"
+
+
+def test_without_ram_the_copy_is_on_the_drives() -> None:
+    slow, plan = choice(1.0, cpu_memory_bytes=6 * 10**9)
+    assert (slow.forward, slow.backward) == ("delta", "ssd")
+    assert {way.fits for way in plan.tried_ways if way.collectives.backward == "ram"} == {False}
+
+
+def test_rounding_is_chosen_only_where_it_may_be() -> None:
+    exact, plan = choice(1.0)
+    quantized, faster = choice(1.0, "quantized")
+    assert exact.is_exact and not quantized.is_exact
+    assert faster.prediction.step_s < 0.5 * plan.prediction.step_s
+    enough, _ = choice(400.0, "quantized")
+    assert enough.is_exact, "where it saves no time, nothing is rounded"
+
+
+@settings(max_examples=100, deadline=None)
+@given(tiny_models)
+def test_more_ranks_never_take_a_longer_step_of_the_drives(model: ModelProfile) -> None:
+    """Of their boxes, as each has a smaller part."""
+    reads = [predict(cluster_of(number, 1), model=model).ssd_read_bytes_per_step for number in (2, 3, 4)]
+    assert reads == sorted(reads, reverse=True)
