@@ -9,7 +9,7 @@ from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
-from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty
+from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
 from hf_lohan.device.host_stack import HostStack, IntervalStack
 
 __all__ = [
@@ -28,5 +28,6 @@ __all__ = [
     "default_torch_device",
     "device_for",
     "mapped_empty",
+    "mapped_file",
     "num_gpus",
 ]

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.device.host_memory import mapped_file
 from hf_lohan.timeline import Timeline
 
 
@@ -115,6 +116,10 @@ class Device(ABC):
     @abstractmethod
     def host_empty(self, num_bytes: int) -> Tensor:
         """Host memory to copy from and to: a page-aligned uint8 tensor [num_bytes], pinned where that is possible."""
+
+    def host_shared(self, fd: int, num_bytes: int) -> Tensor:
+        """As `host_empty`, over a file in RAM that other processes map, too."""
+        return mapped_file(fd, num_bytes)
 
     @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:

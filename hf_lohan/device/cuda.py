@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
-from hf_lohan.device.host_memory import mapped_empty
+from hf_lohan.device.host_memory import mapped_empty, mapped_file
 from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,13 @@ class CudaDevice(Device):
 
     def host_empty(self, num_bytes: int) -> Tensor:
         pinned: list[int] = []
-        host = mapped_empty(num_bytes, before_unmap=lambda: _unpin(pinned))
+        return self._pinned(mapped_empty(num_bytes, before_unmap=lambda: _unpin(pinned)), pinned)
+
+    def host_shared(self, fd: int, num_bytes: int) -> Tensor:
+        pinned: list[int] = []  # each process pins for its own CUDA context
+        return self._pinned(mapped_file(fd, num_bytes, before_unmap=lambda: _unpin(pinned)), pinned)
+
+    def _pinned(self, host: Tensor, pinned: list[int]) -> Tensor:
         if not self._pinning_refused and self._pin(host):
             pinned.append(host.data_ptr())
         return host

@@ -1,7 +1,8 @@
 """Host memory taken at its exact size.
 
 Torch's own pinned allocator rounds every block up to a power of two (up to 1.8 times too much for a pool), so host
-buffers are anonymous mappings instead; a device that profits from pinning registers them (`CudaDevice`).
+buffers are mappings instead, anonymous or of a file in RAM that several ranks share; a device that profits from pinning
+registers them (`CudaDevice`).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 
 class _Mapping(mmap.mmap):
-    """An anonymous mapping that tells somebody before it is unmapped."""
+    """A mapping that tells somebody before it is unmapped."""
 
     before_unmap: Callable[[], object] = staticmethod(lambda: None)
 
@@ -33,7 +34,15 @@ def mapped_empty(num_bytes: int, *, before_unmap: Callable[[], object] | None = 
     if num_bytes <= 0:
         raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
     # Private: shared mappings, mmap's default, are not counted as the anonymous memory that they are.
-    mapping = _Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return _tensor_over(_Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), before_unmap)
+
+
+def mapped_file(fd: int, num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
+    """As `mapped_empty`, over a file in RAM that other processes map, too. `fd` may be closed after this."""
+    return _tensor_over(_Mapping(fd, num_bytes, flags=mmap.MAP_SHARED), before_unmap)
+
+
+def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -> Tensor:
     if before_unmap is not None:
         mapping.before_unmap = before_unmap
     if hasattr(mmap, "MADV_DONTFORK"):

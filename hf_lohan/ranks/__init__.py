@@ -11,6 +11,8 @@ from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeo
 from hf_lohan.ranks.handlers import Handler
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
+from hf_lohan.ranks.rendezvous import connect
+from hf_lohan.ranks.shared_region import SharedRegion
 from hf_lohan.ranks.topology import ALONE, Ranks
 
 __all__ = [
@@ -30,4 +32,6 @@ __all__ = [
     "RankTimeoutError",
     "Ranks",
     "RanksDisagreeError",
+    "SharedRegion",
+    "connect",
 ]

@@ -33,11 +33,13 @@ class Socket(Protocol):
 
     def fileno(self) -> int: ...
 
-    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object], flags: int) -> int: ...
+    def sendmsg(
+        self, buffers: Sequence[memoryview], ancillary: Sequence[tuple[int, int, bytes]], flags: int, /
+    ) -> int: ...
 
-    def recv_into(self, buffer: memoryview) -> int: ...
+    def recv_into(self, buffer: memoryview, /) -> int: ...
 
-    def shutdown(self, how: int) -> None: ...
+    def shutdown(self, how: int, /) -> None: ...
 
     def close(self) -> None: ...
 
@@ -210,7 +212,11 @@ class Connection:
         return num_bytes
 
     def _num_under_way(self) -> int:
-        """Bytes that the other end's system, or on one machine the other end, has not taken."""
+        """Bytes that the other end's system, or on one machine the other end, has not taken; 0 if it is gone."""
+        poll = select.poll()
+        poll.register(self._socket.fileno(), 0)
+        if poll.poll(0):
+            return 0
         try:
             packed = fcntl.ioctl(self._socket.fileno(), termios.TIOCOUTQ, bytes(4))
         except OSError:

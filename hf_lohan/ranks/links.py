@@ -244,8 +244,9 @@ class Links:
             if self._failure is None:
                 connection.post(Kind.BYE, ())
         until_s = time.monotonic() + _LAST_WORDS_S
-        for connection in connections:
-            connection.wait_until_sent(until_s)
+        for peer in self._peers.values():
+            for lane in peer.connections.keys() - peer.lanes_left:
+                peer.connections[lane].wait_until_sent(until_s)
         for connection in connections:
             connection.cut()
         self.notify()

@@ -193,7 +193,7 @@ class _RankSocket:
     def fileno(self) -> int:
         return self._end.fileno()
 
-    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[object], flags: int) -> int:
+    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> int:
         """Sends no more than the rest of one message, so that the next begins with a call."""
         if self._fate.hangs:
             self._fate.hang()

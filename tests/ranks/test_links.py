@@ -149,6 +149,7 @@ def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
         links.on(Kind.PIECE, land)
         links.send(other, Kind.PIECE, payload=torch.full((numel,), 1.0 + links.ranks.rank), lane=Lane.GRADIENTS)
         links.wait_for(lambda: answers == 4 * num_messages and has_landed, "the answers", peers=[other])
+        links.barrier("all to have theirs")  # who leaves answers no more
         return answers, landed
 
     for rank, (answers, landed) in enumerate(run_ranks(2, flood)):

@@ -1,0 +1,116 @@
+"""Ranks that are processes, found through a store that the test holds."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_lohan.ranks import Links, Ranks, connect
+
+CONTEXT = multiprocessing.get_context("forkserver")
+HANGS_AFTER_S = 60.0
+CONNECTS_WITHIN_S = 30.0
+
+
+@dataclass
+class Ended:
+    """How a rank ended, and when."""
+
+    result: Any = None
+    error: str = ""
+    at_s: float = 0.0
+
+
+class RankProcesses:
+    """Runs a function of a module with `Links` in processes; it may report with the second argument."""
+
+    def __init__(
+        self,
+        num_ranks: int,
+        function: Callable[[Links, Callable[[object], None]], object],
+        *,
+        num_local: int | None = None,
+        timeout_s: float = 30.0,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self.connections: list[Connection] = []
+        self.processes = []
+        num_local = num_local or num_ranks
+        for rank in range(num_ranks):
+            ranks = Ranks(rank, num_ranks, rank % num_local, num_local)
+            ours, theirs = CONTEXT.Pipe()
+            process = CONTEXT.Process(
+                target=_run,
+                args=(function, ranks, self._store.port, timeout_s, environment or {}, theirs, sys.path),
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            self.connections.append(ours)
+            self.processes.append(process)
+
+    def report_of(self, rank: int) -> Any:
+        """The next thing that a rank said, or how it ended."""
+        if not self.connections[rank].poll(HANGS_AFTER_S):
+            raise AssertionError(f"rank {rank} says nothing")
+        return self.connections[rank].recv()
+
+    def ends(self) -> list[Ended | None]:
+        """How each ended; None for one that was killed."""
+        found: list[Ended | None] = [None] * len(self.connections)
+        open_ones = dict(zip(self.connections, range(len(self.connections)), strict=True))
+        until_s = time.monotonic() + HANGS_AFTER_S
+        while open_ones:
+            ready = wait(list(open_ones), until_s - time.monotonic())
+            assert ready, f"ranks {list(open_ones.values())} hang"
+            for connection in ready:
+                assert isinstance(connection, Connection)
+                try:
+                    said = connection.recv()
+                except EOFError:
+                    del open_ones[connection]
+                    continue
+                if isinstance(said, Ended):
+                    found[open_ones[connection]] = said
+        for process in self.processes:
+            process.join(HANGS_AFTER_S)
+        return found
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+
+def _run(
+    function: Callable[[Links, Callable[[object], None]], object],
+    ranks: Ranks,
+    port: int,
+    timeout_s: float,
+    environment: dict[str, str],
+    connection: Connection,
+    path: list[str],
+) -> None:
+    sys.path[:] = path
+    os.environ.update(environment)
+    ended = Ended()
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False)
+        with connect(ranks, store, CONNECTS_WITHIN_S) as links:
+            ended.result = function(links, connection.send)
+    except BaseException as error:
+        ended.error = f"{type(error).__name__}: {error}"
+        if not isinstance(error, RuntimeError):
+            traceback.print_exc()
+    ended.at_s = time.monotonic()
+    connection.send(ended)

@@ -1,0 +1,155 @@
+"""Ranks that are processes: how they find each other, and that the others see one end."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from rank_processes import RankProcesses
+
+from hf_lohan.ranks import Lane, Links, SharedRegion
+
+pytestmark = pytest.mark.usefixtures("fork_server")
+SOON_S = 1.0
+Report = Callable[[object], None]
+
+
+def gather_until_the_end(links: Links, report: Report) -> None:
+    links.barrier("the start")
+    report(os.getpid())
+    for step in range(1_000_000):
+        links.gather(f"the norm of step {step}", b"1")
+        time.sleep(0.001)
+
+
+def gather_while_a_child_lives(links: Links, report: Report) -> None:
+    """The child, as a data loader's worker, outlives the rank that is killed. Only it then has the rank's files."""
+    child = os.fork()
+    if child == 0:
+        time.sleep(20)
+        os._exit(0)
+    links.barrier("the start")
+    report(child)
+    gather_until_the_end(links, report)
+
+
+@pytest.mark.parametrize("num_local", [3, 1])
+def test_a_killed_rank_is_named_by_all_others_within_a_second(num_local: int) -> None:
+    ranks = RankProcesses(3, gather_until_the_end, num_local=num_local)
+    try:
+        pids = [ranks.report_of(rank) for rank in range(3)]
+        time.sleep(0.05)
+        os.kill(pids[1], signal.SIGKILL)
+        killed_at_s = time.monotonic()
+        ends = ranks.ends()
+    finally:
+        ranks.close()
+    assert ends[1] is None
+    for rank in (0, 2):
+        ended = ends[rank]
+        assert ended is not None
+        told = rf"RankFailedError: rank 1 \(pid {pids[1]}, \S+\) ended.* while rank {rank} w\w+ .*"
+        assert re.match(told, ended.error), ended.error
+        assert ended.at_s - killed_at_s < SOON_S
+
+
+def test_a_child_that_outlives_its_rank_does_not_hide_its_end() -> None:
+    ranks = RankProcesses(2, gather_while_a_child_lives)
+    children = []
+    try:
+        children = [ranks.report_of(rank) for rank in range(2)]
+        pids = [ranks.report_of(rank) for rank in range(2)]
+        os.kill(pids[1], signal.SIGKILL)
+        killed_at_s = time.monotonic()
+        ended = ranks.report_of(0)
+        assert re.match(rf"RankFailedError: rank 1 \(pid {pids[1]}, ", ended.error)
+        assert ended.at_s - killed_at_s < SOON_S
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+        ranks.close()
+
+
+def interrupt_itself(links: Links, report: Report) -> str:
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        links.wait_for(lambda: False, "what never comes")
+    except KeyboardInterrupt:
+        links.barrier("the end")
+        return "interrupted"
+    return "not interrupted"
+
+
+def test_who_waits_can_be_interrupted_and_go_on() -> None:
+    ranks = RankProcesses(2, interrupt_itself)
+    try:
+        assert [ended.result for ended in ranks.ends() if ended is not None] == ["interrupted"] * 2
+    finally:
+        ranks.close()
+
+
+def share_over_the_network(links: Links, report: Report) -> tuple[float, int]:
+    tensor = torch.full((1_000_003,), float(links.ranks.rank))
+    links.share(tensor, 2, "a tensor")
+    return float(tensor.sum()), links.sent_bytes[Lane.WEIGHTS]
+
+
+@pytest.mark.parametrize("num_local", [4, 2, 1])
+def test_ranks_find_each_other_within_and_between_boxes(num_local: int) -> None:
+    ranks = RankProcesses(4, share_over_the_network, num_local=num_local, environment={"LOHAN_SOCKET_IFNAME": "lo"})
+    try:
+        results = [ended.result for ended in ranks.ends() if ended is not None]
+    finally:
+        ranks.close()
+    assert results == [(2.0 * 1_000_003, 3 * 4_000_012 if rank == 2 else 0) for rank in range(4)]
+
+
+def write_and_read(links: Links, report: Report) -> tuple[int, list[int], bool]:
+    ranks = links.ranks
+    region = SharedRegion.create(links, 3 * 4096 + 5, "test")
+    region.bytes[ranks.local_rank] = 1 + ranks.rank
+    links.barrier("all have written")
+    read = region.bytes[: ranks.num_local].tolist()
+    links.barrier("all have read")
+    inherited = os.fork() if ranks.rank == 0 else 0
+    if ranks.rank == 0 and inherited == 0:
+        os._exit(0)
+    if inherited:
+        os.waitpid(inherited, 0)
+    return region.bytes.numel(), read, region.bytes.data_ptr() % 4096 == 0
+
+
+def test_the_ranks_of_a_box_read_what_the_others_wrote() -> None:
+    ranks = RankProcesses(4, write_and_read, num_local=2, environment={"LOHAN_SOCKET_IFNAME": "lo"})
+    try:
+        results = [ended.result for ended in ranks.ends() if ended is not None]
+    finally:
+        ranks.close()
+    assert results == [(12293, [1, 2], True)] * 2 + [(12293, [3, 4], True)] * 2
+
+
+def hold_memory(links: Links, report: Report) -> None:
+    region = SharedRegion.create(links, 8 << 20, "kept")
+    region.bytes.fill_(1)
+    gather_until_the_end(links, report)
+
+
+def test_killed_ranks_leave_no_memory_behind() -> None:
+    before = set(os.listdir("/dev/shm"))
+    ranks = RankProcesses(2, hold_memory)
+    try:
+        pids = [ranks.report_of(rank) for rank in range(2)]
+        assert "memfd:lohan-kept" in Path(f"/proc/{pids[0]}/maps").read_text()
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
+        assert ranks.ends() == [None, None]
+    finally:
+        ranks.close()
+    assert not {name for name in set(os.listdir("/dev/shm")) - before if "lohan" in name and "tests" not in name}

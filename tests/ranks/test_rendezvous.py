@@ -1,0 +1,83 @@
+"""How ranks find each other, and who is sent away."""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from hf_lohan.ranks import Links, Ranks, RankTimeoutError, connect
+from hf_lohan.ranks.rendezvous import outgoing_address
+
+
+def connect_threads(num_ranks: int, num_local: int, store: dist.Store, timeout_s: float = 20.0) -> list[Links]:
+    links: dict[int, Links] = {}
+
+    def run(rank: int) -> None:
+        links[rank] = connect(Ranks(rank, num_ranks, rank % num_local, num_local), store, timeout_s)
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [links[rank] for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (2, 2), (2, 1), (4, 2), (8, 8)])
+def test_ranks_meet_twice_at_one_store(num_ranks: int, num_local: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    store = dist.PrefixStore("run", dist.HashStore())
+    for _ in range(2):
+        links = connect_threads(num_ranks, num_local, store)
+        threads = [threading.Thread(target=link.barrier, args=("here",)) for link in links]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for link in links:
+            link.close()
+
+
+def test_a_stranger_is_sent_away_and_keeps_nobody_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
+    store = dist.HashStore()
+    found: list[Links] = []
+    first = threading.Thread(target=lambda: found.append(connect(Ranks(0, 2, 0, 1), store, 20.0)))
+    first.start()
+    while not store.check(["lohan/1/address/0"]):
+        time.sleep(0.01)
+    address = json.loads(store.get("lohan/1/address/0"))["tcp"]
+    with socket.create_connection(address) as silent, socket.create_connection(address) as stranger:
+        stranger.sendall(b"LOH1" + bytes(5 + 16 + 32))  # a greeting of rank 0, lane 0, without a proof
+        stranger.settimeout(5)
+        assert len(stranger.recv(16)) == 16
+        assert stranger.recv(1) == b""  # sent away
+        second = connect(Ranks(1, 2, 0, 1), store, 20.0)
+        first.join()
+        silent.close()
+    second.close()
+    found[0].close()
+    assert "does not know the secret" in caplog.text
+
+
+def test_a_rank_that_never_comes_is_named() -> None:
+    store = dist.HashStore()
+    with pytest.raises(RankTimeoutError, match=r"rank 1 did not come within 0.3 s: rank 0 waited for its connection"):
+        connect(Ranks(0, 2, 0, 2), store, 0.3)
+    with pytest.raises(RankTimeoutError, match=r"rank 0 did not come within 0.3 s: rank 1 waited for the secret"):
+        connect(Ranks(1, 2, 1, 2), dist.HashStore(), 0.3)
+
+
+def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth77")
+    with pytest.raises(ValueError, match=r"GLOO_SOCKET_IFNAME=eth77: no such network interface.*'lo'"):
+        outgoing_address()
+    monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
+    assert outgoing_address() == (socket.AF_INET, "127.0.0.1")

@@ -1,0 +1,68 @@
+"""Memory of a box: one tensor for ranks that are threads, and refusals that all ranks are told."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from hf_lohan.device import CpuDevice
+from hf_lohan.ranks import Links, SharedRegion, shared_region
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (2, 2), (4, 2), (3, 1), (8, 4)])
+def test_threads_of_a_box_have_the_same_tensor(num_ranks: int, num_local: int) -> None:
+    def create(links: Links) -> tuple[int, torch.Tensor]:
+        region = SharedRegion.create(links, 5000, "test", CpuDevice())
+        return region.bytes.data_ptr(), region.bytes
+
+    found = run_ranks(num_ranks, create, num_local=num_local)
+    for rank, (address, _) in enumerate(found):
+        assert [address == other for other, _ in found] == [
+            rank // num_local == other // num_local for other in range(num_ranks)
+        ]
+
+
+def test_where_a_tensor_lies_in_it() -> None:
+    with Links.alone() as links:
+        region = SharedRegion.create(links, 8192, "test")
+    assert region.bytes.count_nonzero() == 0
+    assert region.offset_of(region.bytes[4096:].view(torch.float32)) == 4096
+    assert region.offset_of(region.bytes[8000:8004]) == 8000
+    assert region.offset_of(torch.zeros(4)) is None
+
+
+def test_more_than_there_is_is_refused_on_all_ranks() -> None:
+    outcomes = rank_outcomes(3, lambda links: SharedRegion.create(links, 1 << 50, "weights"))
+    for outcome in outcomes:
+        assert "3 ranks of a box share 1 PiB of memory for weights" in str(outcome.error)
+        assert "lower cpu_memory" in str(outcome.error)
+
+
+def test_sizes_that_differ_are_refused() -> None:
+    outcomes = rank_outcomes(2, lambda links: SharedRegion.create(links, 4096 + links.ranks.rank, "weights"))
+    for outcome in outcomes:
+        assert "rank 1 wants 4097 bytes" in str(outcome.error)
+
+
+def test_no_memory_at_all_is_refused() -> None:
+    with Links.alone() as links, pytest.raises(ValueError, match="0 bytes"):
+        SharedRegion.create(links, 0, "weights")
+
+
+def test_where_the_system_gives_no_memory_file_a_small_container_is_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(name: str, flags: int) -> int:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(os, "memfd_create", refuse)
+    with Links.alone() as links:
+        region = SharedRegion.create(links, 4096, "weights")  # in /dev/shm, without a name
+        assert region.bytes.count_nonzero() == 0
+        usage = shared_region.shutil.disk_usage("/dev/shm")
+        monkeypatch.setattr(shared_region.shutil, "disk_usage", lambda path: usage._replace(free=64 << 20))
+        with pytest.raises(ValueError, match=r"wants 100 MiB.*/dev/shm has 64 MiB free.*--shm-size"):
+            SharedRegion.create(links, 100 << 20, "weights")
