@@ -3,7 +3,7 @@
 One process is one rank. Each pair of ranks has a connection for each lane (`Links`), made once (`connect`). Ranks of
 one box share memory (`SharedRegion`), so that their messages only say where bytes lie. No collective of a process group
 is used: what is waited for, from whom and how long is known here, and an error names the rank. For slow links there are
-codecs (`BlockCodec`).
+codecs (`BlockCodec`, and without loss `StepDelta`).
 """
 
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
@@ -13,6 +13,7 @@ from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
 from hf_lohan.ranks.rendezvous import connect
 from hf_lohan.ranks.shared_region import SharedRegion
+from hf_lohan.ranks.step_delta import StepDelta
 from hf_lohan.ranks.topology import ALONE, Ranks
 
 __all__ = [
@@ -33,5 +34,6 @@ __all__ = [
     "Ranks",
     "RanksDisagreeError",
     "SharedRegion",
+    "StepDelta",
     "connect",
 ]
