@@ -181,8 +181,7 @@ class SharedWeights:
             if load.is_own_there and not load.missing and not load.has_told:
                 load.has_told = has_done = True
                 self._tell_filled(load)
-        self._free_taken()
-        return has_done
+        return self._free_taken() or has_done
 
     def is_whole(self, number: int) -> bool:
         """See `JointSource`."""
@@ -311,12 +310,14 @@ class SharedWeights:
             self._not_taken[number].discard(rank)
         self.notify()
 
-    def _free_taken(self) -> None:
+    def _free_taken(self) -> bool:
+        """Says whether there is room now that was not."""
         with self._links.lock:
             taken = [number for number, ranks in self._not_taken.items() if not ranks]
             for number in taken:
                 del self._not_taken[number]
                 self._places.free(number)
+        return bool(taken)
 
     def _slow_to_copy(self) -> list[int]:
         """Ranks that keep the next block from beginning. Caller holds the links' lock."""
