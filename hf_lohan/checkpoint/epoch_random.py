@@ -6,8 +6,8 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_FILE_NAME = "epoch_rng_state.pth"
-_STOCK_NAME = "rng_state.pth"
+_FILE_STEM = "epoch_rng_state"
+_STOCK_STEM = "rng_state"
 
 
 class EpochRandomNumbers:
@@ -17,10 +17,13 @@ class EpochRandomNumbers:
     epoch has another order, unless it is accelerate's seedable sampler that draws it.
     """
 
-    def __init__(self, save: Callable[[str], None], load: Callable[[str], None]) -> None:
-        """`save` and `load` are Trainer's own, for `rng_state.pth` in a folder."""
+    def __init__(self, save: Callable[[str], None], load: Callable[[str], None], rank: int | None = None) -> None:
+        """`save` and `load` are Trainer's own, for `rng_state.pth` in a folder; of one rank of several they are for
+        `rng_state_<rank>.pth`."""
         self._save = save
         self._load = load
+        ending = ".pth" if rank is None else f"_{rank}.pth"
+        self._stock_name, self._file_name = _STOCK_STEM + ending, _FILE_STEM + ending
         self._content = b""
         self._resumed: Path | None = None
 
@@ -28,14 +31,14 @@ class EpochRandomNumbers:
         """The next epoch is the first one after a resume. `folder` is a journal's or a checkpoint, which may be without
         our file (of the stock Trainer)."""
         self._resumed = None if folder is None else Path(folder)
-        found = [] if folder is None else Path(folder).glob(f"**/{_FILE_NAME}")
+        found = [] if folder is None else Path(folder).glob(f"**/{self._file_name}")
         self._content = next((path.read_bytes() for path in found), b"")
 
     def begin(self, *, is_rest: bool) -> None:
         """An epoch begins, whose order has not been drawn yet. ``is_rest``: of one that was broken off."""
         resumed, self._resumed = self._resumed, None
         with tempfile.TemporaryDirectory() as folder:
-            path = Path(folder, _STOCK_NAME)
+            path = Path(folder, self._stock_name)
             if resumed is not None and is_rest and self._content:
                 path.write_bytes(self._content)
                 self._load(folder)
@@ -48,4 +51,4 @@ class EpochRandomNumbers:
     def write(self, folder: str) -> None:
         """For a run that goes on from there. Writes nothing before the first epoch."""
         if self._content:
-            Path(folder, _FILE_NAME).write_bytes(self._content)
+            Path(folder, self._file_name).write_bytes(self._content)

@@ -43,17 +43,20 @@ class ResumePoint:
         settled_store: Callable[[], Sequence[str]],
         output_dir: str,
         last_checkpoint: Callable[[str], str | None],
+        rank_name: str = "",
     ) -> ResumePoint:
         """As `train` was asked: "last_step", or True for that or the last checkpoint, whichever is newer, or as
         upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder.
-        Raises ValueError if there is no step to go on from."""
+        Of several ranks each lays its journal out in a folder of its `rank_name`. Raises ValueError if there is no step
+        to go on from."""
         if asked is not True and asked != LAST_STEP:
             return cls(asked)
         store_paths = settled_store()
         if asked is True and not _is_last_step_newest(store_paths, output_dir, last_checkpoint):
             return cls(True)
         commit = _resumable_commit(store_paths, output_dir)
-        return cls(_unpack(commit, committed_log(store_paths), output_dir), commit)
+        folder = Path(output_dir, PRIVATE_FOLDER, LAST_STEP, rank_name)
+        return cls(_unpack(commit, committed_log(store_paths), folder), commit)
 
 
 def store_paths_of(run: str | Path) -> list[str]:
@@ -134,12 +137,11 @@ def _is_resumable(commit: Commit) -> bool:
     return bool(commit.facts.get("is_resumable")) and not commit.is_torn and commit.facts.get("durability") == "step"
 
 
-def _unpack(commit: Commit, log: bytes, output_dir: str | Path) -> str:
+def _unpack(commit: Commit, log: bytes, folder: Path) -> str:
     """Lay a committed journal out as the folder that Trainer resumes from; returns its path.
 
     Raises `CapacityError` or `StorageError` if it cannot be written.
     """
-    folder = Path(output_dir) / PRIVATE_FOLDER / LAST_STEP
     files = dict(commit.journal)
     state = json.loads(files[_TRAINER_STATE_NAME])
     state["log_history"] = [json.loads(line) for line in log.decode().splitlines()]

@@ -9,13 +9,15 @@ import errno
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hf_lohan.files import CapacityError, StorageError
 from hf_lohan.files.directories import make_folders, no_room
 from hf_lohan.files.errors import NO_ROOM
+from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +29,19 @@ _DISK_FULL_TEXTS = tuple(map(os.strerror, NO_ROOM))
 _TORCH_WRITE_TEXTS = ("inline_container", "iostream error", "PytorchStreamWriter")
 """What `torch.save` says when it cannot write, whatever the reason."""
 _FULL_BELOW_BYTES = 1 << 20
+_SEEN_WITHIN_S = 30.0
+_LOOK_S = 0.1
 
 
 @contextmanager
-def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME) -> Iterator[Path]:
+def unfinished_checkpoint(
+    run_dir: str, name: str, unfinished_name: str = UNFINISHED_NAME, show_life: Callable[[], object] = lambda: None
+) -> Iterator[Path]:
     """Give a folder to use in place of `run_dir`: what the body writes to `<it>/<name>` becomes `<run_dir>/<name>`,
     in place of one that is there, when all of it is on the medium.
 
     If anything fails, what was written is removed and `run_dir` is as before. A full disk raises `StorageError`.
+    `show_life` is called between files that are put on the medium, which may take long.
     """
     target = Path(run_dir, name)
     unfinished = Path(run_dir, unfinished_name)
@@ -43,7 +50,7 @@ def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINI
         make_folders(unfinished)
         yield unfinished
         if (unfinished / name).is_dir():
-            _publish(unfinished / name, target)
+            _publish(unfinished / name, target, show_life)
         else:
             logger.warning("%s was not written where it was asked for, so a crash could leave half of it", target)
     except BaseException as error:
@@ -64,6 +71,36 @@ def unfinished_checkpoint(run_dir: str, name: str, unfinished_name: str = UNFINI
     shutil.rmtree(unfinished, ignore_errors=True)
 
 
+@contextmanager
+def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]:
+    """`unfinished_checkpoint` for all ranks of a run, whose bodies each write their part: rank 0 makes the folder, and
+    publishes it when all have written. Raises ValueError where a rank does not see what rank 0 has made."""
+    if links.ranks.rank == 0:
+        with unfinished_checkpoint(run_dir, name, show_life=links.show_life) as unfinished:
+            links.barrier("rank 0 to make the folder of a checkpoint")
+            yield unfinished
+            links.barrier("all ranks to save their parts")
+    else:
+        unfinished = Path(run_dir, UNFINISHED_NAME)
+        links.barrier("rank 0 to make the folder of a checkpoint")
+        _wait_until_seen(unfinished, links.ranks.rank)
+        yield unfinished
+        links.barrier("all ranks to save their parts")
+    links.barrier("rank 0 to give the checkpoint its name")
+
+
+def _wait_until_seen(folder: Path, rank: int) -> None:
+    """Network file systems show with some delay what another machine has made."""
+    until_s = time.monotonic() + _SEEN_WITHIN_S
+    while not folder.is_dir():
+        if time.monotonic() > until_s:
+            raise ValueError(
+                f"rank {rank} does not see {folder}, which rank 0 has made: put output_dir on a file system that all "
+                "machines of the run share, or save no checkpoints"
+            )
+        time.sleep(_LOOK_S)
+
+
 def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> None:
     """Remove what a killed save left in `run_dir`; a checkpoint it had moved aside to replace it comes back."""
     unfinished = Path(run_dir, unfinished_name)
@@ -77,9 +114,10 @@ def remove_unfinished(run_dir: str, unfinished_name: str = UNFINISHED_NAME) -> N
     shutil.rmtree(unfinished)
 
 
-def _publish(checkpoint: Path, target: Path) -> None:
+def _publish(checkpoint: Path, target: Path, show_life: Callable[[], object]) -> None:
     for folder, _, file_names in os.walk(checkpoint, topdown=False):
         for file_name in file_names:
+            show_life()
             if not os.path.islink(os.path.join(folder, file_name)):
                 _sync(os.path.join(folder, file_name))
         _sync(folder)

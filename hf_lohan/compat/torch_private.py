@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.autograd import Variable
 from torch.autograd.graph import Node
+from torch.distributed import distributed_c10d
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 from torch.optim import _adafactor, _muon
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -34,6 +35,12 @@ def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
     """Let a scheduler of an optimizer whose steps another one takes not warn that it comes before the first step."""
     marked: Any = optimizer
     marked._opt_called = True
+
+
+def default_process_group_store() -> Any:
+    """The key-value store that all processes of the default process group share. Raises ValueError where there is
+    none."""
+    return distributed_c10d._get_default_store()
 
 
 def cpu_has_bfloat16_units() -> bool:

@@ -9,6 +9,7 @@ next version; `commits` makes that last. `engine` wires it all up.
 from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.engine import OffloadEngine
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
+from hf_lohan.engine.led_reads import LedReads
 from hf_lohan.engine.lifetime import wait_until_closed
 from hf_lohan.engine.memory import Tiers, open_tiers
 from hf_lohan.engine.parameter_access import ParameterAccess, drain_model
@@ -16,6 +17,7 @@ from hf_lohan.engine.parameter_access import ParameterAccess, drain_model
 __all__ = [
     "EngineEvents",
     "Journal",
+    "LedReads",
     "OffloadEngine",
     "ParameterAccess",
     "StepsSoFar",

@@ -24,6 +24,7 @@ from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import OffloadLayout, StepShape
+from hf_lohan.ranks import Links
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
@@ -317,6 +318,12 @@ class OffloadEngine:
     def store_folders(self) -> set[str]:
         """Real paths of the folders that the store lies in."""
         return {os.path.realpath(path.path) for path in self.tiers.store.paths}
+
+    @property
+    def links(self) -> Links:
+        """To the other ranks."""
+        links = getattr(self.tiers, "links", None)
+        return links if isinstance(links, Links) else Links.alone()
 
     @property
     def is_closed(self) -> bool:

@@ -11,7 +11,7 @@ from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 from torch import nn
 
-from hf_lohan.huggingface.saving import StoredModel, StoredWeights
+from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
 
 _WEIGHTS_NAME = "diffusion_pytorch_model"
 
@@ -21,7 +21,14 @@ def is_of_diffusers(model: nn.Module) -> bool:
     return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
 
 
-def save_diffusers_model(
+def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
+    """`save_diffusers_from_store`, on all ranks together."""
+    if stored_model.links.ranks.others:
+        kwargs.pop("is_main_process", None)  # who writes is decided
+    save_together(stored_model, lambda model: save_diffusers_from_store(model, save_directory, **kwargs))
+
+
+def save_diffusers_from_store(
     stored_model: StoredModel,
     save_directory: str | Path,
     *,

@@ -20,12 +20,13 @@ TRACKERS = (
 class RecordedRun(TrainerCallback):
     """The run of one engine."""
 
-    def __init__(self, record: RunRecord) -> None:
+    def __init__(self, record: RunRecord, folder: Path) -> None:
         self.record = record
+        self._folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.begin(
-            Path(args.output_dir),
+            self._folder,
             step=state.global_step,
             num_steps=state.max_steps,
             num_micro_batches=args.gradient_accumulation_steps,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import saved_from
-from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.engine import LedReads, OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,15 @@ class StoredModel:
     access: Callable[[], ParameterAccess]
     """Asked for each weight: an engine then waits for its updates."""
     max_shard_bytes: int
+    links: Links = field(default_factory=Links.alone)
+    """To the other ranks. Where there are some, all of them save together."""
+    led: LedReads | None = None
+    """On rank 0, while it saves: what the others follow."""
+
+    @property
+    def reads(self) -> ParameterAccess | LedReads:
+        """By which weights are read."""
+        return self.led or self.access()
 
     @classmethod
     def of(cls, engine: OffloadEngine) -> StoredModel:
@@ -37,7 +47,7 @@ class StoredModel:
         assert isinstance(engine.config.cpu_memory, int)
         # A shard stands in RAM beside the pools, which have taken their budget already.
         shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 8, _MAX_SHARD_BYTES))
-        return cls(engine.model, lambda: engine.parameters, shard_bytes)
+        return cls(engine.model, lambda: engine.parameters, shard_bytes, engine.links)
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -45,9 +55,9 @@ class StoredWeights(Mapping[str, Tensor]):
 
     def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
         """`root`: whose names to use, if not the model's own."""
-        self._access = stored_model.access
+        self._stored_model = stored_model
         root = root or stored_model.model
-        stored = {parts[0][1].parameter: name for name, parts in self._access().parts.items()}
+        stored = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
         self._stored_name: dict[str, str] = {
             name: stored[parameter]
             for name, parameter in root.named_parameters(remove_duplicate=False)
@@ -55,7 +65,7 @@ class StoredWeights(Mapping[str, Tensor]):
         }
 
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._access().read_parameter(self._stored_name[name])
+        weight = self._stored_model.reads.read_parameter(self._stored_name[name])
         advance(weight.nbytes)
         return weight
 
@@ -69,7 +79,28 @@ class StoredWeights(Mapping[str, Tensor]):
         return len(self._stored_name)
 
 
+def save_together(stored_model: StoredModel, save: Callable[[StoredModel], Any]) -> Any:
+    """What `save` returns. Where there are several ranks all of them call this, and rank 0 saves."""
+    links = stored_model.links
+    if not links.ranks.others:
+        return save(stored_model)
+    reads = LedReads(stored_model.access, links)
+    if links.ranks.rank != 0:
+        return reads.follow()
+    with reads.led():
+        return save(replace(stored_model, led=reads))
+
+
 def save_pretrained_from_store(
+    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """`save_from_store`, on all ranks together."""
+    if stored_model.links.ranks.others:
+        kwargs.pop("is_main_process", None)  # who writes is decided
+    return save_together(stored_model, lambda model: save_from_store(model, stock, save_directory, **kwargs))
+
+
+def save_from_store(
     stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
 ) -> Any:
     """The stock `save_pretrained`, with every placeholder replaced by its stored weight.

@@ -25,10 +25,12 @@ from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.compat.transformers_private import log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
+from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
 
 _TRAINER_FACTS = "trainer"
+_END = b"end"
 
 
 class Termination:
@@ -40,9 +42,17 @@ class Termination:
     cannot handle signals.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, links: Links | None = None) -> None:
         self.is_requested = False
+        """On this rank."""
+        self._links = links or Links.alone()
         self._previous: Any = None
+
+    def is_agreed(self) -> bool:
+        """Whether any rank was asked to end: then all end here. All ranks call this together."""
+        wishes = self._links.gather("whether the run is to end", _END if self.is_requested else b"")
+        self.is_requested = self.is_requested or _END in wishes
+        return self.is_requested
 
     def __enter__(self) -> Termination:
         in_main = threading.current_thread() is threading.main_thread()
@@ -149,7 +159,7 @@ class StepJournal(TrainerCallback):
         ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if is_first_call and ends_epoch:
             return  # there is more to come: this is called again when the epoch has ended
-        is_last, has_saved = self._termination.is_requested, self._has_saved
+        is_last, has_saved = self._termination.is_agreed(), self._has_saved
         self._has_saved = False
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)

@@ -43,6 +43,7 @@ from hf_lohan.huggingface.guards import (
     why_in_turn,
 )
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.rank_trainer import TrainsWithRanks
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
 from hf_lohan.huggingface.step_journal import StepJournal, Termination
@@ -72,7 +73,7 @@ def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], name
     return by_name(trainer_class.__name__, names, given, named)
 
 
-class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers):
+class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers, TrainsWithRanks):
     """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
 
     Args:
@@ -170,7 +171,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
                 self.remove_callback(self._recorded_run)
-            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), tqdm.write))
+            say = tqdm.write if self.args.should_log else logger.info
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), say), self._record_folder)
             self.add_callback(self._recorded_run)
         return engine
 
@@ -195,23 +197,27 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         """
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        remove_unfinished(self.args.output_dir)
-        self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
-        self._resume_point = ResumePoint.choose(
-            resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint
-        )
-        self._termination = Termination()
-        self.last_whole_checkpoint = output = None
-        with self._termination:
-            try:
-                output = super().train(self._resume_point.folder, *args, **kwargs)
-            finally:
-                if self._record is not None:
-                    self._record.close()
-        if self._termination.is_requested:  # after the last step, whose commit may be on its way
-            if self.offload_engine is not None:
-                self.offload_engine.close()
-            self._termination.exit()
+        with self._failing_together():
+            if self.args.should_save:
+                remove_unfinished(self.args.output_dir)
+            self._links.barrier("what a killed save left to be removed")
+            self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
+            self._resume_point = ResumePoint.choose(
+                resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint, self._rank_name
+            )
+            self._agree_on_resume(self._resume_point)
+            self._termination = Termination(self._links)
+            self.last_whole_checkpoint = output = None
+            with self._termination:
+                try:
+                    output = super().train(self._resume_point.folder, *args, **kwargs)
+                finally:
+                    if self._record is not None:
+                        self._record.close()
+            if self._termination.is_agreed():  # after the last step, whose commit may be on its way
+                if self.offload_engine is not None:
+                    self.offload_engine.close()
+                self._termination.exit()
         return output
 
     def _settled_store(self) -> list[str]:
@@ -232,6 +238,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             recompute_without_reentry(self.model)
         engine = self._ensure_engine()
         if engine is not None:
+            self._check_batches(train_dataloader)
             self._keep_journal(engine, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
         if engine is not None:
@@ -242,13 +249,15 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if self._journal is not None:
             self.remove_callback(self._journal)
         engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
-        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state)
+        rank = self.args.process_index if self.args.world_size > 1 else None
+        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, rank)
         self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
         self._journal.resume(self._resume_point, resume_from_checkpoint)
         self.add_callback(self._journal)
 
     def _write_journal_files(self, folder: str) -> None:
         super()._save_optimizer_and_scheduler(folder)
+        self._save_optimizer_files(folder)
         self._save_scaler(folder)
         self._save_rng_state(folder)
         save_buffers(self.model, folder)
@@ -268,10 +277,11 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        if self._termination.is_requested and self.args.enable_jit_checkpoint:
+        if self.args.enable_jit_checkpoint and self._termination.is_agreed():
             self._save_once(model, trial)
         if self._record is not None:
             self._record.flush()
+        self._time_step()
         if self._journal is not None:
             self._journal.after_step()
 

@@ -11,9 +11,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_jit_checkpoint import JITCheckpointCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy, rotate_checkpoints
 
-from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.checkpoint.whole_folder import unfinished_together
 from hf_lohan.compat.transformers_private import uploads_without
 from hf_lohan.config import OffloadConfig
+from hf_lohan.ranks import Links
 from hf_lohan.report.run_data import FOLDER
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class WholeCheckpoints(_TrainerBase):
     last_whole_checkpoint: str | None = None
     """The last one that was written."""
 
+    if TYPE_CHECKING:
+
+        @property
+        def _links(self) -> Links: ...
+
     def _replace_jit_checkpoints(self) -> None:
         """`enable_jit_checkpoint` asks for a checkpoint when SIGTERM comes: `_maybe_log_save_evaluate` sees to it.
         Upstream's callback saves in the middle of a step as well, when a part of its updates is done."""
@@ -56,7 +62,7 @@ class WholeCheckpoints(_TrainerBase):
         previous_best = self.state.best_model_checkpoint
         self._push_is_due = False
         try:
-            with unfinished_checkpoint(run_dir, name) as unfinished:
+            with unfinished_together(self._links, run_dir, name) as unfinished:
                 self._unfinished_run_dir = str(unfinished)
                 try:
                     super()._save_checkpoint(model, trial)
@@ -110,5 +116,6 @@ class WholeCheckpoints(_TrainerBase):
             best_name = f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             if best_name == checkpoint.name or os.path.exists(os.path.join(run_dir, best_name)):
                 state.best_model_checkpoint = os.path.join(run_dir, best_name)
-        if state.best_model_checkpoint != seen and (checkpoint / TRAINER_STATE_NAME).exists():
+        is_other = state.best_model_checkpoint != seen
+        if is_other and self.args.should_save and (checkpoint / TRAINER_STATE_NAME).exists():
             state.save_to_json(str(checkpoint / TRAINER_STATE_NAME))

@@ -225,6 +225,16 @@ class Links:
         if failure is not None:
             told(RankFailedError(failure.text, failure.rank))
 
+    def allow_silence(self, timeout_s: float) -> None:
+        """From now on a rank may be silent for so long while it is waited for."""
+        with self.lock:
+            self.timeout_s = timeout_s
+
+    def show_life(self) -> None:
+        """Let the others, who may wait for this rank, know that it is at work: before what takes long."""
+        if self._failure is None:
+            self.send_all(Kind.HELLO, self.ranks.rank, self.ranks.num_ranks, os.getpid())
+
     def fail(self, error: BaseException) -> None:
         """Tell all others that this rank cannot go on. Nothing can be sent or waited for after that."""
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")

@@ -49,6 +49,16 @@ def test_muon_is_made_of_its_parts() -> None:
     assert torch.equal(parameter, expected), "torch.optim.Muon computes otherwise"
 
 
+def test_the_store_of_the_default_group_can_be_had() -> None:
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        store = private.default_process_group_store()
+        store.set("key", "value")
+        assert store.get("key") == b"value", "what processes find each other by is no key-value store"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

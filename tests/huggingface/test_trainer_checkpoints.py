@@ -283,7 +283,7 @@ def test_a_hyperparameter_search_keeps_its_runs_apart(make_trainer: Callable[...
 def test_without_offload_nothing_is_touched(
     make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(whole_checkpoints, "unfinished_checkpoint", None)
+    monkeypatch.setattr(whole_checkpoints, "unfinished_together", None)
     args = TrainingArguments(
         str(tmp_path / "run"), max_steps=2, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[]
     )

@@ -1,0 +1,56 @@
+"""Weights that several ranks read together, in an order that only rank 0 knows."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from torch import Tensor
+
+from hf_lohan.engine.parameter_access import ParameterAccess
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.ranks import Links, RankFailedError
+
+_READ, _FAILED = "read ", "failed "
+
+
+class LedReads:
+    """Each rank has a part of every weight, so all ranks read each of them. Rank 0 does so when it writes it to a file,
+    and the others are told which one is next."""
+
+    def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
+        """`access` is asked for each weight: an engine then waits for its updates."""
+        self._access = access
+        self._links = links
+
+    @property
+    def parts(self) -> dict[str, list[tuple[Block, ParamSlice]]]:
+        """See `ParameterAccess`."""
+        return self._access().parts
+
+    def read_parameter(self, name: str) -> Tensor:
+        """On rank 0, while it leads."""
+        self._say(_READ + name)
+        return self._access().read_parameter(name)
+
+    @contextlib.contextmanager
+    def led(self) -> Iterator[None]:
+        """On rank 0: the others follow until this ends, and learn if it fails."""
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(RankFailedError):  # of an other rank, which may end because of this one
+                self._say(f"{_FAILED}{type(error).__name__}: {error}")
+            raise
+        self._say("")
+
+    def follow(self) -> None:
+        """On the others. Raises RankFailedError if rank 0 could not go on."""
+        while said := self._say(""):
+            if said.startswith(_FAILED):
+                raise RankFailedError(f"rank 0 could not save the model: {said.removeprefix(_FAILED)}", 0)
+            self._access().read_parameter(said.removeprefix(_READ))
+
+    def _say(self, what: str) -> str:
+        """What rank 0 says."""
+        return self._links.gather("the next weight to save", what.encode())[0].decode()

@@ -1,0 +1,68 @@
+"""Ranks read weights together in rank 0's order, to the end of it, or until rank 0 fails."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.engine import LedReads
+from hf_lohan.ranks import Links, RankFailedError
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+
+NAMES = [f"weight.{number}" for number in range(20)]
+
+
+class JointAccess:
+    """Each weight lies on one rank, which gives it to all others: reads in another order would not meet."""
+
+    parts: dict[str, Any] = dict.fromkeys(NAMES)
+
+    def __init__(self, links: Links) -> None:
+        self._links = links
+        self.read: list[str] = []
+
+    def read_parameter(self, name: str) -> Tensor:
+        self.read.append(name)
+        owner = NAMES.index(name) % self._links.ranks.num_ranks
+        value = torch.full((7,), float(NAMES.index(name)) if owner == self._links.ranks.rank else -1.0)
+        self._links.share(value, owner, name)
+        return value
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
+    order = random.Random(0).choices(NAMES, k=30)
+
+    def save(links: Links) -> list[str]:
+        access = JointAccess(links)
+        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        if links.ranks.rank:
+            reads.follow()
+        else:
+            with reads.led():
+                for name in order:
+                    assert torch.equal(reads.read_parameter(name), torch.full((7,), float(NAMES.index(name))))
+        links.barrier("all are at the same place again")
+        return access.read
+
+    assert run_ranks(num_ranks, save, delays_seed=1) == [order] * num_ranks
+
+
+def test_the_others_learn_why_rank_0_gave_up() -> None:
+    def save(links: Links) -> None:
+        access = JointAccess(links)
+        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        if links.ranks.rank:
+            reads.follow()
+        with reads.led():
+            reads.read_parameter(NAMES[0])
+            raise OSError("no space left")
+
+    writer, *others = (outcome.error for outcome in rank_outcomes(3, save))
+    assert isinstance(writer, OSError)
+    for error in others:
+        assert isinstance(error, RankFailedError) and "no space left" in str(error)
