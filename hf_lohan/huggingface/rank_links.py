@@ -11,8 +11,7 @@ from accelerate.utils import parse_flag_from_env
 from hf_lohan.compat.torch_private import default_process_group_store
 from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.rank_guards import check_joined
-from hf_lohan.ranks import ALONE, Links, Ranks
-from hf_lohan.ranks.rendezvous import connect
+from hf_lohan.ranks import ALONE, Links, Ranks, connect
 
 _FIRST_TIMEOUT_S = 600.0
 """Ranks start, import and load at different speeds."""
