@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Mapping
@@ -12,11 +13,14 @@ from hf_lohan.files.directories import make_folders, no_room, sync_directory
 from hf_lohan.files.errors import NO_ROOM, CapacityError, StorageError
 
 _FOREIGN_ADVICE = "delete it, or choose another directory"
+_NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
+"""Of file systems such as exFAT."""
 _LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 
-def replace_durably(file: str, content: bytes) -> None:
-    """Write new, fsync, rename, fsync the directory. Private to this user.
+def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) -> None:
+    """Write new, fsync, rename, fsync the directory. Private to this user. What was there stays under the name
+    ``kept_as``, in the same folder, if that is given: whenever the new file is found, so is the old one there.
 
     Raises `CapacityError` or `StorageError`. Then the old file is as it was, or, if only the last fsync failed, the new
     one is there and a power cut may bring the old one back.
@@ -26,12 +30,27 @@ def replace_durably(file: str, content: bytes) -> None:
         with suppress(FileNotFoundError):
             os.unlink(fresh)
         _write_new(fresh, content)
+        if kept_as is not None:
+            _keep(file, kept_as)
         os.replace(fresh, file)
         sync_directory(os.path.dirname(file))
     except OSError as error:
         with suppress(OSError):
             os.unlink(fresh)
         raise write_failure(file, len(content), error) from error
+
+
+def _keep(file: str, kept_as: str) -> None:
+    """By a second name, or as a copy where files have one. Raises OSError. Changes of a folder's names last in their
+    order, so whoever syncs the folder after a later one has synced this."""
+    with suppress(FileNotFoundError):
+        os.unlink(kept_as)
+    try:
+        os.link(file, kept_as)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        _write_new(kept_as, read_whole(file))
 
 
 def remove_durably(file: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from threading import Lock
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,8 @@ from hf_lohan.files.durable_file import AppendedLog, read_whole, remove_durably,
 from hf_lohan.store.versions import Checksums, Homes
 
 COMMIT_NAME = "commit.safetensors"
+PREVIOUS_NAME = "commit-previous.safetensors"
+"""The commit before, as long as some rank may not have the last one."""
 LOG_NAME = "log.jsonl"
 MODEL_NAMES = ("model-0", "model-1")
 """Folders of the model's files: the one that is committed, and the one for the next."""
@@ -58,6 +60,8 @@ class Commit:
     """Where the model's files lie, beside the commit."""
     model_files: Mapping[str, str] = field(default_factory=dict)
     """Their xxh3, by name in that folder."""
+    group_id: str = ""
+    """Of the ranks that commit together, and number their commits alike."""
 
     def check_model_files(self, directory: str) -> str:
         """The folder of the model's files in the store's first ``directory``. Raises `StorageError` where one is not as
@@ -83,18 +87,20 @@ class Commit:
         return lines
 
 
-def write_commit(commit: Commit, directory: str) -> None:
-    """Put it in place of the last one, whole or not at all. See `replace_durably`."""
+def write_commit(commit: Commit, directory: str, *, keep_previous: bool = False) -> None:
+    """Put it in place of the last one, whole or not at all, and keep that one beside it if wanted. See
+    `replace_durably`."""
     arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
     arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
     text = json.dumps({part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS})
     metadata = {"commit": text, "xxh3": _digest(text, arrays)}
-    replace_durably(os.path.join(directory, COMMIT_NAME), save(arrays, metadata))
+    kept_as = os.path.join(directory, PREVIOUS_NAME) if keep_previous else None
+    replace_durably(os.path.join(directory, COMMIT_NAME), save(arrays, metadata), kept_as=kept_as)
 
 
-def read_commit(directory: str) -> Commit | None:
+def read_commit(directory: str, name: str = COMMIT_NAME) -> Commit | None:
     """The commit in a store's first directory, None if there is none yet. Raises `StorageError` if it is damaged."""
-    file = os.path.join(directory, COMMIT_NAME)
+    file = os.path.join(directory, name)
     try:
         content = read_whole(file, _MAX_BYTES)
     except FileNotFoundError:
@@ -141,6 +147,18 @@ def _digest(text: str, arrays: Mapping[str, npt.NDArray[Any]]) -> str:
 _EMPTY = Commit("", 0, np.zeros(0, np.uint8), np.zeros(0, np.uint64))
 
 
+class Agreement(Protocol):
+    """Between the ranks of a run, of which commits all of them have."""
+
+    group_id: str
+
+    def tell(self, number: int) -> None:
+        """This rank's commit is durable."""
+
+    def wait(self, number: int) -> None:
+        """Return when every rank's is. Raises where one of them has failed."""
+
+
 class CommitSequence:
     """Keeps the commit file, the log and the model's files of the store in ``directory``, whose lock is held: each
     commit is in place, whole, before the next may touch a byte."""
@@ -155,13 +173,55 @@ class CommitSequence:
         self._is_settled = True
         """Whether the commit file is certainly that of ``last``, also after a power cut."""
         self._lock = Lock()
+        self._agreement: Agreement | None = None
+        self._is_agreed = True
+        """Whether all ranks have the last commit, so that nobody goes back to the one before."""
+
+    def agree(self, agreement: Agreement) -> None:
+        """From now on each commit is one of several ranks. What it takes the place of stays until all have it."""
+        self._agreement, self._is_agreed = agreement, False
+
+    def _wait_for_all(self) -> None:
+        if self._agreement is not None and not self._is_agreed:
+            if self.last is not None:
+                self._agreement.wait(self.last.number)
+            self._is_agreed = True
+
+    def tell_others(self) -> None:
+        """The last commit is durable, and this rank will be at it."""
+        if self._agreement is not None and self.last is not None:
+            self._agreement.tell(self.last.number)
+
+    @property
+    def previous(self) -> Commit | None:
+        """The commit before the last one, if it was kept. Raises `StorageError` if it is damaged."""
+        kept = read_commit(self._directory, PREVIOUS_NAME)
+        if kept is None or self.last is None:
+            return None
+        is_before = (kept.store_id, kept.number) == (self.last.store_id, self.last.number - 1)
+        return kept if is_before else None
+
+    def go_back(self, commit: Commit | None) -> None:
+        """Put ``commit``, the one before the last one, in its place; None: there was none. Raises `CapacityError` or
+        `StorageError`."""
+        with self._lock:
+            self._is_settled = False
+            if commit is None:
+                remove_durably(os.path.join(self._directory, COMMIT_NAME))
+            else:
+                write_commit(commit, self._directory)
+            self._is_settled, self._is_marked_torn = True, False
+            self.last = commit
 
     def before_write(self, tears: bool) -> None:
         """Before records are written: what is on disk must not name bytes that go away, other than as torn.
 
         A commit that failed at its very end may be in place all the same, and a power cut may bring either: then the
-        last one is put back first. Raises `CapacityError` or `StorageError` if that fails.
+        last one is put back first. What is written may go where the commit before the last one has its bytes, so all
+        ranks have the last one first. Raises `CapacityError` or `StorageError` if that fails.
         """
+        if not self._is_agreed:
+            self._wait_for_all()
         if self._is_settled and (self._is_marked_torn or not tears):
             return
         with self._lock:
@@ -189,6 +249,7 @@ class CommitSequence:
         model_files: Mapping[str, bytes] | None,
     ) -> None:
         """Make these the last commit. Raises `CapacityError` or `StorageError`, and then the last one is as before."""
+        self._wait_for_all()
         last = self.last or self._none
         log_start, crc32 = last.log_start_byte, last.log_crc32
         if not keep_log:  # behind the lines of the last commit, which count until this one does
@@ -206,16 +267,18 @@ class CommitSequence:
             zlib.crc32(log_lines, crc32),
             model_folder=last.model_folder,
             model_files=last.model_files,
+            group_id=self._agreement.group_id if self._agreement is not None else "",
         )
         if model_files is not None:
             self.before_write(False)  # the last commit is in place for certain, and names the other folder
             commit = self._with_model_files(commit, model_files)
         with self._lock:
             self._is_settled = False
-            write_commit(commit, self._directory)
+            write_commit(commit, self._directory, keep_previous=self._agreement is not None and self.last is not None)
             self._is_settled, self._is_marked_torn = True, False
             self.last = commit
-        if commit.model_folder != last.model_folder:
+            self._is_agreed = self._agreement is None
+        if self._agreement is None and commit.model_folder != last.model_folder:
             with suppress(StorageError):  # the next ones replace what is left
                 remove_folder(os.path.join(self._directory, last.model_folder or MODEL_NAMES[1]))
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath, TornStoreError
 from hf_lohan.files.directories import resolve_capacities, validate_directories
 from hf_lohan.files.lock import DirectoryLock
-from hf_lohan.store.commits import Commit, CommitSequence
+from hf_lohan.store.commits import Agreement, Commit, CommitSequence
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import DEFAULT_STRIPE_BYTES, RecordSpec, StoreLayout
 from hf_lohan.store.manifest import (
@@ -218,6 +218,31 @@ class Store(RecordFiles):
         return self._commits.last
 
     @property
+    def kept_commits(self) -> list[Commit]:
+        """Those that the store can be at: the last one, and the one before if it was kept for other ranks. Raises
+        `StorageError` if that is damaged."""
+        return [commit for commit in (self._commits.last, self._commits.previous) if commit is not None]
+
+    def agree_on_commits(self, agreement: Agreement) -> None:
+        """Commit together with other ranks from now on: nothing that one of them may go back to is overwritten before
+        all have what took its place. A store that keeps one version can go back to nothing, so it waits for nobody."""
+        if self.num_homes > 1:
+            self._commits.agree(agreement)
+
+    def go_back_to(self, commit: Commit | None) -> None:
+        """Be at ``commit``, one of `kept_commits`, and forget what came after it; None: nothing is committed. Not once
+        records have copies in RAM."""
+        assert not self.ram.copies, "copies are of the last commit"
+        self.settle()
+        for files in self._homes:
+            files.forget_failures()
+        if commit is not self._commits.last:
+            self._commits.go_back(commit)
+        nothing = Versions(self.layout.records, num_homes=self.num_homes)
+        home, checksum = nothing.draft() if commit is None else (commit.home, commit.checksum)
+        self.versions.restore(home, checksum)
+
+    @property
     def log(self) -> bytes:
         """The lines that were appended to the log up to the last commit. Raises `StorageError` if they are lost."""
         return self.committed.read_log(self.paths[0].path) if self.committed is not None else b""
@@ -276,6 +301,7 @@ class Store(RecordFiles):
         )
         self.versions.commit(home, checksum)
         self.ram.commit()
+        self._commits.tell_others()
 
     def drop(self) -> None:
         """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it

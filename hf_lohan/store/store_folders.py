@@ -10,7 +10,7 @@ from hf_lohan.files import CapacityError, ForeignStoreError, Shortfall, StorePat
 from hf_lohan.files.directories import check_free_space, resolve_capacities
 from hf_lohan.files.durable_file import remove_durably, remove_folder
 from hf_lohan.files.lock import LOCK_NAME
-from hf_lohan.store.commits import COMMIT_NAME, LOG_NAME, MODEL_NAMES, Commit, read_commit
+from hf_lohan.store.commits import COMMIT_NAME, LOG_NAME, MODEL_NAMES, PREVIOUS_NAME, Commit, read_commit
 from hf_lohan.store.layout import RecordSpec, StoreLayout
 from hf_lohan.store.manifest import Manifest, ModelIdentity, assemble, home_layouts, read_manifest, remove_manifests
 from hf_lohan.store.versions import Versions
@@ -134,7 +134,7 @@ def remove_store(directories: Sequence[str]) -> None:
         remove_durably(os.path.join(directory, COMMIT_NAME))
     remove_manifests(directories)
     for directory in directories:
-        for name in (LOG_NAME, *DATA_NAMES):
+        for name in (PREVIOUS_NAME, LOG_NAME, *DATA_NAMES):
             remove_durably(os.path.join(directory, name))
         for name in MODEL_NAMES:
             remove_folder(os.path.join(directory, name))
@@ -154,7 +154,7 @@ def refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:
             manifest.refuse_other(model, directory)
             continue
         ours = os.path.exists(os.path.join(directory, LOCK_NAME))  # a store whose creation was cut short
-        names = (*DATA_NAMES, COMMIT_NAME, LOG_NAME, *MODEL_NAMES)
+        names = (*DATA_NAMES, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *MODEL_NAMES)
         stray = [name for name in names if os.path.lexists(os.path.join(directory, name))]
         if stray and not ours:
             raise ForeignStoreError(

@@ -70,6 +70,7 @@ class RecordedDisk:
         self._patch("open", self._opening(os.open))
         self._patch("close", self._closing(os.close))
         self._patch("replace", self._renaming(os.replace))
+        self._patch("link", self._linking(os.link))
         self._patch("unlink", self._unlinking(os.unlink))
         self._patch("mkdir", self._on_folder("mkdir", os.mkdir))
         self._patch("rmdir", self._on_folder("rmdir", os.rmdir))
@@ -168,6 +169,20 @@ class RecordedDisk:
 
         return call
 
+    def _linking(self, real: Callable[..., None]) -> Callable[..., None]:
+        def call(source: Any, target: Any) -> None:
+            with self._lock:
+                old, new = self._place(source), self._place(target)
+                if old is None or new is None:
+                    real(source, target)
+                    return
+                self._attempt()
+                real(source, target)
+                self._files[new] = self._files[old]
+                self._record(FileCall("link", self._files[new], new[0], (new[1],)))
+
+        return call
+
     def _on_folder(self, name: str, real: Callable[..., None]) -> Callable[..., None]:
         def call(path: Any, *args: Any, **kwargs: Any) -> None:
             with self._lock:
@@ -218,7 +233,7 @@ class PowerCut:
 
     def apply(self, call: FileCall) -> None:
         """One more call has returned."""
-        if call.name in ("create", "rename", "unlink", "mkdir", "rmdir"):
+        if call.name in ("create", "link", "rename", "unlink", "mkdir", "rmdir"):
             self._folders.setdefault(call.folder, _Folder()).unsynced.append(call)
             if call.name == "create":
                 self._contents[call.file] = _Content()
@@ -286,8 +301,8 @@ def _change(content: bytearray, call: FileCall, sector: Callable[[bytes, bytes],
 
 
 def _change_names(names: dict[str, int], call: FileCall) -> None:
-    if call.name in ("create", "mkdir"):
-        names[call.entries[0]] = call.file if call.name == "create" else _FOLDER
+    if call.name in ("create", "link", "mkdir"):
+        names[call.entries[0]] = _FOLDER if call.name == "mkdir" else call.file
     elif call.name in ("unlink", "rmdir"):
         names.pop(call.entries[0], None)
     elif call.entries[0] in names:

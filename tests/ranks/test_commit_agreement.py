@@ -1,0 +1,305 @@
+"""Ranks that commit together: wherever one of them is killed, all go on from the same commit, to the bit."""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
+from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
+from hf_lohan.testing.stored_state import Content, aligned, content_of
+from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
+
+MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
+RECORDS = (RecordSpec("a", "param", "bfloat16", 8192, granule_numel=2048),)
+NUM_STEPS = 4
+
+
+@pytest.fixture
+def engine() -> Iterator[IoEngine]:
+    with_threads = IoEngine(2, 16384, 1 << 20)
+    yield with_threads
+    with_threads.close()
+
+
+class Killed(BaseException):
+    """Stands for the end of a process: no code of ours runs after it."""
+
+
+@dataclass
+class KilledAt:
+    """The end of one rank's process right before the n-th call of one kind in a commit."""
+
+    rank: int
+    step: int
+    call: str
+    """Of `os`, or "tell", "told", "before_write"."""
+    nth: int = 1
+    num_calls: int = field(default=0, init=False)
+    is_done: bool = field(default=False, init=False)
+
+    def pass_by(self, rank: int, step: int, call: str) -> None:
+        if (rank, step, call) != (self.rank, self.step, self.call):
+            return
+        self.num_calls += 1
+        if self.num_calls == self.nth:
+            self.is_done = True
+            raise Killed
+
+
+def path_of(root: Path, rank: int) -> list[StorePath]:
+    return [StorePath(str(root / f"rank-{rank}"), 10**6)]
+
+
+class TrainedRank:
+    """One rank's store, and what it held at each commit."""
+
+    def __init__(self, links: Links, root: Path, engine: IoEngine, kill: KilledAt | None, seed: int = 0) -> None:
+        self.rank = links.ranks.rank
+        self.kill = kill
+        self.states: dict[int, Content] = {}
+        self.random = Random(f"{seed} {self.rank}")
+        self.store = Store.open_or_create(
+            path_of(root, self.rank), RECORDS, model=MODEL, engine=engine, durability="step"
+        )
+        self.agreement = CommitAgreement(links)
+        self.began_at = self.agreement.begin(self.store)
+        self.began_with = content_of(self.store)
+
+    def train(self, num_steps: int) -> None:
+        first = self.store.committed.number + 1 if self.store.committed is not None else 1
+        for step in range(first, first + num_steps):
+            threading.current_thread().step = step  # type: ignore[attr-defined]
+            if self.kill is not None:
+                self.kill.pass_by(self.rank, step, "before_write")
+            for start in (0, 2048, 4096):
+                if self.random.random() < 0.7:
+                    self.store.write("a", "param", start, aligned(RECORDS[0], 2048, self.random)).wait()
+            self.states[step] = content_of(self.store)
+            if self.kill is not None:
+                self.kill.pass_by(self.rank, step, "commit")
+            self.store.commit()
+            if self.kill is not None:
+                self.kill.pass_by(self.rank, step, "told")
+
+
+@contextmanager
+def calls_that_kill(kill: KilledAt) -> Iterator[None]:
+    """Calls of `os` by the thread of the rank that is to be killed."""
+
+    def passing(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            thread = threading.current_thread()
+            if thread.name == f"rank-{kill.rank}" and hasattr(thread, "step"):
+                kill.pass_by(kill.rank, thread.step, name)
+            return real(*args, **kwargs)
+
+        return call
+
+    with ExitStack() as patched:
+        for name in ("fsync", "fdatasync", "link", "replace", "unlink"):
+            patched.enter_context(patch.object(os, name, passing(name, getattr(os, name))))
+        real_tell = CommitAgreement.tell
+
+        def tell(agreement: CommitAgreement, number: int) -> None:
+            thread = threading.current_thread()
+            kill.pass_by(int(thread.name.removeprefix("rank-")), number, "tell")
+            real_tell(agreement, number)
+
+        patched.enter_context(patch.object(CommitAgreement, "tell", tell))
+        yield
+
+
+KILLS = [
+    ("commit", 1),
+    ("fdatasync", 1),
+    ("unlink", 1),
+    ("fsync", 1),
+    ("unlink", 2),
+    ("link", 1),
+    ("replace", 1),
+    ("fsync", 2),
+    ("tell", 1),
+    ("told", 1),
+    ("before_write", 1),
+]
+"""In the order of a commit: its data, the new file, the old name, the new name, the folder; then the word to the
+others, and what follows."""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize(("call", "nth"), KILLS)
+def test_a_rank_is_killed_anywhere_and_all_go_on_from_one_commit(
+    tmp_path: Path, engine: IoEngine, num_ranks: int, call: str, nth: int
+) -> None:
+    for killed_step in (1, 3) if num_ranks == 2 else (3,):
+        root = tmp_path / f"{killed_step}"
+        for rank in range(num_ranks):
+            (root / f"rank-{rank}").mkdir(parents=True)
+        kill = KilledAt(num_ranks - 1, killed_step, call, nth)
+        states: dict[int, dict[int, Content]] = {}
+
+        def until_killed(links: Links, root: Path = root, kill: KilledAt = kill, states: Any = states) -> None:
+            trained = TrainedRank(links, root, engine, kill)
+            states[trained.rank] = trained.states
+            try:
+                trained.train(NUM_STEPS)
+            finally:
+                trained.store.close()
+
+        with calls_that_kill(kill):
+            outcomes = rank_outcomes(num_ranks, until_killed, delays_seed=nth, timeout_s=5)
+        if not kill.is_done:  # a first commit takes the place of none
+            assert (call, killed_step) in {("link", 1), ("unlink", 1)} and not any(o.error for o in outcomes)
+            continue
+        assert isinstance(outcomes[-1].error, Killed)
+        others_ended(outcomes[:-1], num_ranks - 1)
+
+        def go_on(links: Links, root: Path = root, states: Any = states) -> tuple[int, dict[int, Content]]:
+            trained = TrainedRank(links, root, engine, None, seed=1)
+            number = trained.began_at.number if trained.began_at is not None else 0
+            held = states[trained.rank]
+            assert trained.began_with == (held[number] if number else {("a", "param"): bytes(RECORDS[0].num_bytes)})
+            trained.train(2)
+            content = content_of(trained.store)
+            trained.store.close()
+            assert content == trained.states[number + 2]
+            return number, trained.states
+
+        results = run_ranks(num_ranks, go_on, delays_seed=killed_step)
+        numbers = {number for number, _ in results}
+        is_durable = KILLS.index((call, nth)) > KILLS.index(("replace", 1))
+        before = killed_step - 1
+        assert len(numbers) == 1
+        # A new name counts for whoever opens the folder, whether the power would have let it last or not.
+        assert numbers <= ({before + 1, before} if is_durable and call != "before_write" else {before})
+        again = run_ranks(num_ranks, lambda links, root=root: last_number(links, root, engine))
+        assert set(again) == {numbers.pop() + 2}
+
+
+def others_ended(outcomes: Sequence[Outcome[None]], killed: int) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome.error, RankFailedError)
+        assert re.match(rf"rank {killed} \(pid \d+, .*\) failed: Killed", str(outcome.error))
+        assert "waited for all ranks to have commit" in str(outcome.error) or "send PREPARED" in str(outcome.error)
+        assert outcome.took_s < 5
+
+
+def last_number(links: Links, root: Path, engine: IoEngine) -> int:
+    trained = TrainedRank(links, root, engine, None)
+    trained.store.close()
+    assert trained.began_at is not None
+    return trained.began_at.number
+
+
+def test_nobody_waits_while_all_keep_pace(tmp_path: Path, engine: IoEngine) -> None:
+    """A rank that is slow to commit holds up the writes of the next step, and no earlier ones."""
+    times: dict[tuple[int, str], float] = {}
+
+    def run(links: Links) -> None:
+        (tmp_path / f"rank-{links.ranks.rank}").mkdir()
+        trained = TrainedRank(links, tmp_path, engine, None)
+        trained.train(1)
+        rank = links.ranks.rank
+        trained.store.write("a", "param", 0, aligned(RECORDS[0], 2048, trained.random)).wait()
+        if rank == 1:
+            time.sleep(0.3)
+        times[rank, "commits"] = time.monotonic()
+        trained.store.commit()
+        times[rank, "committed"] = time.monotonic()
+        trained.store.write("a", "param", 0, aligned(RECORDS[0], 2048, trained.random)).wait()
+        times[rank, "has written"] = time.monotonic()
+        trained.store.close()
+
+    run_ranks(2, run)
+    assert times[0, "committed"] < times[1, "commits"] < times[0, "has written"]
+
+
+def test_a_rank_with_an_empty_folder_is_named(tmp_path: Path, engine: IoEngine) -> None:
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").mkdir()
+
+    def train(links: Links) -> None:
+        trained = TrainedRank(links, tmp_path, engine, None)
+        trained.train(2)
+        trained.store.close()
+
+    run_ranks(2, train)
+    for file in (tmp_path / "rank-1").iterdir():
+        file.unlink()
+
+    def go_on(links: Links) -> None:
+        with Store.open_or_create(path_of(tmp_path, links.ranks.rank), RECORDS, model=MODEL, engine=engine) as store:
+            before = store.committed
+            with pytest.raises(RanksDisagreeError, match="that all ranks hold: rank 0 holds commit 2 of run"):
+                CommitAgreement(links).begin(store)
+            assert store.committed is before
+
+    run_ranks(2, go_on)
+
+
+def test_ranks_that_keep_different_numbers_of_versions_are_refused(tmp_path: Path, engine: IoEngine) -> None:
+
+    def begin(links: Links) -> None:
+        paths = path_of(tmp_path, links.ranks.rank)
+        Path(paths[0].path).mkdir()
+        homes = 2 - links.ranks.rank
+        store = Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=homes)
+        said = r"rank 0 keeps two versions .* rank 1 one version: set durability"
+        with store, pytest.raises(RanksDisagreeError, match=said):
+            CommitAgreement(links).begin(store)
+
+    run_ranks(2, begin)
+
+
+def test_stores_of_another_run_do_not_pass_for_those_of_this(tmp_path: Path, engine: IoEngine) -> None:
+    """Both are at commit 2."""
+    for run in ("one", "other"):
+        for rank in range(2):
+            (tmp_path / run / f"rank-{rank}").mkdir(parents=True)
+
+        def train(links: Links, root: Path = tmp_path / run) -> None:
+            trained = TrainedRank(links, root, engine, None)
+            trained.train(2)
+            trained.store.close()
+
+        run_ranks(2, train)
+    (tmp_path / "one" / "rank-1").rename(tmp_path / "away")
+    (tmp_path / "other" / "rank-1").rename(tmp_path / "one" / "rank-1")
+
+    def go_on(links: Links) -> None:
+        store = Store.open(path_of(tmp_path / "one", links.ranks.rank), model=MODEL, engine=engine)
+        with store, pytest.raises(RanksDisagreeError, match="there is no commit that all ranks hold"):
+            CommitAgreement(links).begin(store)
+
+    run_ranks(2, go_on)
+
+
+def test_the_newest_that_all_hold() -> None:
+    assert newest_of_all([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
+    assert newest_of_all([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
+    with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of run a; rank 1 holds nothing"):
+        newest_of_all([[("a", 7)], [("", 0)]])
+
+
+def test_one_rank_agrees_with_itself(tmp_path: Path, engine: IoEngine) -> None:
+    (tmp_path / "rank-0").mkdir()
+    with Links.alone() as links:
+        trained = TrainedRank(links, tmp_path, engine, None)
+        trained.train(3)
+        kept: list[Commit] = trained.store.kept_commits
+        assert [commit.number for commit in kept] == [3, 2]
+        trained.store.close()
