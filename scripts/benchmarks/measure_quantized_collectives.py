@@ -6,6 +6,9 @@ The ranks are computed one after the other in one process, and what they would s
 by `hf_lohan.ranks`. Each mode has the same weights to begin with and the same batches, for each seed. The text is this
 project's own source and documents, byte by byte; a part at its end is held out.
 
+With the losses come the errors of codecs, on the last step's gradients of one rank and on the weights: of layers'
+matrices, for the block sizes that are used and others.
+
 A seed changes weights and batches, so losses of two seeds differ by more than modes do. What counts is a mode's
 difference to `exact` with the same seed, and how much that scatters over the seeds: training is chaotic, and a
 difference that is smaller than the scatter is none.
@@ -35,6 +38,7 @@ NUM_RANKS = NUM_NODES * RANKS_PER_NODE
 NUM_LAST_STEPS = 50
 """Their mean loss is what is compared."""
 NUM_HELD_OUT_ROWS = 64
+BLOCK_NUMELS = (32, 64, 256, 2048, 4096)
 LEARNING_RATE = 2e-3
 WEIGHT_DECAY = 0.01
 MAX_GRAD_NORM = 1.0
@@ -162,6 +166,24 @@ class Run:
         starts = torch.randint(0, len(self.text) - length, (self.options.batch_size,), generator=generator)
         return torch.stack([self.text[start : start + length] for start in starts.tolist()])
 
+    def errors(self, step: int) -> dict[str, Any]:
+        """Of codecs with float32 scales, by the size of blocks; of the codecs that are used, by name."""
+        batch = self.batch(step * NUM_RANKS)
+        self.optimizer.zero_grad()
+        self.model(input_ids=batch, labels=batch).loss.backward()
+        matrices = [p for name, p in self.model.named_parameters() if p.dim() == 2 and "layers" in name]
+        gradients = torch.cat([parameter.grad.flatten() for parameter in matrices])
+        weights = torch.cat([parameter.detach().flatten() for parameter in matrices])
+        result: dict[str, Any] = {}
+        for name, values, all_bits in (("gradients", gradients, (8, 4)), ("weights", weights, (8,))):
+            for bits in all_bits:
+                codecs = {numel: BlockCodec(bits, numel, torch.float32) for numel in BLOCK_NUMELS}
+                result[f"{name} int{bits}"] = {numel: asdict(c.measured_error(values)) for numel, c in codecs.items()}
+        used = {"GRADIENTS_INT8": GRADIENTS_INT8, "GRADIENTS_INT4": GRADIENTS_INT4}
+        result["used"] = {name: asdict(codec.measured_error(gradients)) for name, codec in used.items()}
+        result["used"]["WEIGHTS_INT8"] = asdict(WEIGHTS_INT8.measured_error(weights))
+        return result
+
     @torch.no_grad()
     def held_out_loss(self) -> float:
         self.model.eval()
@@ -216,33 +238,40 @@ def main(
     *,
     num_steps: int = 400,
     seed: Annotated[list[int] | None, typer.Option(help="may be given several times; default 0, 1, 2")] = None,
+    mode: Annotated[
+        list[str] | None, typer.Option(help="may be given several times; default all; exact is always")
+    ] = None,
     num_threads: int = 1,
 ) -> dict[str, Any]:
     transformers.utils.logging.set_verbosity_error()
     torch.set_num_threads(num_threads)
     text = real_text()
-    runs = []
+    modes = {name: which for name, which in MODES.items() if not mode or name in ("exact", *mode)}
+    runs, errors = [], []
     for number in seed or [0, 1, 2]:
-        for name, mode in MODES.items():
-            run, start = Run(text, options, mode, number), time.perf_counter()
+        for name, which in modes.items():
+            run, start = Run(text, options, which, number), time.perf_counter()
             losses = [run.step(step) for step in range(num_steps)]
             last = statistics.fmean(losses[-NUM_LAST_STEPS:])
             figures = {"mode": name, "seed": number, "last_training_loss": last, "held_out_loss": run.held_out_loss()}
             runs.append(figures | {"losses_of_every_tenth_step": losses[::10]})
+            if name == "exact":
+                errors.append(run.errors(num_steps))
             console.print(
                 f"seed {number}, {name}: {last:.4f}, held out {figures['held_out_loss']:.4f} "
                 f"({time.perf_counter() - start:.0f} s)"
             )
-    modes = {name: compared(name, runs) for name in MODES}
-    console.print(shown_as_table(modes, num_steps))
+    figures_of_modes = {name: compared(name, runs) for name in modes}
+    console.print(shown_as_table(figures_of_modes, num_steps))
     return {
         "num_steps": num_steps,
         "num_parameters": sum(run.sizes),
         "num_nodes": NUM_NODES,
         "ranks_per_node": RANKS_PER_NODE,
         "text_bytes": len(text),
-        "coded": {name: mode.described() for name, mode in MODES.items()},
-        "modes": modes,
+        "coded": {name: which.described() for name, which in modes.items()},
+        "modes": figures_of_modes,
+        "errors_after_exact_runs": errors,
         "runs": runs,
     }
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from hf_lohan.planner import collectives
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec
 
 CODECS = [GRADIENTS_INT8, GRADIENTS_INT4, WEIGHTS_INT8, BlockCodec(4, 16, torch.float32)]
@@ -52,6 +53,19 @@ def test_bytes_of_a_message() -> None:
     assert WEIGHTS_INT8.message_bytes(1 << 20) == (1 << 20) + (1 << 20) // 256 * 4
     assert GRADIENTS_INT4.message_bytes(65) == 2 * 32 + 2 * 2
     assert GRADIENTS_INT4.message_bytes(0) == 0
+
+
+@pytest.mark.parametrize("numel", [1, 255, 256, 257, 1 << 20, 10_000_019])
+def test_messages_take_the_bytes_that_plans_count(numel: int) -> None:
+    exact = collectives.ChosenCollectives()
+    sends = {
+        "int8": collectives.ChosenCollectives(forward="int8", gradients="int8"),
+        "int4": collectives.ChosenCollectives(gradients="int4"),
+    }
+    assert GRADIENTS_INT8.message_bytes(numel) == sends["int8"].gradient_bytes(numel, 4)
+    assert GRADIENTS_INT4.message_bytes(numel) == sends["int4"].gradient_bytes(numel, 4)
+    assert WEIGHTS_INT8.message_bytes(numel) == sends["int8"].weight_bytes(2 * numel, numel, numel)
+    assert exact.gradient_bytes(numel, 4) == 4 * numel
 
 
 @codecs
