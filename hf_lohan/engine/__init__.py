@@ -8,6 +8,7 @@ next version; `commits` makes that last. `engine` wires it all up.
 
 from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.engine import OffloadEngine
+from hf_lohan.engine.equal_weights import refuse_other_weights
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.led_reads import LedReads
 from hf_lohan.engine.lifetime import wait_until_closed
@@ -24,5 +25,6 @@ __all__ = [
     "Tiers",
     "drain_model",
     "open_tiers",
+    "refuse_other_weights",
     "wait_until_closed",
 ]

@@ -29,6 +29,7 @@ from hf_lohan.engine import (
     Tiers,
     drain_model,
     open_tiers,
+    refuse_other_weights,
     wait_until_closed,
 )
 from hf_lohan.files import StoreInUseError
@@ -36,6 +37,8 @@ from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work
+from hf_lohan.huggingface.rank_guards import check_layout
+from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
 from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
@@ -95,6 +98,7 @@ def offload_model(
         memory_is_host=device.memory_is_host,
         rules=rules,
     )
+    refuse_other_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
@@ -109,6 +113,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     same model (a second Trainer in a notebook), it is closed: the new one replaces what it had, as it would in a new
     process."""
     assert isinstance(config.cpu_threads, int)
+    check_layout(layout, config, links_to_other_ranks().ranks)
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
     try:

@@ -21,7 +21,7 @@ from hf_lohan.checkpoint.model_description import copy_buffers
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded, one_tensor_at_a_time
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
-from hf_lohan.engine import OffloadEngine, ParameterAccess
+from hf_lohan.engine import OffloadEngine, ParameterAccess, refuse_other_weights
 from hf_lohan.huggingface.adapters import adapted, adapted_skeleton
 from hf_lohan.huggingface.attachment import (
     activations_kept_if_needed,
@@ -32,6 +32,7 @@ from hf_lohan.huggingface.attachment import (
 )
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
@@ -124,6 +125,7 @@ def from_pretrained(
             model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
+        refuse_other_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
         _store_the_rest(model, access, names, working_dtype)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)

@@ -9,7 +9,11 @@ from typing import Any
 from accelerate import Accelerator
 from transformers import TrainingArguments
 
+from hf_lohan.config import OffloadConfig
 from hf_lohan.model import Block
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.ranks import Ranks
+from hf_lohan.store.rank_folders import directory_of, refuse_other_ranks
 
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
 
@@ -65,6 +69,14 @@ def check_parallelism(parallelism: Any) -> None:
                 f"{name}={size} cuts what offload keeps whole on each GPU; leave parallelism_config out, and every "
                 "process is a rank with batches of its own"
             )
+
+
+def check_layout(layout: OffloadLayout, config: OffloadConfig, ranks: Ranks) -> None:
+    """Raises ValueError for a model that several ranks cannot train, or whose store is that of other ranks."""
+    check_rules(layout.blocks, ranks.num_ranks)
+    assert config.ssd != "auto"
+    for ssd in config.ssd:
+        refuse_other_ranks(directory_of(ssd.path, ranks.num_ranks), ranks.num_ranks)
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:

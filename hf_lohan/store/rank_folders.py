@@ -17,6 +17,11 @@ def rank_folder(directory: str, rank: int, num_ranks: int) -> str:
     return directory if num_ranks == 1 else os.path.join(directory, f"rank-{rank}-of-{num_ranks}")
 
 
+def directory_of(folder: str, num_ranks: int) -> str:
+    """The inverse of `rank_folder`."""
+    return folder if num_ranks == 1 else os.path.dirname(folder)
+
+
 def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
     """(rank, folder) of each store under a directory, in the order of ranks, by the number of ranks that made them."""
     found: dict[int, list[tuple[int, str]]] = {}
