@@ -54,18 +54,19 @@ class BlockCodec:
     def encode(self, values: Tensor, out: Tensor) -> None:
         """Write the message of ``values`` to ``out``."""
         codes, scales = self._parts(out, values.numel())
+        values = values.detach()
         torch.ops.lohan.quantize_blocks.out(values, self.num_bits, self.block_numel, codes=codes, scales=scales)
 
     def decode(self, message: Tensor, out: Tensor) -> None:
         """Write to ``out`` what a message brings. Its size says how many values that is."""
         codes, scales = self._parts(message, out.numel())
-        torch.ops.lohan.dequantize_blocks.out(codes, scales, self.num_bits, self.block_numel, values=out)
+        torch.ops.lohan.dequantize_blocks.out(codes, scales, self.num_bits, self.block_numel, values=out.detach())
 
     def decode_sum_(self, messages: Sequence[Tensor], out: Tensor, scale: float = 1.0) -> None:
         """Write to ``out``, float32, the sum of what messages bring: in their order, each times ``scale`` before it is
         added."""
         codes, scales = self._parts_of_all(messages, out.numel())
-        torch.ops.lohan.dequantize_sum.out(codes, scales, self.num_bits, self.block_numel, scale, values=out)
+        torch.ops.lohan.dequantize_sum.out(codes, scales, self.num_bits, self.block_numel, scale, values=out.detach())
 
     def decode_sum_encode(self, messages: Sequence[Tensor], out: Tensor, numel: int, scale: float = 1.0) -> None:
         """Write to ``out`` the message of such a sum of ``numel`` values: in one pass, with no float32 sum outside."""
@@ -81,7 +82,7 @@ class BlockCodec:
         found = torch.empty(values.numel(), dtype=torch.float32, device=values.device)
         self.encode(values, message)
         self.decode(message, found)
-        exact = values.double()
+        exact = values.detach().double()
         num_values = int(exact.count_nonzero())
         if num_values == 0:
             return CodingError(0.0, 0.0)

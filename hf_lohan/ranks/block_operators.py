@@ -89,7 +89,7 @@ def _check_quantize(values: Tensor, num_bits: int, block_numel: int, *, codes: T
 
 def _quantize_out(values: Tensor, num_bits: int, block_numel: int, *, codes: Tensor, scales: Tensor) -> None:
     _check_quantize(values, num_bits, block_numel, codes=codes, scales=scales)
-    _kernels(values).quantize_(values, num_bits, block_numel, codes, scales)
+    _kernels(values).quantize_(values.detach(), num_bits, block_numel, codes, scales)
 
 
 def _check_dequantize(codes: Tensor, scales: Tensor, num_bits: int, block_numel: int, *, values: Tensor) -> None:

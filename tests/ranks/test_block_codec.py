@@ -165,6 +165,24 @@ def test_no_input_is_changed(codec: BlockCodec, dtype: torch.dtype) -> None:
 
 
 @codecs
+def test_parameters_are_values_too(codec: BlockCodec) -> None:
+    """And no graph is kept of what is made of them."""
+    parameter = torch.nn.Parameter(torch.randn(300))
+    message = message_of(codec, parameter)
+    assert torch.equal(message, message_of(codec, parameter.detach())) and not message.requires_grad
+    codec.decode(message, parameter)
+    assert torch.equal(parameter.detach(), decoded(codec, message, 300))
+    codec.decode_sum_([message, message], parameter, 0.25)
+    assert torch.equal(parameter.detach() * 2, decoded(codec, message, 300))
+    assert parameter.is_leaf and parameter.requires_grad
+    assert codec.measured_error(parameter).relative_rms < 0.1
+    codes, _ = ops.quantize_blocks(parameter, codec.num_bits, codec.block_numel, codec.scale_dtype)
+    assert torch.equal(
+        codes, ops.quantize_blocks(parameter.detach(), codec.num_bits, codec.block_numel, codec.scale_dtype)[0]
+    )
+
+
+@codecs
 def test_a_message_in_the_middle_of_a_buffer(codec: BlockCodec) -> None:
     values, num_bytes = torch.randn(1000), codec.message_bytes(1000)
     buffer = torch.full((num_bytes + 64,), 5, dtype=torch.uint8)
