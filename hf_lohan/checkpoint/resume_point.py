@@ -12,6 +12,8 @@ from pathlib import Path
 
 from hf_lohan.files import write_failure
 from hf_lohan.files.directories import make_folders
+from hf_lohan.ranks import Links, Ranks
+from hf_lohan.ranks.commit_agreement import newest_of_all
 from hf_lohan.report.run_data import (
     CONFIG_NAME,
     FOLDER,
@@ -20,7 +22,8 @@ from hf_lohan.report.run_data import (
     no_run_in,
     output_folder,
 )
-from hf_lohan.store import Commit, committed_log, last_commit
+from hf_lohan.store import Commit, committed_log, kept_commits, last_commit
+from hf_lohan.store.rank_folders import rank_folder
 
 LAST_STEP = "last_step"
 _TRAINER_STATE_NAME = "trainer_state.json"
@@ -43,20 +46,38 @@ class ResumePoint:
         settled_store: Callable[[], Sequence[str]],
         output_dir: str,
         last_checkpoint: Callable[[str], str | None],
-        rank_name: str = "",
+        links: Links | None = None,
     ) -> ResumePoint:
         """As `train` was asked: "last_step", or True for that or the last checkpoint, whichever is newer, or as
         upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder.
-        Of several ranks each lays its journal out in a folder of its `rank_name`. Raises ValueError if there is no step
-        to go on from."""
+        Several ranks, between which there are `links`, go on from the newest step that all of them have. Raises
+        ValueError if there is no step to go on from."""
         if asked is not True and asked != LAST_STEP:
             return cls(asked)
-        store_paths = settled_store()
-        if asked is True and not _is_last_step_newest(store_paths, output_dir, last_checkpoint):
+        links = links or Links.alone()
+        store_paths, place = settled_store(), _Place.of(output_dir, links.ranks)
+        last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
+        if asked is True and not _is_newest(last, store_paths, place, last_checkpoint):
             return cls(True)
-        commit = _resumable_commit(store_paths, output_dir)
-        folder = Path(output_dir, PRIVATE_FOLDER, LAST_STEP, rank_name)
-        return cls(_unpack(commit, committed_log(store_paths), folder), commit)
+        commit = _resumable(last, store_paths, place)
+        return cls(_unpack(commit, committed_log(store_paths, commit), place.journal), commit)
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Of one rank of a run."""
+
+    output_dir: str
+    store: str
+    """Where its store is if the configuration names no path."""
+    journal: Path
+    """Where that of its last step is laid out."""
+
+    @classmethod
+    def of(cls, output_dir: str, ranks: Ranks) -> _Place:
+        journal, store = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), os.path.join(output_dir, STORE_FOLDER)
+        journal, store = (rank_folder(folder, ranks.rank, ranks.num_ranks) for folder in (journal, store))
+        return cls(output_dir, os.path.realpath(store), Path(journal))
 
 
 def store_paths_of(run: str | Path) -> list[str]:
@@ -90,9 +111,21 @@ def last_step(output_dir: str | Path) -> int | None:
     return int(commit.facts["global_step"]) if commit is not None and _is_resumable(commit) else None
 
 
-def _resumable_commit(paths: Sequence[str], output_dir: str) -> Commit:
-    """The last commit of the store in `paths`. Raises ValueError if the run in `output_dir` cannot go on from it."""
-    commit = last_commit(paths)
+def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
+    """Of what the ranks have committed, the last that all of them have. Raises RanksDisagreeError, or returns None, if
+    there is none."""
+    if not links.ranks.others:
+        return kept[0] if kept else None
+    by_number = {(commit.group_id, commit.number): commit for commit in kept}
+    came = links.gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
+    held = [[(str(group), int(number)) for group, number in json.loads(said)] for said in came]
+    if not any(held) or (may_have_none and not set(held[0]).intersection(*held[1:])):
+        return None
+    return by_number[newest_of_all(held)]
+
+
+def _resumable(commit: Commit | None, paths: Sequence[str], place: _Place) -> Commit:
+    """The commit. Raises ValueError if the run at this place cannot go on from it."""
     where = " and ".join(paths)
     if commit is None or (not commit.is_torn and not commit.facts.get("is_resumable")):
         raise ValueError(
@@ -105,20 +138,21 @@ def _resumable_commit(paths: Sequence[str], output_dir: str) -> Commit:
             "durability: checkpoint, else frozen weights, which are others now); "
             f"resume from {checkpoint}, or use durability='step'"
         )
-    if not _is_of_run(commit, paths, output_dir):
+    if not _is_of_run(commit, paths, place):
         raise ValueError(
             f"the store in {where} holds steps of the run in {commit.facts['output_dir']}, not of that in "
-            f"{os.path.realpath(output_dir)}; set output_dir to that one, or give this run an ssd path of its own"
+            f"{os.path.realpath(place.output_dir)}; set output_dir to that one, or give this run an ssd path of its own"
         )
     return commit
 
 
-def _is_last_step_newest(paths: Sequence[str], output_dir: str, last_checkpoint: Callable[[str], str | None]) -> bool:
-    """Whether the run in `output_dir` has committed a step after its last checkpoint, or that very one."""
-    commit = last_commit(paths)
-    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, output_dir):
+def _is_newest(
+    commit: Commit | None, paths: Sequence[str], place: _Place, last_checkpoint: Callable[[str], str | None]
+) -> bool:
+    """Whether the run at this place has committed a step after its last checkpoint, or that very one."""
+    if commit is None or not _is_resumable(commit) or not _is_of_run(commit, paths, place):
         return False
-    checkpoint = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    checkpoint = last_checkpoint(place.output_dir) if os.path.isdir(place.output_dir) else None
     if checkpoint is None:
         return True
     found = re.search(r"(\d+)$", checkpoint)
@@ -126,11 +160,10 @@ def _is_last_step_newest(paths: Sequence[str], output_dir: str, last_checkpoint:
     return int(commit.facts["global_step"]) >= int(found.group(1))
 
 
-def _is_of_run(commit: Commit, paths: Sequence[str], output_dir: str) -> bool:
-    """Whether the run in `output_dir` made the commit; a store in that folder is its own also after it was moved."""
-    folder = os.path.realpath(output_dir)
-    inside = os.path.realpath(os.path.join(output_dir, STORE_FOLDER))
-    return commit.facts["output_dir"] == folder or [os.path.realpath(path) for path in paths] == [inside]
+def _is_of_run(commit: Commit, paths: Sequence[str], place: _Place) -> bool:
+    """Whether the run at this place made the commit; a store in its folder is its own also after that was moved."""
+    is_inside = [os.path.realpath(path) for path in paths] == [place.store]
+    return commit.facts["output_dir"] == os.path.realpath(place.output_dir) or is_inside
 
 
 def _is_resumable(commit: Commit) -> bool:

@@ -19,6 +19,7 @@ from hf_lohan.huggingface.rank_guards import check_batches
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.report.run_data import PRIVATE_FOLDER
+from hf_lohan.store.rank_folders import rank_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -44,16 +45,12 @@ class TrainsWithRanks(_TrainerBase):
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
 
     @property
-    def _rank_name(self) -> str:
-        """Of this rank's own folders; "" where it is the only one."""
-        ranks = self._links.ranks
-        return f"rank-{ranks.rank}-of-{ranks.num_ranks}" if ranks.others else ""
-
-    @property
     def _record_folder(self) -> Path:
         """Where this rank's figures go. Those of rank 0 are the run's."""
-        output_dir = Path(self.args.output_dir)
-        return output_dir / PRIVATE_FOLDER / self._rank_name if self._links.ranks.rank else output_dir
+        output_dir, ranks = Path(self.args.output_dir), self._links.ranks
+        if ranks.rank == 0:
+            return output_dir
+        return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:

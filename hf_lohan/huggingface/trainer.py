@@ -24,7 +24,7 @@ from hf_lohan.checkpoint.whole_folder import remove_unfinished
 from hf_lohan.compat.accelerate_private import become
 from hf_lohan.compat.transformers_private import use_one_gpu
 from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
-from hf_lohan.config import OffloadConfig
+from hf_lohan.config import OffloadConfig, ssd_paths
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
@@ -50,6 +50,7 @@ from hf_lohan.huggingface.step_journal import StepJournal, Termination
 from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels, by_name, names_of
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
+from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.record import RunRecord
 from hf_lohan.report.run_data import STORE_FOLDER
 
@@ -203,7 +204,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             self._links.barrier("what a killed save left to be removed")
             self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
             self._resume_point = ResumePoint.choose(
-                resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint, self._rank_name
+                resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint, self._links
             )
             self._agree_on_resume(self._resume_point)
             self._termination = Termination(self._links)
@@ -228,7 +229,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             return [path.path for path in engine.tiers.store.paths]
         assert self._offload_config is not None
         ssd = self._offload_config.ssd
-        return [str(Path(self.args.output_dir) / STORE_FOLDER)] if ssd == "auto" else [path.path for path in ssd]
+        given = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
+        assert given != "auto"
+        return [path.path for path in rank_paths(given, self._links.ranks)]
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any

@@ -21,7 +21,7 @@ from hf_lohan.store.manifest import ModelIdentity
 from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
-from hf_lohan.store.store_folders import DATA_NAMES, committed_log, last_commit
+from hf_lohan.store.store_folders import DATA_NAMES, committed_log, kept_commits, last_commit
 from hf_lohan.store.verification import damaged_files, verify
 from hf_lohan.store.versions import Checksums
 
@@ -43,6 +43,7 @@ __all__ = [
     "committed_log",
     "damaged_files",
     "granules_of",
+    "kept_commits",
     "last_commit",
     "verify",
 ]

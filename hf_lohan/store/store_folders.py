@@ -38,11 +38,22 @@ def last_commit(paths: Sequence[str]) -> Commit | None:
     return None if found is None else found[0]
 
 
-def committed_log(paths: Sequence[str]) -> bytes:
-    """The lines that were appended to the log of the store in ``paths`` up to its last commit. Raises as `last_commit`,
-    and `StorageError` if they are damaged."""
+def kept_commits(paths: Sequence[str]) -> list[Commit]:
+    """The last commit, and the one before if it was kept for other ranks. See `last_commit`."""
     found = _committed(paths)
-    return b"" if found is None else found[0].read_log(found[1])
+    if found is None:
+        return []
+    last, directory = found
+    previous = read_commit(directory, PREVIOUS_NAME)
+    is_before = previous is not None and (previous.store_id, previous.number) == (last.store_id, last.number - 1)
+    return [last, previous] if previous is not None and is_before else [last]
+
+
+def committed_log(paths: Sequence[str], commit: Commit | None = None) -> bytes:
+    """The lines that were appended to the log of the store in ``paths`` up to its last commit, or to one that is kept.
+    Raises as `last_commit`, and `StorageError` if they are damaged."""
+    found = _committed(paths)
+    return b"" if found is None else (commit or found[0]).read_log(found[1])
 
 
 def _committed(paths: Sequence[str]) -> tuple[Commit, str] | None:
