@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = ROOT / "scripts" / "benchmarks"
 SMALL = [
@@ -50,6 +52,28 @@ def test_a_paced_step_in_small(tmp_path: Path) -> None:
     assert turn["lanes_s"]["compute"] == turn["compute_s"] > 0
     assert result["over_longest_lane"] == turn["step_s"] / max(turn["lanes_s"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["figures.json"]
+
+
+def test_losses_under_quantized_collectives_in_small(tmp_path: Path) -> None:
+    own = ["--num-steps", "3", "--seed", "5", "--mode", "qgZ int4", "--vocabulary", "256"]  # bytes
+    output = ["--output", str(tmp_path / "figures.json")]
+    run(BENCHMARKS / "measure_quantized_collectives.py", *SMALL, *own, *output, folder=tmp_path)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert set(figures["modes"]) == {"exact", "qgZ int4"}
+    exact, coded = (figures["modes"][name] for name in ("exact", "qgZ int4"))
+    assert exact["last_training_loss_minus_exact"] == [0.0]
+    assert 0 < abs(coded["last_training_loss_minus_exact"][0]) < 0.1
+    (errors,) = figures["errors_after_exact_runs"]
+    assert errors["gradients int4"]["64"]["relative_rms"] < errors["gradients int4"]["4096"]["relative_rms"]
+
+
+def test_codecs_speeds_in_small(tmp_path: Path) -> None:
+    own = ["--numel", "70000", "--num-turns", "1", "--output", str(tmp_path / "figures.json")]
+    run(BENCHMARKS / "bench_codecs.py", *own, folder=tmp_path)
+    codecs = json.loads((tmp_path / "figures.json").read_text())["codecs"]
+    assert codecs["gradients, int4"]["bits_per_value"] == pytest.approx(4.25, rel=1e-3)
+    assert 1 < codecs["step delta, lr 5e-6"]["bits_per_value"] < codecs["step delta, lr 1e-4"]["bits_per_value"] < 2
+    assert all(figures["pays_below_gbit_s"] > 0 for figures in codecs.values())
 
 
 COMMANDS = """
