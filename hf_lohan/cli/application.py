@@ -221,6 +221,20 @@ def export(
 
 
 @app.command()
+def reshard(
+    stores: Annotated[
+        list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
+    ],
+    ranks: Annotated[int, typer.Option(metavar="N", help="How many ranks are to go on.")],
+) -> None:
+    """Cut the last step of a run for another number of ranks: new stores beside the old ones, which stay."""
+    with one_line_errors():
+        from hf_lohan.cli.resharding import reshard as reshard_stores
+
+        reshard_stores(stores, ranks)
+
+
+@app.command()
 def verify(
     stores: Annotated[
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all ssd paths of its store.")

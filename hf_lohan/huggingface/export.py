@@ -21,7 +21,7 @@ from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
-from hf_lohan.model import stored_form
+from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
 
@@ -73,7 +73,9 @@ def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, Update
     return {parameter: rule_of[name] for name, parameter in model.named_parameters() if name in rule_of}
 
 
-def _export_store(store: Store, out: Path) -> None:
+def described_model(store: Store) -> tuple[Any, StoredForm]:
+    """The model that a store describes, on meta, and the form that its records have. Raises ValueError if it tells
+    nothing, or has other records."""
     if store.model_folder is None:
         raise ValueError(
             f"the store in {store.paths[0].path} tells nothing of its model, so it cannot be exported without the code "
@@ -90,6 +92,12 @@ def _export_store(store: Store, out: Path) -> None:
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "
             "version of transformers or hf_lohan); use that version, or a checkpoint"
         )
+    return model, form
+
+
+def _export_store(store: Store, out: Path) -> None:
+    model, form = described_model(store)
+    folder = Path(str(store.model_folder))
     assert store.committed is not None
     if BUFFERS_NAME in store.committed.journal:  # as they were at that step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)

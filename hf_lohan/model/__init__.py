@@ -27,7 +27,7 @@ from hf_lohan.model.discovery import (
 )
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
-from hf_lohan.model.stored_form import StoredForm, dtype_name, stored_form
+from hf_lohan.model.stored_form import StoredForm, dtype_name, records_of_rank, stored_form
 from hf_lohan.model.trace import signature_of
 
 __all__ = [
@@ -55,6 +55,7 @@ __all__ = [
     "lay_out_block",
     "muon_for_matrices",
     "ranges",
+    "records_of_rank",
     "round_up",
     "signature_of",
     "stored_form",

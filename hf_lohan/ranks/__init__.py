@@ -7,6 +7,7 @@ codecs (`BlockCodec`, and without loss `StepDelta`).
 """
 
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
+from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.handlers import Handler
 from hf_lohan.ranks.links import Links
@@ -24,6 +25,7 @@ __all__ = [
     "WEIGHTS_INT8",
     "BlockCodec",
     "CodingError",
+    "CommitAgreement",
     "Handler",
     "Kind",
     "Lane",
@@ -36,4 +38,5 @@ __all__ = [
     "SharedRegion",
     "StepDelta",
     "connect",
+    "newest_of_all",
 ]

@@ -181,6 +181,11 @@ class CommitSequence:
         """From now on each commit is one of several ranks. What it takes the place of stays until all have it."""
         self._agreement, self._is_agreed = agreement, False
 
+    def count_from(self, number: int) -> None:
+        """The first commit has this number."""
+        assert self.last is None and number > 0, "there is a commit"
+        self._none = replace(self._none, number=number - 1)
+
     def _wait_for_all(self) -> None:
         if self._agreement is not None and not self._is_agreed:
             if self.last is not None:

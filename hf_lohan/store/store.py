@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath, TornStoreError
 from hf_lohan.files.directories import resolve_capacities, validate_directories
+from hf_lohan.files.durable_file import read_whole
 from hf_lohan.files.lock import DirectoryLock
 from hf_lohan.store.commits import Agreement, Commit, CommitSequence
 from hf_lohan.store.home_files import HomeFiles
@@ -229,6 +230,10 @@ class Store(RecordFiles):
         if self.num_homes > 1:
             self._commits.agree(agreement)
 
+    def count_commits_from(self, number: int) -> None:
+        """The first commit of all has this number, not 1: it is one that other stores had before."""
+        self._commits.count_from(number)
+
     def go_back_to(self, commit: Commit | None) -> None:
         """Be at ``commit``, one of `kept_commits`, and forget what came after it; None: nothing is committed. Not once
         records have copies in RAM."""
@@ -254,6 +259,14 @@ class Store(RecordFiles):
         if self.committed is None or not self.committed.model_folder:
             return None
         return self.committed.check_model_files(self.paths[0].path)
+
+    @property
+    def model_files(self) -> dict[str, bytes] | None:
+        """The content of those files, by name; None and raises as `model_folder`."""
+        folder = self.model_folder
+        if folder is None or self.committed is None:
+            return None
+        return {name: read_whole(os.path.join(folder, name)) for name in self.committed.model_files}
 
     @property
     def has_drafts(self) -> bool:

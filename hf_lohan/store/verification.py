@@ -30,8 +30,9 @@ def verify(store: Store) -> Iterator[VerifiedRecord]:
         errors: list[CorruptionError] = []
         granule_numel = record.granule_numel
         piece_numel = _PIECE_BYTES // (granule_numel * record.itemsize) * granule_numel
-        for start in range(0, record.numel, piece_numel):
-            stop = min(start + piece_numel, record.numel)
+        end = record.first + record.numel
+        for start in range(record.first, end, piece_numel):
+            stop = min(start + piece_numel, end)
             if _error(store, record, start, stop, memory) is not None:
                 for first in range(start, stop, granule_numel):
                     error = _error(store, record, first, min(first + granule_numel, stop), memory)

@@ -24,7 +24,7 @@ def content_of(store: Store) -> Content:
     content = {}
     for record in store.records:
         out = aligned(record, record.numel)
-        store.read(record.block, record.kind, 0, out).wait()
+        store.read(record.block, record.kind, record.first, out).wait()
         content[record.block, record.kind] = out.view(torch.uint8).numpy().tobytes()
     return content
 

@@ -1,0 +1,183 @@
+"""`lohan reshard` on what a real run left: cut for several ranks and joined again, it goes on to the bit."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+from transformers import TrainerCallback, TrainingArguments
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.huggingface.export import described_model
+from hf_lohan.model import records_of_rank
+from hf_lohan.store import Store
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.stored_state import content_of
+
+STORE = Path("_lohan") / "store"
+NUM_STEPS = 4
+
+
+class Stops(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self._step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop |= state.global_step == self._step
+
+
+def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[str, float]]:
+    """The log of a run of `NUM_STEPS` that is stopped behind `last_step`."""
+    rows = tiny_batch(seed=3)["input_ids"].tolist() * 4
+    arguments = TrainingArguments(
+        output_dir=str(folder),
+        use_cpu=True,
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = hf_lohan.Trainer(
+        tiny_model("llama"),
+        arguments,
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+        callbacks=[Stops(last_step)],
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.offload_engine.close()
+    return [entry for entry in trainer.state.log_history if "grad_norm" in entry]
+
+
+@pytest.fixture(scope="module")
+def stopped_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a run that was stopped behind its second step."""
+    folder = tmp_path_factory.mktemp("run")
+    train(folder, 2)
+    return folder
+
+
+@pytest.fixture
+def run(stopped_run: Path, tmp_path: Path) -> Path:
+    """A copy of it, to be cut."""
+    return Path(shutil.copytree(stopped_run, tmp_path / "run"))
+
+
+def lohan(*args: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, [str(arg) for arg in args])
+    return result.exit_code, result.stderr.splitlines()[-1] if result.exit_code == 2 else result.stdout
+
+
+def remove_store(folder: Path) -> None:
+    """Of the only rank, from among those of others."""
+    for path in folder.iterdir():
+        if not path.name.startswith("rank-"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def content_at(folder: Path) -> tuple[dict[tuple[str, str], bytes], Any]:
+    engine = IoEngine(2, 1 << 20, 1 << 22)
+    try:
+        with Store.open([StorePath(str(folder))], model=None, engine=engine) as store:
+            return content_of(store), store.committed
+    finally:
+        engine.close()
+
+
+def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
+    before, commit = content_at(run / STORE)
+    code, said = lohan("reshard", run, "--ranks", 4)
+    assert code == 0, said
+    assert said.startswith("step 2 of 1 rank is in ") and "rank-3-of-4" in said
+    remove_store(run / STORE)
+    whole_bytes = sum(map(len, before.values()))
+    parts = [content_at(run / STORE / f"rank-{rank}-of-4") for rank in range(4)]
+    assert sum(len(content) for part, _ in parts for content in part.values()) == whole_bytes
+    assert max(sum(map(len, part.values())) for part, _ in parts) < 0.8 * whole_bytes
+    assert len({(own.group_id, own.number) for _, own in parts}) == 1
+    assert {own.number for _, own in parts} == {commit.number}
+    for rank, (_, own) in enumerate(parts):
+        assert (f"rng_state_{rank}.pth" in own.journal) == (rank == 0) and own.facts == commit.facts
+        assert "trainer_state.json" in own.journal and "optimizer.pt" in own.journal
+    assert lohan("verify", run / STORE / "rank-2-of-4")[0] == 0
+
+    for num_ranks, before_that in ((2, 4), (1, 2)):
+        code, said = lohan("reshard", run, "--ranks", num_ranks)
+        assert code == 0, said
+        for rank in range(before_that):
+            shutil.rmtree(run / STORE / f"rank-{rank}-of-{before_that}")
+    after, again = content_at(run / STORE)
+    assert after == before
+    assert (again.number, again.facts, again.journal) == (commit.number, commit.facts, commit.journal)
+    assert lohan("export", run, tmp_path / "out") == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
+
+
+def test_a_run_goes_on_from_there_to_the_bit(run: Path, tmp_path: Path) -> None:
+    straight = train(tmp_path / "straight", NUM_STEPS)
+    assert lohan("reshard", run, "--ranks", 2)[0] == 0
+    remove_store(run / STORE)
+    assert lohan("reshard", run, "--ranks", 1)[0] == 0
+    for rank in range(2):
+        shutil.rmtree(run / STORE / f"rank-{rank}-of-2")
+    assert train(run, NUM_STEPS, resume="last_step") == straight
+    assert content_at(run / STORE)[0] == content_at(tmp_path / "straight" / STORE)[0]
+
+
+def test_the_cut_is_that_of_the_model(run: Path) -> None:
+    lohan("reshard", run, "--ranks", 3)
+    engine = IoEngine(2, 1 << 20, 1 << 22)
+    with Store.open([StorePath(str(run / STORE))], model=None, engine=engine) as store:
+        _, form = described_model(store)
+    for block in form.model_blocks.blocks:
+        block.cut_for_ranks(3)
+    for rank in range(3):
+        paths = [StorePath(str(run / STORE / f"rank-{rank}-of-3"))]
+        with Store.open(paths, model=form.identity, engine=engine) as store:
+            assert store.records == records_of_rank(form.model_blocks.blocks, rank)
+    engine.close()
+
+
+def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
+    before, commit = content_at(run / STORE)
+    file = run / STORE / f"records-{int(commit.home[0])}.bin"
+    with file.open("r+b") as stream:
+        first = stream.read(1)[0]
+        stream.seek(0)
+        stream.write(bytes([first ^ 1]))
+    code, said = lohan("reshard", run, "--ranks", 2)
+    assert code == 2 and "records-" in said
+    with file.open("r+b") as stream:
+        stream.write(bytes([first]))
+    assert content_at(run / STORE)[0] == before
+    code, said = lohan("reshard", run, "--ranks", 2)
+    assert code == 2 and "what a reshard that broke off has left there" in said
+    for folder in (run / STORE).glob("rank-*"):
+        shutil.rmtree(folder)
+    assert lohan("reshard", run, "--ranks", 2)[0] == 0
+
+
+def test_what_cannot_be_cut_is_refused_in_a_line(run: Path, tmp_path: Path) -> None:
+    def refused(*args: object) -> str:
+        code, said = lohan("reshard", *args)
+        assert code == 2, said
+        return said
+
+    assert "the number of ranks is 0; it must be at least 1" in refused(run, "--ranks", 0)
+    assert "holds a store of a run with so many ranks already" in refused(run, "--ranks", 1)
+    (tmp_path / "empty").mkdir()
+    assert "is not the output folder of an offloaded run" in refused(tmp_path / "empty", "--ranks", 2)
+    paths = tmp_path / "empty", tmp_path / "other"
+    assert "there is no store in" in refused(*paths, "--ranks", 2)
+    assert lohan("reshard", run, "--ranks", 2)[0] == 0
+    assert "stores of runs with 1 and 2 ranks; delete those" in refused(run, "--ranks", 3)
+    remove_store(run / STORE)
+    shutil.rmtree(run / STORE / "rank-1-of-2")
+    assert "of the 2 ranks' stores that of rank 1 is not under" in refused(run, "--ranks", 3)
