@@ -1,7 +1,7 @@
 """Optimizer states in a checkpoint: found by parameter name, in safetensors, independent of budgets, paths and pools.
 
-`<checkpoint>/lohan/` has one file a block with a flat tensor for each record kind, and an index that says for each
-parameter in which file, and from which element of every tensor there, its own elements begin.
+`<checkpoint>/lohan/` has one file a block, or one a block and rank, with a flat tensor for each record kind, and an
+index that says for each parameter in which file, and from which element of every tensor there, its own elements begin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import errno
 import json
 import math
 import shutil
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -28,6 +28,7 @@ from hf_lohan.files.directories import make_folders
 from hf_lohan.files.reflink import RecordCloner
 from hf_lohan.model import Block, ParamSlice, dtype_name
 from hf_lohan.optim import ADAMW, SCALE_BLOCK_NUMEL, MasterFormat
+from hf_lohan.ranks import Ranks
 
 FOLDER_NAME = "lohan"
 INDEX_NAME = "optimizer_index.json"
@@ -87,11 +88,12 @@ class _Index(NamedTuple):
 
 def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None:
     """Write moments, master residuals and step counts to `<checkpoint>/lohan/`, streamed; where the file system can
-    share blocks between files, records are cloned from the store.
+    share blocks between files, records are cloned from the store. With several ranks all call this: each writes files
+    with its part of the blocks, and rank 0 the index of them all.
 
     Raises `StorageError` if the disk is too full, mostly before anything is written.
     """
-    folder = Path(checkpoint) / FOLDER_NAME
+    folder, links = Path(checkpoint) / FOLDER_NAME, engine.links
     make_folders(folder)
     blocks = [block for block in engine.layout.blocks if block.trainable_slices]
     access = engine.parameters  # waits for updates that are still running, so before the extents are asked for
@@ -99,32 +101,69 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
     parameters: dict[str, list[_Place]] = {}
     with closing(RecordCloner()) as cloner:
         for number, block in enumerate(blocks):
-            file_name = f"optimizer-{number:05d}.safetensors"
-            with ExitStack() as held:
-                specs = []
-                for kind in block.master.state_kinds:
-                    numel = block.master.numel(kind, block.state_numel)
-                    pieces = _record_pieces(access, block, kind, numel)
-                    held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
-                    sources = engine.tiers.store.extents(block.name, kind)
-                    clone = None if sources is None else partial(cloner.clone, sources)
-                    specs.append(TensorSpec(kind, block.master.state_dtype(kind), numel, pieces, clone))
-                write_safetensors(folder / file_name, specs)
-            for part in block.trainable_slices:
-                place = _Place(file_name, part.start, tuple(part.shape), engine.step_counts[part])
-                if not part.is_whole:
-                    place = replace(place, first=part.first, last=part.last)
-                parameters.setdefault(part.name, []).append(place)
+            first, last = _own_states(block, links.ranks)
+            if first < last:
+                file_name = _file_name(number, links.ranks)
+                _write_states(engine, access, cloner, block, (first, last), folder / file_name)
+                for name, place in _places(engine, block, (first, last), file_name):
+                    parameters.setdefault(name, []).append(place)
+            links.barrier(f"the states of {block.name} to be saved")  # no rank is silent for longer than that takes
+    described = {name: [place.to_json() for place in places] for name, places in parameters.items()}
+    joined: dict[str, list[dict[str, Any]]] = {}
+    for packed in links.gather("where each rank has saved its states", json.dumps(described).encode()):
+        for name, places in json.loads(packed).items():
+            joined.setdefault(name, []).extend(places)
+    if links.ranks.rank == 0:
+        _write_index(engine, folder, joined)
+
+
+def _own_states(block: Block, ranks: Ranks) -> tuple[int, int]:
+    """Elements [first, last) of the block's records with states that this rank has."""
+    first, last = block.rank_ranges[ranks.rank]
+    return min(first, block.state_numel), min(last, block.state_numel)
+
+
+def _file_name(number: int, ranks: Ranks) -> str:
+    of_rank = f"-{ranks.rank}of{ranks.num_ranks}" if ranks.others else ""
+    return f"optimizer-{number:05d}{of_rank}.safetensors"
+
+
+def _write_states(
+    engine: OffloadEngine, access: ParameterAccess, cloner: RecordCloner, block: Block, own: tuple[int, int], file: Path
+) -> None:
+    with ExitStack() as held:
+        specs = []
+        for kind in block.master.state_kinds:
+            begin, end = block.master.elements(kind, *own)
+            pieces = _record_pieces(access, block, kind, own)
+            held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
+            sources = engine.tiers.store.extents(block.name, kind)
+            clone = None if sources is None else partial(cloner.clone, sources)
+            specs.append(TensorSpec(kind, block.master.state_dtype(kind), end - begin, pieces, clone))
+        write_safetensors(file, specs)
+
+
+def _places(engine: OffloadEngine, block: Block, own: tuple[int, int], file_name: str) -> Iterator[tuple[str, _Place]]:
+    """(name, where) for what of each parameter lies in a file with the elements of ``own``."""
+    for part in block.trainable_slices:
+        low, high = max(part.start, own[0]), min(part.stop, own[1])
+        if low < high:
+            place = _Place(file_name, low - own[0], tuple(part.shape), engine.step_counts[part])
+            first = part.first + low - part.start
+            if not part.is_whole or high - low < part.numel:
+                place = replace(place, first=first, last=first + high - low)
+            yield part.name, place
+
+
+def _write_index(engine: OffloadEngine, folder: Path, parameters: Mapping[str, list[dict[str, Any]]]) -> None:
+    """`parameters`: the places of each one's parts, in any order."""
     for places in parameters.values():
-        places.sort(key=lambda place: place.first)
+        places.sort(key=lambda place: place.get("first", 0))
     index: dict[str, Any] = {
         "format_version": _FORMAT_VERSION,
         "working_dtype": dtype_name(engine.layout.master.working_dtype),
         "optimizer_state_dtype": engine.layout.master.moment_dtype,
-        "parameters": {
-            name: [place.to_json() for place in places] if len(places) > 1 else places[0].to_json()
-            for name, places in parameters.items()
-        },
+        "parameters": {name: places if len(places) > 1 else places[0] for name, places in parameters.items()},
     }
     if others := engine.layout.other_dtypes:
         index["other_dtypes"] = {name: dtype for name, dtype in others.items() if name in parameters}
@@ -147,16 +186,21 @@ def _check_room(folder: Path, blocks: list[Block]) -> None:
         )
 
 
-def _record_pieces(access: ParameterAccess, block: Block, kind: str, numel: int) -> Generator[Tensor, None, None]:
-    """A record [numel] in order, in pieces that are valid until the next; zeros where it only pads."""
+def _record_pieces(
+    access: ParameterAccess, block: Block, kind: str, own: tuple[int, int]
+) -> Generator[Tensor, None, None]:
+    """What of a record belongs to the block's elements [first, last), in order, in pieces that are valid until the
+    next; zeros where it only pads."""
     dtype = block.master.state_dtype(kind)
-    end = 0
+    end, last = block.master.elements(kind, *own)
     for part in sorted(block.trainable_slices, key=lambda part: part.start):
-        start, stop = block.master.elements(kind, part.start, part.stop)
-        yield torch.zeros(start - end, dtype=dtype)
-        yield from (piece for _, piece in access.read_part(block, part, kind))
-        end = stop
-    yield torch.zeros(numel - end, dtype=dtype)
+        low, high = max(part.start, own[0]), min(part.stop, own[1])
+        if low < high:
+            start, stop = block.master.elements(kind, low, high)
+            yield torch.zeros(start - end, dtype=dtype)
+            yield from (piece for _, piece in access.read_own(block, kind, start, stop))
+            end = stop
+    yield torch.zeros(last - end, dtype=dtype)
 
 
 # Loading.

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import encode_master_
+from hf_lohan.ranks import Links
 from hf_lohan.store import RecordRead, RecordSpec, Store
 
 
@@ -33,10 +34,13 @@ class ParameterAccess:
     """The door for loading and saving; training itself moves whole chunks.
 
     Works piece by piece in buffers of the run's own pool, so a parameter larger than the budget passes through as well.
+    Where there are several ranks each writes what its store has. They read together, in the same order, and all get all
+    of it.
     """
 
-    def __init__(self, store: Store, blocks: list[Block], pool: BufferPool) -> None:
+    def __init__(self, store: Store, blocks: list[Block], pool: BufferPool, links: Links | None = None) -> None:
         self._store = store
+        self._links = links or Links.alone()
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
         self.parts: dict[str, list[tuple[Block, ParamSlice]]] = {}
@@ -66,11 +70,19 @@ class ParameterAccess:
         flat = source.detach().reshape(-1)
         for block, part in self.parts[name]:
             with self._buffers(3 if block.master.has_residual else 2) as buffers:
-                for start, stop in ranges(part.numel, self._piece_numel):
-                    self._write_piece(block, part, start, flat[part.first + start : part.first + stop], buffers)
+                low, high = self._own(block, part.start, part.stop)
+                for start, stop in ranges(high - low, self._piece_numel):
+                    begin = part.first + low - part.start
+                    self._write_piece(block, part, low + start, flat[begin + start : begin + stop], buffers)
 
-    def _write_piece(self, block: Block, part: ParamSlice, start: int, piece: Tensor, buffers: list[Buffer]) -> None:
-        numel, place = piece.numel(), part.start + start
+    def _own(self, block: Block, start: int, stop: int) -> tuple[int, int]:
+        """What of elements [start, stop) of a block this rank has; an empty range if none."""
+        first, last = block.rank_ranges[self._links.ranks.rank]
+        low = min(max(start, first), stop)
+        return low, max(low, min(stop, last))
+
+    def _write_piece(self, block: Block, part: ParamSlice, place: int, piece: Tensor, buffers: list[Buffer]) -> None:
+        numel = piece.numel()
         bounce = buffers[0].bytes
         master = buffers[1].view(torch.float32, numel)
         master.copy_(piece)
@@ -105,7 +117,34 @@ class ParameterAccess:
 
     def read_part(self, block: Block, part: ParamSlice, kind: str) -> Iterator[tuple[int, Tensor]]:
         """`read_pieces` of what of a parameter is one block's."""
-        first, last = block.master.elements(kind, part.start, part.stop)
+        begin, _ = block.master.elements(kind, part.start, part.stop)
+        for owner, (first, last) in enumerate(block.rank_ranges):
+            low, high = max(part.start, first), min(part.stop, last)
+            if low < high:
+                first_element, last_element = block.master.elements(kind, low, high)
+                for start, piece in self._read_of(owner, block, kind, first_element, last_element):
+                    yield first_element - begin + start, piece
+
+    def _read_of(
+        self, owner: int, block: Block, kind: str, first: int, last: int
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over elements [first, last) of a record that ``owner`` has."""
+        links, tag = self._links, f"{kind} of {block.name}"
+        if owner == links.ranks.rank:
+            for start, piece in self.read_own(block, kind, first, last):
+                if links.ranks.others:
+                    links.share(piece, owner, tag)
+                yield start, piece
+            return
+        with self._buffers(1) as (landing,):
+            for start, stop in ranges(last - first, self._piece_numel):
+                piece = landing.view(block.master.state_dtype(kind), stop - start)
+                links.share(piece, owner, tag)
+                yield start, piece
+
+    def read_own(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over elements [first, last) of a record that this rank has; each piece is valid until
+        the next is asked for. Others need not take part."""
         record, dtype = self._store.layout.record(block.name, kind), block.master.state_dtype(kind)
         if first % record.granule_numel == 0:
             yield from self._read_ahead(record, dtype, first, last)
@@ -125,7 +164,7 @@ class ParameterAccess:
         with self._buffers(2) as buffers:
             try:
                 for number, (start, stop) in enumerate(ranges(last - first, self._piece_numel)):
-                    read_stop = min(round_up(first + stop, record.granule_numel), record.numel)
+                    read_stop = min(round_up(first + stop, record.granule_numel), record.first + record.numel)
                     landing = buffers[number % 2].view(dtype, read_stop - first - start)
                     read = self._store.read(record.block, record.kind, first + start, landing)
                     reading.append((start, stop, read, landing))
@@ -152,10 +191,12 @@ class ParameterAccess:
         for block, part in self.parts[name]:
             begin, end = max(first, part.first), part.last if last is None else min(last, part.last)
             if begin < end:
-                before, _ = block.master.elements(kind, begin - first, end - first)
                 place = part.start + begin - part.first
-                elements = block.master.elements(kind, place, place + end - begin)
-                self._write_elements(block, kind, *elements, source, before)
+                low, high = self._own(block, place, place + end - begin)
+                if low < high:
+                    begin += low - place
+                    before, _ = block.master.elements(kind, begin - first, begin - first + high - low)
+                    self._write_elements(block, kind, *block.master.elements(kind, low, high), source, before)
 
     def _write_elements(self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int) -> None:
         """Elements [first, last) of a record, from those of ``source`` that lie behind ``before`` others."""

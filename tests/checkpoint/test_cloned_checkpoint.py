@@ -19,7 +19,7 @@ from hf_lohan.checkpoint import optimizer_states
 from hf_lohan.checkpoint.optimizer_states import save_optimizer_states
 from hf_lohan.engine import OffloadEngine, ParameterAccess
 from hf_lohan.files import Extent, StorageError
-from hf_lohan.model import Block, ParamSlice
+from hf_lohan.model import Block
 from hf_lohan.testing.models import tiny_model
 
 
@@ -80,13 +80,13 @@ def test_cloned_records_are_the_copied_ones(
     monkeypatch.setattr(store, "extents", lambda block, kind: extents[block, kind])
     monkeypatch.setattr(fcntl, "ioctl", clone_by_copying(num_allowed))
     copied: list[str] = []
-    read_part = ParameterAccess.read_part
+    read_own = ParameterAccess.read_own
 
-    def counted(access: ParameterAccess, block: Block, part: ParamSlice, kind: str) -> Any:
-        copied.append(f"{part.name}.{kind}")
-        return read_part(access, block, part, kind)
+    def counted(access: ParameterAccess, block: Block, kind: str, first: int, last: int) -> Any:
+        copied.append(f"{block.name}.{kind}.{first}")
+        return read_own(access, block, kind, first, last)
 
-    monkeypatch.setattr(ParameterAccess, "read_part", counted)
+    monkeypatch.setattr(ParameterAccess, "read_own", counted)
     save_optimizer_states(engine, tmp_path / "cloned")
     num_states = sum(len(engine.parameters.state_kinds(part.name)) for part in engine.parameter_slices)
     assert len(copied) == (0 if num_allowed == 10_000 else num_states)

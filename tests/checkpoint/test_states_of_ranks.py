@@ -1,0 +1,105 @@
+"""Each rank saves the states that it has. Together they are a checkpoint, that any number of ranks goes on from."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trained_states import FORMATS, INDEX, Offload, everything, train
+
+from hf_lohan.checkpoint import optimizer_states
+from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.loading import reload_weights
+from hf_lohan.ranks import Links
+from hf_lohan.testing.models import tiny_model
+from hf_lohan.testing.thread_ranks import run_ranks
+
+
+def save_by_ranks(engine: OffloadEngine, num_ranks: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As ranks would, each of which has what `rank_ranges` gives it of an engine that has it all."""
+    for block in engine.layout.blocks:
+        block.cut_for_ranks(num_ranks)
+    one_at_a_time, write_states = threading.Lock(), optimizer_states._write_states
+
+    def write(*args: Any) -> None:
+        with one_at_a_time:  # they share the buffers of one engine
+            write_states(*args)
+
+    monkeypatch.setattr(optimizer_states, "_write_states", write)
+    store = SimpleNamespace(extents=lambda *_: None)
+
+    def save(links: Links) -> None:
+        of_rank: Any = SimpleNamespace(
+            links=links,
+            layout=engine.layout,
+            parameters=engine.parameters,
+            step_counts=engine.step_counts,
+            tiers=SimpleNamespace(store=store),
+        )
+        save_optimizer_states(of_rank, folder)
+
+    try:
+        run_ranks(num_ranks, save)
+    finally:
+        for block in engine.layout.blocks:
+            block.rank_edges = ()
+
+
+@FORMATS
+@pytest.mark.parametrize("num_ranks", [2, 5])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_what_ranks_saved_is_what_one_has(
+    family: str,
+    num_ranks: int,
+    dtype: torch.dtype,
+    state_dtype: str,
+    offload: Offload,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stored = {"dtype": dtype, "optimizer_state_dtype": state_dtype}
+    first = offload(tiny_model(family), **stored)
+    train(first, range(2))
+    checkpoint = tmp_path / "checkpoint"
+    first.model.save_pretrained(checkpoint)  # type: ignore[operator]
+    save_by_ranks(first, num_ranks, checkpoint, monkeypatch)
+    second = offload(tiny_model(family, seed=9), **stored)
+    reload_weights(second, second.model, checkpoint)
+    load_optimizer_states(second, checkpoint)
+    ours, theirs = everything(second), everything(first)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert torch.equal(value, theirs[name]) if isinstance(value, torch.Tensor) else value == theirs[name], name
+
+
+def test_each_file_is_one_ranks(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = offload(tiny_model("llama"))
+    train(engine, range(1))
+    save_by_ranks(engine, 2, tmp_path, monkeypatch)
+    files = {path.name for path in (tmp_path / "lohan").glob("*.safetensors")}
+    index = json.loads((tmp_path / INDEX).read_text())
+    places = [
+        place for found in index["parameters"].values() for place in (found if isinstance(found, list) else [found])
+    ]
+    assert {place["file"] for place in places} == files
+    assert {name.rsplit("-", 1)[1] for name in files} == {"0of2.safetensors", "1of2.safetensors"}
+    sizes = [
+        sum((tmp_path / "lohan" / name).stat().st_size for name in files if f"-{rank}of2" in name) for rank in (0, 1)
+    ]
+    assert min(sizes) > 0.2 * sum(sizes), "no rank has it all"
+
+
+def test_a_part_that_is_missing_is_told(offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = offload(tiny_model("llama"))
+    train(engine, range(1))
+    save_by_ranks(engine, 2, tmp_path, monkeypatch)
+    missing = sorted((tmp_path / "lohan").glob("*-1of2.safetensors"))[0]
+    missing.unlink()
+    with pytest.raises(ValueError, match=rf"{missing.name}.* is missing or damaged .*; resume from another checkpoint"):
+        load_optimizer_states(engine, tmp_path)
