@@ -63,11 +63,13 @@ class StepCommits:
         when_written: Callable[[Callable[[], None]], None],
         when_reached: Callable[[Callable[[], None]], None],
         interval: CommitInterval,
+        agree: Callable[[str, bool], bool] = lambda _what, wish: wish,
     ) -> None:
         """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
         `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`."""
+        where somebody asks for it, whatever the `interval`. `agree` makes of each rank's wish one of all."""
         self._store = store
+        self._agree = agree
         self._step_counts = step_counts
         self._timeline = timeline
         self._when_written = when_written
@@ -120,7 +122,8 @@ class StepCommits:
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
         is_enough = 0 < self._interval.num_steps <= self._steps_since + 1
-        self.is_due = is_enough or now_s + step_s - self._asked_s >= self._interval.seconds
+        is_late = now_s + step_s - self._asked_s >= self._interval.seconds
+        self.is_due = self._agree("whether this step is committed", is_enough or is_late)
         keeps_new = not self.is_due
         self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import Device
+from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
@@ -19,6 +19,7 @@ from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
+from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_nothing
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
@@ -39,7 +40,7 @@ from hf_lohan.updates import (
     StepTransaction,
     UpdateSetup,
 )
-from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
+from hf_lohan.weights import SlotRing
 from hf_lohan.weights.absent_parameter import AbsentParameter
 
 
@@ -63,12 +64,15 @@ class OffloadEngine:
         self.device: Device = tiers.device
         self.timeline = self.device.timeline
         events = events or EngineEvents()
-        self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states)
+        self._links = tiers.links
+        is_alone = self._links.ranks.num_ranks == 1
+        self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states, self._links)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
         self._groups = ParamGroups({part: block.master.rule for part, block in self._block_of.items()})
         self._optimizer: OffloadOptimizer | None = None
         self._ring = SlotRing(self.device, layout.plan)
+        chunks = layout.chunks()
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._pipeline = GradientPipeline(
             UpdateSetup(
@@ -89,10 +93,12 @@ class OffloadEngine:
                 keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
                 open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
+                copies_new_weights=None if is_alone else CpuDevice(self.timeline),
+                means=gradient_means(tiers, chunks),
+                exchange_norms=None if is_alone else partial(self._links.gather, "the norms of a step's gradients"),
             )
         )
-        loader = LocalWeights(self.device, tiers.store, tiers.staging, self._pipeline.deliver)
-        self._prefetcher = Prefetcher(self._ring, loader, layout.blocks)
+        self._prefetcher = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
         self.commits = StepCommits(
             tiers.store,
             self.step_counts,
@@ -100,16 +106,18 @@ class OffloadEngine:
             when_written=self._pipeline.when_written,
             when_reached=self._pipeline.when_reached,
             interval=CommitInterval.asked_for(config.commit_every),
+            agree=partial(agree, self._links),
         )
         self._arrivals = GradientArrivals(
             self.device,
             tiers.gradients,
-            layout.chunks(),
+            chunks,
             self._pipeline,
             keeps_dtypes=layout.keeps_gradient_dtypes,
+            measures=is_alone,
             is_final_backward=events.is_final_backward,
             before_updates=self.commits.keep_what_was_loaded,
-            lend=self._ring.lend,
+            lend=self._ring.lend if is_alone else lend_nothing,
         )
         self.clip_history = ClipHistory("speculate" if config.clip == "speculate" else "defer")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
@@ -162,13 +170,18 @@ class OffloadEngine:
         """How the model and the memory are laid out."""
         return self.planned_memory.layout
 
+    @property
+    def links(self) -> Links:
+        """To the other ranks."""
+        return self._links
+
     # Several micro-batches at once.
 
     def choose_order(self, shape: StepShape) -> bool:
         """Plan steps of such micro-batches, before the first of them. Returns whether it pays to give them to
         `run_micro_batches`, instead of running one after the other."""
         self._lifetime.check()
-        return self._plan.choose_order(shape)
+        return agree(self._links, "whether micro-batches run together", self._plan.choose_order(shape))
 
     def run_micro_batches(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
         """Forwards and backward of a step's micro-batches, all of them through a block before the next one, so that
@@ -318,12 +331,6 @@ class OffloadEngine:
     def store_folders(self) -> set[str]:
         """Real paths of the folders that the store lies in."""
         return {os.path.realpath(path.path) for path in self.tiers.store.paths}
-
-    @property
-    def links(self) -> Links:
-        """To the other ranks."""
-        links = getattr(self.tiers, "links", None)
-        return links if isinstance(links, Links) else Links.alone()
 
     @property
     def is_closed(self) -> bool:

@@ -6,6 +6,8 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from torch import Tensor
+
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
@@ -15,6 +17,7 @@ from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
+from hf_lohan.ranks import Links, SharedRegion
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
 from hf_lohan.wording import format_bytes
 
@@ -37,6 +40,12 @@ class Tiers:
     states: BufferPool
     gradients: BufferPool
     recall: BufferPool
+    links: Links
+    """To the other ranks. They outlive this."""
+    shared_gradients: SharedRegion | None = None
+    """Where there are several ranks, the memory of the buffers in which gradients arrive, of all ranks of this box."""
+    shared_weights: SharedRegion | None = None
+    """And that through which blocks pass to them."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -62,10 +71,13 @@ class Tiers:
         self.io.close()
 
 
-def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
+def open_tiers(
+    layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None
+) -> Tiers:
     """Take the memory, and open the model's store or create it. Its records are zeros, to be loaded; what an earlier
     run committed is there until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
-    plan = layout.plan
+    plan, links = layout.plan, links or Links.alone()
+    assert links.ranks == layout.ranks, "a store is laid out for the ranks that there are"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(
         num_threads=config.io_threads,
@@ -91,8 +103,17 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
 
-        def pool(name: str, num_buffers: int) -> BufferPool:
-            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes)
+        shared_gradients, of_this_rank, shared_weights = None, None, None
+        if links.ranks.num_ranks > 1:
+            shared_weights = SharedRegion.create(links, layout.shared_weight_bytes, "weights", device)
+            num_bytes = plan.num_gradient_buffers * plan.buffer_bytes
+            shared_gradients = SharedRegion.create(links, links.ranks.num_local * num_bytes, "gradients", device)
+            of_this_rank = shared_gradients.bytes.split(num_bytes)[links.ranks.local_rank]
+
+        def pool(name: str, num_buffers: int, memory: Tensor | None = None) -> BufferPool:
+            return BufferPool(
+                device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes, memory=memory
+            )
 
         tiers = Tiers(
             device,
@@ -101,8 +122,11 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device) -> 
             spill,
             pool("staging", plan.num_staging_buffers),
             pool("states", plan.num_state_buffers),
-            pool("gradients", plan.num_gradient_buffers),
+            pool("gradients", plan.num_gradient_buffers, of_this_rank),
             pool("recall", plan.num_recall_buffers),
+            links,
+            shared_gradients,
+            shared_weights,
         )
     except BaseException:
         store.close()

@@ -86,7 +86,7 @@ def offload_model(
     before a weight is touched.
     """
     device = device or open_device(config, torch_device)
-    config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path))
+    config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)
     refuse_chunks(model, config)
     layout = lay_out(
@@ -97,11 +97,12 @@ def offload_model(
         sums_gradients=sums_gradients,
         memory_is_host=device.memory_is_host,
         rules=rules,
+        ranks=links_to_other_ranks().ranks,
     )
     refuse_other_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
+        drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
         return attach(model, layout, tiers, config)
     except BaseException:
         tiers.close()
@@ -117,7 +118,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
     try:
-        return open_tiers(layout, config, device)
+        return open_tiers(layout, config, device, links_to_other_ranks())
     except StoreInUseError:
         assert config.ssd != "auto"
         folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
@@ -128,7 +129,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
             logger.warning("closing the engine of an earlier model in this process, whose store is used anew")
             engine.close()
         wait_until_closed()  # those of models that were dropped just now
-        return open_tiers(layout, config, device)
+        return open_tiers(layout, config, device, links_to_other_ranks())
 
 
 _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
@@ -147,7 +148,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept: layers under prefix tuning cannot run again")
         config = replace(config, activations="keep")
-    plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability)
+    plan = RunPlan(model, layout, config, tiers.device, tiers.store.durability, tiers.links)
     events = EngineEvents(
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
         plan=functools.partial(_plan_step, weakref.ref(model), plan),

@@ -88,7 +88,7 @@ def from_pretrained(
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
     config = OffloadConfig.load(offload)
     device = open_device(config, torch_device or default_torch_device())
-    config = resolved_here(config, device, default_ssd_path)
+    config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     if getattr(model_config, "quantization_config", None) is not None:
         raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
@@ -112,11 +112,12 @@ def from_pretrained(
         sums_gradients=sums_gradients,
         memory_is_host=device.memory_is_host,
         rules=None if optimizer is None else choice_of(optimizer).rules,
+        ranks=links_to_other_ranks().ranks,
     )
     layout = lay_out_for_this(skeleton)
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
-        access = ParameterAccess(tiers.store, layout.blocks, tiers.states)
+        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
         write = _writer(access, only_dtype=load_dtype)
         with (
             long_work(f"streaming {path}", _stored_bytes(access, names.values())),

@@ -20,6 +20,7 @@ from hf_lohan.model import (
     StoredForm,
     adamw_everywhere,
     muon_for_matrices,
+    records_of_rank,
     stored_form,
 )
 from hf_lohan.planner import (
@@ -32,12 +33,14 @@ from hf_lohan.planner import (
     step_traffic,
 )
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import ALONE, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
 """At most one part in so many of the memory for activations is buffers on the way to the SSD."""
+_SHARED_BLOCKS = 2
+"""So many blocks as large as the largest pass to the ranks of a box at a time: one comes while another is copied."""
 _ACTIVATION_SHARE = 4
 """Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
@@ -69,6 +72,9 @@ class OffloadLayout(StoredForm):
     is_split: bool = False
     """Whether it is decided what of the RAM beside the pools is for activations. Before, this is a guess."""
     rules: Rules = adamw_everywhere
+    ranks: Ranks = ALONE
+    shared_weight_bytes: int = 0
+    """Host memory of a box through which blocks pass to all its ranks."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -172,23 +178,31 @@ def lay_out(
     sums_gradients: bool = True,
     memory_is_host: bool = False,
     rules: Rules | None = None,
+    ranks: Ranks = ALONE,
 ) -> OffloadLayout:
     """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
     `discover_blocks`, `rules` by default those that the configuration asks for; `sums_gradients`: whether a parameter's
-    gradients of several backwards may be summed in a step; `memory_is_host`: see `Device`.
+    gradients of several backwards may be summed in a step; `memory_is_host`: see `Device`; `ranks`: each has a part of
+    every block's records.
 
     Raises DiscoveryError, BudgetError, or ValueError for a working dtype that cannot be trained.
     """
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
     form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
     blocks = form.model_blocks.blocks
+    if ranks.num_ranks > 1:
+        sums_gradients = True  # over the ranks, in float32
+        for block in blocks:
+            block.cut_for_ranks(ranks.num_ranks)
+        form = replace(form, records=records_of_rank(blocks, ranks.rank))
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
+    shared_bytes = _SHARED_BLOCKS * max(block.param_bytes for block in blocks) if ranks.num_ranks > 1 else 0
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
         gpu_memory_bytes=config.gpu_memory,
-        cpu_memory_bytes=config.cpu_memory,
+        cpu_memory_bytes=config.cpu_memory - shared_bytes // ranks.num_local,
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
         hold_gradients=hold_gradients or config.schedule == "serial",
@@ -198,9 +212,10 @@ def lay_out(
         whole_numel=max((max(block.unit_numels) for block in blocks if block.needs_whole), default=0),
         multiplies_whole=any(master.rule.multiplies_matrices for master in trained),
     )
-    activation_bytes = config.cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
+    cpu_memory = request.cpu_memory_bytes
+    activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
     try:
-        pools = plan_pools(replace(request, cpu_memory_bytes=config.cpu_memory - activation_bytes))
+        pools = plan_pools(replace(request, cpu_memory_bytes=cpu_memory - activation_bytes))
     except BudgetError:  # no room for activations: what cannot do without comes first
         activation_bytes = 0
         pools = plan_pools(request)
@@ -210,16 +225,19 @@ def lay_out(
         plan=pools,
         holds_gradients=request.hold_gradients,
         keeps_gradient_dtypes=not sums_gradients,
-        records_of_a_step=_step_traffic(blocks, pools) if config.resident_records == "auto" else (),
-        record_bytes=config.cpu_memory - pools.cpu_pool_bytes - activation_bytes,
+        records_of_a_step=_step_traffic(blocks, pools, ranks) if config.resident_records == "auto" else (),
+        record_bytes=cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,
         rules=rules,
+        ranks=ranks,
+        shared_weight_bytes=shared_bytes,
     )
 
 
-def _step_traffic(blocks: list[Block], pools: PoolPlan) -> tuple[RecordTraffic, ...]:
-    """What a step reads of each record, blocks in forward order."""
-    shapes = [block.shape() for block in blocks]
+def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[RecordTraffic, ...]:
+    """What a step reads of each record that this rank has, blocks in forward order."""
+    rank = ranks.rank if ranks.num_ranks > 1 else None
+    shapes = [shape for shape in (block.shape(rank) for block in blocks) if shape.param_bytes]
     by_master = {
         master: step_traffic(
             shapes,

@@ -21,6 +21,7 @@ from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, forecast,
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
+from hf_lohan.ranks import Links
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes
 
@@ -51,7 +52,13 @@ class RunPlan:
     """
 
     def __init__(
-        self, model: nn.Module, layout: OffloadLayout, config: OffloadConfig, device: Device, durability: Durability
+        self,
+        model: nn.Module,
+        layout: OffloadLayout,
+        config: OffloadConfig,
+        device: Device,
+        durability: Durability,
+        links: Links | None = None,
     ) -> None:
         self.first: PlannedStep | None = None
         self.now: PlannedStep | None = None
@@ -63,6 +70,7 @@ class RunPlan:
         self._config = config
         self._device = device
         self._durability = durability
+        self._links = links or Links.alone()
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
@@ -84,7 +92,7 @@ class RunPlan:
         """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
         wrong here costs the plan, not the run. ``may_run_together``: see `plan_step`."""
         try:
-            with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
+            with self._one_rank_at_a_time(), hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
                 self.now = plan_step(
                     self._model,
                     self._layout,
@@ -152,6 +160,19 @@ class RunPlan:
         )
         self.now = before
         return before
+
+    @contextlib.contextmanager
+    def _one_rank_at_a_time(self) -> Iterator[None]:
+        """The ranks of a box measure the same drives and cores."""
+        ranks = self._links.ranks
+        for turn in range(ranks.num_local):
+            if turn == ranks.local_rank:
+                try:
+                    yield
+                finally:
+                    self._links.barrier(f"the plan of local rank {turn}")
+            else:
+                self._links.barrier(f"the plan of local rank {turn}")
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}

@@ -201,6 +201,7 @@ def _plan_shape(
                 sums_gradients=not layout.keeps_gradient_dtypes,
                 memory_is_host=hardware.device.shares_cpu,
                 rules=layout.rules,
+                ranks=layout.ranks,
             )
             helps = planned(smaller, fewer_slots, asked).plan.fits
         except BudgetError:

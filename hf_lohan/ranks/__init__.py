@@ -9,6 +9,7 @@ codecs (`BlockCodec`, and without loss `StepDelta`).
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
 from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange
 from hf_lohan.ranks.handlers import Handler
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
@@ -26,6 +27,8 @@ __all__ = [
     "BlockCodec",
     "CodingError",
     "CommitAgreement",
+    "CompleteGradient",
+    "GradientExchange",
     "Handler",
     "Kind",
     "Lane",

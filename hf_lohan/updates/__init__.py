@@ -14,8 +14,10 @@ from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.groups import ParamGroups
 from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
 from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.means import GradientMeans, OwnGradients
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
+from hf_lohan.updates.rank_means import RankMeans
 from hf_lohan.updates.setup import StepCounts, UpdateSetup
 from hf_lohan.updates.speculation import ClipHistory, ClipWay
 from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
@@ -26,10 +28,13 @@ __all__ = [
     "ClipWay",
     "Delivery",
     "GradientArrivals",
+    "GradientMeans",
     "GradientNorms",
     "GradientPipeline",
     "NonFiniteGradientError",
+    "OwnGradients",
     "ParamGroups",
+    "RankMeans",
     "SkippedSteps",
     "StepCounts",
     "StepResult",

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterable, Iterator
 
 import torch
+from torch import Tensor
 
 from hf_lohan.model import Chunk
 from hf_lohan.optim import widen_in_place
@@ -28,6 +29,7 @@ class HeldGradients:
         self._keeps_dtypes = setup.keeps_gradient_dtypes
         self._spilled_blocks = setup.spilled_blocks
         self._recall = setup.recall
+        self._others_read_sums = setup.exchange_norms is not None
         self._norms = norms
         self._position = {block: index for index, block in enumerate(setup.blocks)}
         self._held: dict[tuple[int, int], ChunkGradient] = {}
@@ -55,8 +57,19 @@ class HeldGradients:
                 gradient.values[part].copy_(values[part])
         gradient.slices |= slices
         gradient.is_measured = False
-        arrived.buffer.release()
+        self._keep_one_buffer(gradient, arrived, values)
         return gradient
+
+    def _keep_one_buffer(self, gradient: ChunkGradient, arrived: ArrivedChunk, values: Tensor) -> None:
+        """Of that with the sum and that in which the last part of it arrived. What other ranks are to read lies where
+        gradients arrive: the buffers for what comes back are needed here before they have read it."""
+        assert gradient.buffer is not None
+        if self._others_read_sums and gradient.buffer.pool is self._recall:
+            values.copy_(gradient.values)
+            gradient.buffer.release()
+            gradient.buffer = arrived.buffer
+        else:
+            arrived.buffer.release()
 
     def measure(self, gradient: ChunkGradient) -> None:
         """Note the norms of those of its parameters that were summed; the others were measured as they arrived."""
@@ -109,12 +122,15 @@ class HeldGradients:
         return {gradient.chunk for gradient in self._held.values()}
 
     def take(self, chunk: Chunk) -> ChunkGradient:
-        """It is not held any more, and in its buffer."""
+        """It is not held any more, and in its buffer. Raises RuntimeError where it is spilled."""
         key = self._key(chunk)
-        gradient = self._held.pop(key)
+        if self._held[key].buffer is None:
+            raise RuntimeError(
+                f"the gradient of {chunk} waits on the SSD and other ranks need it, but which backward is a step's "
+                "last was not said; say it by gradient_accumulation_steps or announce_backward"
+            )
         self._unmeasured.discard(key)
-        self._bring_back_now(gradient)
-        return gradient
+        return self._held.pop(key)
 
     def take_all(self) -> Iterator[ChunkGradient]:
         """All of them, in forward order; they are not held any more."""

@@ -23,6 +23,9 @@ class GradientMeans(Protocol):
     def given(self) -> Set[Chunk]:
         """What came in this step."""
 
+    def when_none_was_given(self, apply: Apply) -> None:
+        """What is called with a mean that is this rank's to update, and of which it had no gradient itself."""
+
     def give(self, gradient: ChunkGradient, apply: Apply) -> None:
         """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
         with the mean, if this rank is to have it."""
@@ -34,6 +37,12 @@ class GradientMeans(Protocol):
     def end_step(self) -> None:
         """What is given from now on is the next step's."""
 
+    def fail(self, error: BaseException) -> None:
+        """This rank cannot go on. From any thread."""
+
+    def close(self) -> None:
+        """Nothing is given any more."""
+
 
 class OwnGradients:
     """`GradientMeans` of one rank."""
@@ -41,8 +50,11 @@ class OwnGradients:
     are_of_many = False
     given: Set[Chunk] = frozenset()
 
-    def __init__(self, put: Callable[[Command], None]) -> None:
-        """``put`` is not needed: nothing comes from elsewhere."""
+    def __init__(self, put: Callable[[Command], None], failed: Callable[[BaseException], None]) -> None:
+        """Neither is needed: nothing comes from elsewhere."""
+
+    def when_none_was_given(self, apply: Apply) -> None:
+        """There is no such mean."""
 
     def give(self, gradient: ChunkGradient, apply: Apply) -> None:
         """It is the mean."""
@@ -53,3 +65,9 @@ class OwnGradients:
 
     def end_step(self) -> None:
         """Nothing to forget."""
+
+    def fail(self, error: BaseException) -> None:
+        """Nobody else is to be told."""
+
+    def close(self) -> None:
+        """Nothing to let go."""

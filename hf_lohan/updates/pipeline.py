@@ -41,13 +41,14 @@ class GradientPipeline:
         self._handover = handover = Handover(setup.copies_new_weights or setup.device)
 
         def cannot_finish_step(error: BaseException) -> None:
-            """Whoever waits for a buffer or a block is told."""
+            """Whoever waits for a buffer or a block is told, and the other ranks are."""
             setup.gradients.abort(error)
             handover.abort(error)
+            self._means.fail(error)
 
         self._failure = FirstFailure(cannot_finish_step)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
-        self._means = setup.means(self._thread.put)
+        self._means = setup.means(self._thread.put, self._failure.note)
         self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
         self._guesses = GuessedBlocks(self._thread)
         self._thread.start(idle=self._worker.work_off)
@@ -195,3 +196,4 @@ class GradientPipeline:
 
     def close(self) -> None:
         self._thread.close()
+        self._means.close()

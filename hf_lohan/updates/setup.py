@@ -55,8 +55,9 @@ class UpdateSetup:
     """One backward a step is to be expected. What it brings in 2 bytes an element is kept so, in half a buffer. Sums of
     it, where they come after all, are float32 and wait in what `open_spill_of_sums` opens."""
     open_spill_of_sums: Callable[[], RecordFiles] | None = None
-    means: Callable[[Callable[[Command], None]], GradientMeans] = OwnGradients
-    """Makes what makes gradients those of all ranks, given how to run something on the worker's thread."""
+    means: Callable[[Callable[[Command], None], Callable[[BaseException], None]], GradientMeans] = OwnGradients
+    """Makes what makes gradients those of all ranks, given how to run something on the worker's thread, and whom to
+    tell what went wrong elsewhere."""
     copies_new_weights: Device | None = None
     """To whoever needs their block: `device`, if None. Where that is host memory, the host copies them at once."""
     exchange_norms: Exchange | None = None

@@ -45,6 +45,7 @@ class UpdateWorker:
         self._store = setup.store
         self._handover = handover
         self._means = means
+        means.when_none_was_given(partial(self._apply_or_hold, may_guess=False, loan=None))
         self._held = HeldGradients(setup, norms)
         self._queue = UpdateQueue(setup, self._held, handover, failed)
         self._guess = Guess(setup.group_of)

@@ -1,0 +1,56 @@
+"""The parts of an engine that are others where several ranks train together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from torch import Tensor
+
+from hf_lohan.device import Event
+from hf_lohan.engine.memory import Tiers
+from hf_lohan.model import Block, Chunk
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.ranks import Links
+from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans
+from hf_lohan.weights import BlockLoader, LocalWeights, LockstepPrefetcher, Prefetcher, SharedWeights, SlotRing
+
+_YES, _NO = b"yes", b"no"
+
+
+def block_loader(
+    ring: SlotRing,
+    tiers: Tiers,
+    layout: OffloadLayout,
+    deliver: Callable[[Block, Tensor, Event | None], Delivery],
+) -> BlockLoader:
+    """What brings blocks into the slots: from this process's store, or from the stores of all ranks. ``deliver``: see
+    `LocalWeights`."""
+    if tiers.shared_weights is None:
+        return Prefetcher(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), layout.blocks)
+    source = SharedWeights(
+        tiers.device,
+        tiers.store,
+        deliver,
+        tiers.links,
+        tiers.shared_weights.bytes,
+        layout.blocks,
+        read_bytes=layout.plan.buffer_bytes,
+    )
+    return LockstepPrefetcher(ring, source, layout.blocks)
+
+
+def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., GradientMeans]:
+    """Makes what makes gradients those of all ranks (see `UpdateSetup.means`)."""
+    if tiers.shared_gradients is None:
+        return OwnGradients
+    return partial(RankMeans, tiers.links, tiers.device, tiers.gradients, tiers.shared_gradients, chunks)
+
+
+def lend_nothing(_block: Block) -> None:
+    """Where a chunk's gradient waits for other ranks, its block's weights do not stay for that."""
+
+
+def agree(links: Links, what: str, wish: bool) -> bool:
+    """Whether all ranks wish it."""
+    return all(answer == _YES for answer in links.gather(what, _YES if wish else _NO))

@@ -1,0 +1,394 @@
+"""Each chunk's gradient, from all ranks to the one that owns the chunk.
+
+A rank publishes a chunk's gradient when it is complete there; in which order does not matter. The ranks of a box give
+theirs, by saying where it lies in the memory that they share, to the one among them that has the owner's local rank.
+That is the owner, or it sums for the owner's sake: what its box has is one sum (`box_sums`), sent when the owner wants
+it, so that nowhere is memory needed for what comes early. When the backward ends, each rank says what it had none of.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from hf_lohan.ranks.box_sums import BoxSums
+from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.links import Links
+from hf_lohan.ranks.messages import Kind, PayloadReader
+from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.shared_region import SharedRegion
+
+logger = logging.getLogger(__name__)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_SMALL_BITS = 62
+"""So many bits go into a message's number."""
+_Name = tuple[int, int]
+"""Of a chunk: step and key."""
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """What one rank has of a chunk's gradient."""
+
+    rank: int
+    values: Tensor | None
+    """[numel], in memory that this rank reads; None if it has none."""
+    slice_bits: int
+    """Which parameters it has a gradient of. Elsewhere `values` are zero."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    """What has come of one."""
+
+    parts: dict[int, GradientPart] = field(default_factory=dict)
+    """Of the ranks of this box."""
+    boxes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """At the owner, by box: elements, or 0 where it has none, and slice bits."""
+    is_told: bool = False
+    """At the owner: `completed` was called. Elsewhere: the owner knows that this box is complete."""
+
+
+class CompleteGradient:
+    """A chunk's gradient that has come from all ranks. To be released, whether it was summed or not."""
+
+    def __init__(
+        self,
+        exchange: GradientExchange,
+        step: int,
+        key: int,
+        parts: list[GradientPart],
+        boxes: dict[int, tuple[int, int]],
+    ) -> None:
+        self._exchange = exchange
+        self._boxes = [node for node, (numel, _) in sorted(boxes.items()) if numel]
+        self.step = step
+        self.key = key
+        self.parts = parts
+        """Of the ranks of this box, in rank order."""
+        self.numel = max(numel for numel, _ in boxes.values())
+        """0 if no rank has a gradient of it."""
+        self.slice_bits = 0
+        """Parameters of which any rank has a gradient."""
+        for _, bits in boxes.values():
+            self.slice_bits |= bits
+
+    def sum_into(self, out: Tensor) -> Tensor:
+        """The mean over all ranks, as float32 [numel]: each part times float32(1 / number of ranks), summed in rank
+        order in each box, and these sums in the order of boxes. `out` may be one of the parts where
+        `sum_in_rank_order_` says so, and this is one of the first two boxes. Waits for other boxes, so it is not for a
+        thread that receives."""
+        exchange = self._exchange
+        values = [part.values for part in self.parts if part.values is not None]
+        if self._boxes == [exchange.ranks.node]:
+            return sum_in_rank_order_(out, values, exchange.ranks.num_ranks)
+        boxes, self._boxes = self._boxes, []  # these release what they have when they have sent it
+        return exchange.sums.sum_boxes((self.step, self.key), out, values, boxes)
+
+    def release(self) -> None:
+        """The ranks may use their memory again."""
+        self._exchange._release(self.step, self.key, self.parts, self._boxes)
+
+
+class GradientExchange:
+    """Of one rank. `publish`, `end_backward` and `abandon` are called by one thread, in turn."""
+
+    def __init__(
+        self,
+        links: Links,
+        owners: Mapping[int, int],
+        region: SharedRegion | None,
+        *,
+        completed: Callable[[CompleteGradient], object],
+        release: Callable[[object], object],
+        abandoned: Callable[[int, int], object] = lambda step, rank: None,
+    ) -> None:
+        """`owners`: of all chunks, by a key, the same on all ranks. `region`: where this box's gradients lie that are
+        not the publishing rank's own to sum. `completed` is called with what this rank owns, once it has come from all;
+        `release` with the buffer of what was published, once it may be used again; `abandoned` with the step and the
+        rank, where another one broke off. All on any thread, and they must not wait."""
+        self.ranks = links.ranks
+        self._links = links
+        self._owners = dict(owners)
+        ranks = links.ranks
+        self._collectors = {key: ranks.rank_at(ranks.node, owner % ranks.num_local) for key, owner in owners.items()}
+        self._own = {key for key, owner in owners.items() if owner == ranks.rank}
+        self._region = region
+        self._completed = completed
+        self._release_buffer = release
+        self._abandoned = abandoned
+        self._step = 0
+        self._given: set[int] = set()
+        """Keys of this step that were published."""
+        self._buffers: dict[_Name, object] = {}
+        """Published, and not released."""
+        self._chunks: dict[_Name, _Chunk] = defaultdict(_Chunk)
+        self._abandoned_steps: set[int] = set()
+        self._complete: dict[int, set[int]] = defaultdict(set)
+        """Keys by step, of what this rank owns."""
+        self.sums = BoxSums(links, self._box_was_sent)
+        links.on(Kind.CHUNK, self._take_chunk)
+        links.on(Kind.BACKWARD_ENDED, self._take_ended)
+        links.on(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop(numbers[0], peer))
+        links.on(Kind.RELEASE, self._take_release)
+        links.on(Kind.BOX_READY, self._take_box)
+        links.on(Kind.PULL, self._take_pull)
+
+    @property
+    def step(self) -> int:
+        """Counts the backwards that have ended or were abandoned. Equal on all ranks at the same place."""
+        return self._step
+
+    def publish(self, key: int, gradient: Tensor, slice_bits: int, buffer: object) -> None:
+        """Give a chunk's gradient, complete on this rank, to who sums it. Contiguous, on the host, with zeros where
+        `slice_bits` says that it has none; it must not change until `release` was called with `buffer`."""
+        flat = gradient.view(-1)
+        with self._links.lock:
+            step = self._step
+            assert key not in self._given, f"chunk {key} was published in this step already"
+            self._given.add(key)
+            is_dropped = step in self._abandoned_steps
+            if not is_dropped:
+                self._buffers[step, key] = buffer
+        if is_dropped:
+            self._release_buffer(buffer)
+            return
+        collector = self._collectors[key]
+        if collector == self.ranks.rank:
+            self._take(step, key, GradientPart(collector, flat, slice_bits))
+            return
+        offset = self._region.offset_of(flat) if self._region is not None else None
+        if offset is None:
+            raise ValueError(
+                f"the gradient of chunk {key} does not lie in the memory that the ranks of this box share, where rank "
+                f"{collector} could read it; take its buffer from there"
+            )
+        small, large = _packed(slice_bits)
+        numbers = (step, key, offset, flat.numel(), DTYPES.index(flat.dtype), *small)
+        self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
+
+    def end_backward(self) -> int:
+        """Tell who sums that of the chunks that were not published there is no gradient here. Returns the step, for
+        `wait_until_complete`; what is published from here on is the next step's."""
+        step, given = self._next_step()
+        without: dict[int, list[int]] = defaultdict(list)
+        for key in self._owners.keys() - given:
+            without[self._collectors[key]].append(key)
+        for collector, keys in without.items():
+            if collector != self.ranks.rank:
+                payload = torch.tensor(sorted(keys), dtype=torch.int64).numpy().tobytes()
+                self._links.send(collector, Kind.BACKWARD_ENDED, step, payload=payload)
+        for key in without.get(self.ranks.rank, ()):
+            self._take(step, key, GradientPart(self.ranks.rank, None, 0))
+        return step
+
+    def wait_until_complete(self, step: int) -> bool:
+        """Wait until `completed` has been called for all of a step that this rank owns. False if the step was
+        abandoned. Raises RankFailedError or RankTimeoutError."""
+
+        def is_over() -> bool:
+            return step in self._abandoned_steps or self._complete[step] == self._own
+
+        self._links.wait_for(is_over, f"the gradients of backward {step}", peers=lambda: self._missing(step))
+        with self._links.lock:
+            for ended in [ended for ended in self._complete if ended <= step]:
+                del self._complete[ended]
+            return step not in self._abandoned_steps
+
+    def _missing(self, step: int) -> set[int]:
+        """Ranks without which a step does not go on here. Of other boxes, those that sum there."""
+        ranks, found = self.ranks, set[int]()
+        for key in self._own - self._complete[step]:
+            chunk = self._chunks.get((step, key), _Chunk())
+            found.update(rank for rank in ranks.in_this_box if rank not in chunk.parts)
+            found.update(
+                ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.boxes
+            )
+        return found - {ranks.rank}
+
+    def abandon(self) -> None:
+        """The backward broke off: what has not come from all ranks is dropped, on all of them, and their buffers come
+        back by `release`; at once where a rank has failed, for then nobody goes on. What is published from here on is
+        the next step's."""
+        step, _ = self._next_step()
+        with suppress(RankFailedError):
+            self._links.send_all(Kind.BACKWARD_ABANDONED, step)
+            self._drop(step, self.ranks.rank)
+            return
+        with self._links.lock:
+            buffers, self._buffers = list(self._buffers.values()), {}
+            self._chunks.clear()
+        for buffer in buffers:
+            self._release_buffer(buffer)
+
+    def close(self) -> None:
+        for kind in (Kind.CHUNK, Kind.BACKWARD_ENDED, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.BOX_READY, Kind.PULL):
+            self._links.off(kind)
+        self.sums.close()
+
+    # What comes from the ranks of this box
+
+    def _take_chunk(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        step, key, offset, numel, dtype_index, *bits = numbers
+        dtype = DTYPES[dtype_index]
+        assert self._region is not None
+        values = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
+        self._take(step, key, GradientPart(peer, values, _unpacked(bits, payload)))
+
+    def _take_ended(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        assert payload is not None
+        for key in torch.frombuffer(bytearray(payload.bytes()), dtype=torch.int64).tolist():
+            self._take(numbers[0], key, GradientPart(peer, None, 0))
+
+    def _take(self, step: int, key: int, part: GradientPart) -> None:
+        """Note what one rank of this box has of a chunk."""
+        ranks = self.ranks
+        with self._links.lock:
+            is_dropped = step in self._abandoned_steps
+            if not is_dropped:
+                chunk = self._chunks[step, key]
+                chunk.parts[part.rank] = part
+                self._refuse_unequal(key, chunk)
+                if len(chunk.parts) < ranks.num_local:
+                    return
+                numel = max(0 if of_rank.values is None else of_rank.values.numel() for of_rank in chunk.parts.values())
+                bits = 0
+                for of_rank in chunk.parts.values():
+                    bits |= of_rank.slice_bits
+                chunk.is_told = self._owners[key] != ranks.rank
+                if chunk.is_told and numel == 0:
+                    del self._chunks[step, key]
+        if is_dropped:
+            self._give_back(step, key, [part])
+        elif self._owners[key] == ranks.rank:
+            self._take_sum_of_box(step, key, ranks.node, numel, bits)
+        else:
+            small, large = _packed(bits)
+            self._links.send(self._owners[key], Kind.BOX_READY, step, key, numel, *small, payload=large)
+
+    def _refuse_unequal(self, key: int, chunk: _Chunk) -> None:
+        with_values = [part for part in chunk.parts.values() if part.values is not None]
+        for part in with_values[1:]:
+            ours, theirs = with_values[0].values, part.values
+            assert ours is not None
+            assert theirs is not None
+            if (ours.shape, ours.dtype) != (theirs.shape, theirs.dtype):
+                raise RanksDisagreeError(
+                    f"of chunk {key} rank {with_values[0].rank} has {ours.numel()} elements of {ours.dtype}, and rank "
+                    f"{part.rank} {theirs.numel()} of {theirs.dtype}; do they train the same model?"
+                )
+
+    # What comes from other boxes
+
+    def _take_box(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        step, key, numel, *bits = numbers
+        self._take_sum_of_box(step, key, self.ranks.of_rank(peer).node, numel, _unpacked(bits, payload))
+
+    def _take_sum_of_box(self, step: int, key: int, node: int, numel: int, bits: int) -> None:
+        """Note, at the owner, that a box is complete."""
+        with self._links.lock:
+            is_dropped = step in self._abandoned_steps
+            if not is_dropped:
+                chunk = self._chunks[step, key]
+                chunk.boxes[node] = (numel, bits)
+                if len(chunk.boxes) < self.ranks.num_nodes:
+                    return
+                chunk.is_told = True
+        if is_dropped:
+            self._release(step, key, [], [node] if numel else [])
+            return
+        self._completed(CompleteGradient(self, step, key, _in_rank_order(chunk), chunk.boxes))
+        with self._links.lock:
+            self._complete[step].add(key)
+            self._links.notify()
+
+    def _take_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        """The owner wants the sum of this box."""
+        step, key = numbers
+        values = [part.values for part in _in_rank_order(self._chunks[step, key]) if part.values is not None]
+        self.sums.send((step, key), values, peer)
+
+    def _box_was_sent(self, name: tuple[int, int]) -> None:
+        with self._links.lock:
+            chunk = self._chunks.pop(name)
+        self._give_back(*name, _in_rank_order(chunk))
+
+    # Memory that comes back
+
+    def _release(self, step: int, key: int, parts: list[GradientPart], boxes: list[int]) -> None:
+        """At the owner: it is done with a chunk. `boxes` are those that still have their parts of it."""
+        with self._links.lock:
+            self._chunks.pop((step, key), None)
+        self._give_back(step, key, parts)
+        for node in boxes:
+            if node != self.ranks.node:
+                self._links.send(self.ranks.rank_at(node, self.ranks.local_rank), Kind.RELEASE, step, key)
+
+    def _give_back(self, step: int, key: int, parts: list[GradientPart]) -> None:
+        for part in parts:
+            if part.values is None:
+                continue
+            if part.rank == self.ranks.rank:
+                self._give_back_own(step, key)
+            else:
+                self._links.send(part.rank, Kind.RELEASE, step, key)
+
+    def _give_back_own(self, step: int, key: int) -> None:
+        with self._links.lock:
+            if (step, key) not in self._buffers:  # all were released after a failure
+                return
+            buffer = self._buffers.pop((step, key))
+        self._release_buffer(buffer)
+
+    def _take_release(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        step, key = numbers
+        if peer in self.ranks.in_this_box:
+            self._give_back_own(step, key)
+        else:  # the owner has no use for what this box has
+            self._box_was_sent((step, key))
+
+    # Ends
+
+    def _next_step(self) -> tuple[int, set[int]]:
+        """The step that ends here, and what was published of it."""
+        with self._links.lock:
+            step, given = self._step, self._given
+            self._step, self._given = step + 1, set()
+        return step, given
+
+    def _drop(self, step: int, rank: int) -> None:
+        with self._links.lock:
+            if step in self._abandoned_steps:
+                return
+            self._abandoned_steps.add(step)
+            dropped = {name: chunk for name, chunk in self._chunks.items() if name[0] == step and not chunk.is_told}
+            for name in dropped:
+                del self._chunks[name]
+            self._links.notify()
+        for (_, key), chunk in dropped.items():
+            self._release(step, key, _in_rank_order(chunk), [node for node, (numel, _) in chunk.boxes.items() if numel])
+        if rank != self.ranks.rank:
+            logger.info("rank %d broke off backward %d", rank, step)
+            self._abandoned(step, rank)
+
+
+def _in_rank_order(chunk: _Chunk) -> list[GradientPart]:
+    return [chunk.parts[rank] for rank in sorted(chunk.parts)]
+
+
+def _packed(bits: int) -> tuple[tuple[int, ...], bytes]:
+    """As a number of a message if they are few, else as its payload."""
+    if bits < 1 << _SMALL_BITS:
+        return (bits,), b""
+    return (), bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def _unpacked(bits: list[int], payload: PayloadReader | None) -> int:
+    return int.from_bytes(payload.bytes(), "little") if payload is not None else bits[0]

@@ -1,0 +1,168 @@
+"""The mean of a chunk's gradients over several ranks, at the rank that updates the chunk."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence, Set
+from functools import partial
+
+from hf_lohan.device import Buffer, BufferPool, Device
+from hf_lohan.model import Chunk
+from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, RanksDisagreeError, SharedRegion
+from hf_lohan.threads import Command, use_all_cores
+from hf_lohan.updates.chunk_gradient import ChunkGradient
+from hf_lohan.updates.means import Apply
+
+logger = logging.getLogger(__name__)
+
+_STEP, _DROP = b"step", b"drop"
+
+
+class RankMeans:
+    """`GradientMeans` of one of several ranks. Chunks come in any order; those of others go to their owners as they
+    are, and their buffers are free when these have added them up. Float32 throughout, in the order of ranks: the sum of
+    as many backwards in one process, to the bit, where the number of ranks is a power of two."""
+
+    are_of_many = True
+
+    def __init__(
+        self,
+        links: Links,
+        device: Device,
+        buffers: BufferPool,
+        memory: SharedRegion,
+        chunks: Sequence[Chunk],
+        put: Callable[[Command], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        """``buffers``: those in which gradients arrive, in ``memory``; ``chunks``: all, in one order on all ranks;
+        ``put`` runs something on the worker's thread; ``failed`` is told what went wrong on another rank."""
+        self._links = links
+        self._device = device
+        self._buffer_bytes = buffers.buffer_bytes
+        self._chunks = chunks
+        self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
+        self._given: dict[Chunk, tuple[ChunkGradient, Apply]] = {}
+        self._apply_unexpected: Apply = _refuse
+        self._is_finished = False
+        self._exchange = GradientExchange(
+            links,
+            {key: chunk.owner for key, chunk in enumerate(chunks)},
+            memory,
+            completed=lambda complete: put(partial(self._apply_mean, complete)),
+            release=_release,
+        )
+        told = weakref.ref(self)  # the links outlive it
+        self._failed = failed
+        links.when_failed(lambda error: _tell(told(), error))
+
+    def when_none_was_given(self, apply: Apply) -> None:
+        """See `GradientMeans`."""
+        self._apply_unexpected = apply
+
+    @property
+    def given(self) -> Set[Chunk]:
+        """See `GradientMeans`."""
+        return self._given.keys()
+
+    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+        """See `GradientMeans`."""
+        chunk = gradient.chunk
+        if chunk in self._given or self._is_finished:
+            raise RuntimeError(
+                f"a gradient of {chunk} came after this rank had sent its part of it to the others; say before a "
+                "step's backwards which is the last, by gradient_accumulation_steps or announce_backward"
+            )
+        for piece in chunk.pieces:
+            if piece.param_slice not in gradient.slices:
+                gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # it held anything
+        self._given[chunk] = gradient, apply
+        is_own = chunk.owner == self._links.ranks.rank  # then the mean will lie in its buffer
+        lent = None if is_own else gradient.buffer
+        self._exchange.publish(self._key_of[chunk], gradient.values, _bits_of(gradient), lent)
+
+    def _apply_mean(self, complete: CompleteGradient) -> None:
+        """All ranks have said what they have of a chunk that is this rank's. On the worker's thread."""
+        if complete.numel == 0:
+            complete.release()
+            return
+        chunk = self._chunks[complete.key]
+        found = self._given.get(chunk)
+        gradient, apply = found or (ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected)
+        use_all_cores()  # it is measured as torch would
+        complete.sum_into(gradient.values)
+        complete.release()
+        bits = complete.slice_bits
+        gradient.slices = {piece.param_slice for place, piece in enumerate(chunk.pieces) if bits >> place & 1}
+        gradient.summed = set(gradient.slices)
+        gradient.is_measured = False
+        apply(gradient)
+
+    def _new_buffer(self, chunk: Chunk) -> Buffer:
+        """For what only others have a gradient of. It is not of the pool: that one may have none free, and whoever
+        would free one may wait for this."""
+        logger.info("this rank has no gradient of %s, which it updates: others have", chunk)
+        return BufferPool(
+            self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffer_bytes
+        ).acquire()
+
+    def finish(self, *, drops: bool = False) -> None:
+        """See `GradientMeans`."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        mine = _DROP if drops else _STEP
+        ends = self._links.gather("the end of a step's backwards", mine)
+        for rank, end in enumerate(ends):
+            if end != mine:
+                raise RanksDisagreeError(
+                    f"rank {self._links.ranks.rank} {_worded(mine)} the step's gradients, and rank {rank} "
+                    f"{_worded(end)} them; all ranks have to do the same: look for what only one of them catches or "
+                    "skips"
+                )
+        if drops:
+            self._exchange.abandon()
+        else:
+            self._exchange.wait_until_complete(self._exchange.end_backward())
+
+    def end_step(self) -> None:
+        """See `GradientMeans`."""
+        self._given.clear()
+        self._is_finished = False
+
+    def fail(self, error: BaseException) -> None:
+        """See `GradientMeans`."""
+        self._links.fail(error)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Another rank cannot go on."""
+        self._failed(error)
+
+    def close(self) -> None:
+        """See `GradientMeans`."""
+        self._exchange.close()
+
+
+def _tell(means: RankMeans | None, error: BaseException) -> None:
+    if means is not None:
+        means.note_failure(error)
+
+
+def _release(buffer: object) -> None:
+    if isinstance(buffer, Buffer):
+        buffer.release()
+
+
+def _bits_of(gradient: ChunkGradient) -> int:
+    """A bit for each piece of the chunk: whether it has a gradient."""
+    pieces = enumerate(gradient.chunk.pieces)
+    return sum(1 << place for place, piece in pieces if piece.param_slice in gradient.slices)
+
+
+def _worded(end: bytes) -> str:
+    return "drops" if end == _DROP else "applies"
+
+
+def _refuse(gradient: ChunkGradient) -> None:
+    raise AssertionError(f"nobody takes the gradient of {gradient.chunk}")

@@ -1,0 +1,165 @@
+"""Several ranks, each an engine of its own over its part of the records, train as one process of torch would that sums
+the gradients of as many batches."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import CpuDevice
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+from hf_lohan.ranks import Links
+from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import run_ranks
+
+NUM_STEPS = 4
+LR = 1e-3
+_ONE_GENERATOR = threading.Lock()
+"""Ranks are threads here, and torch has one generator for all."""
+
+
+class Trained(NamedTuple):
+    """What a run leaves."""
+
+    weights: dict[str, Tensor]
+    norms: list[Tensor]
+    losses: list[Tensor]
+
+
+def train_stock(family: str, num_ranks: int, max_norm: float, accumulation: int = 1) -> Trained:
+    """One process, in memory, with as many batches a step."""
+    model = tiny_model(family).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    norms, losses = [], []
+    for step in range(NUM_STEPS):
+        for rank in range(num_ranks):
+            for micro in range(accumulation):
+                loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
+                (loss / accumulation / num_ranks).backward()
+                losses.append(loss.detach())
+        if max_norm:
+            norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+        optimizer.step()
+        optimizer.zero_grad()
+    return Trained({name: weight.detach() for name, weight in model.named_parameters()}, norms, losses)
+
+
+def seed_of(step: int, rank: int, micro: int = 0) -> int:
+    return 1000 * step + 10 * rank + micro
+
+
+def train_rank(
+    links: Links, folder: Path, family: str, max_norm: float, accumulation: int = 1, **settings: Any
+) -> Trained:
+    """One rank of several, under an engine."""
+    rank = links.ranks.rank
+    with _ONE_GENERATOR:
+        model = tiny_model(family).train()
+    own_folder = str(folder / f"rank-{rank}")
+    config = OffloadConfig.load(
+        {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "ssd": own_folder, "io_threads": 1, "prefetch_blocks": 1},
+        activations="recompute",
+        **settings,
+    ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
+    layout = lay_out(
+        model, config, working_dtype=torch.float32, hold_gradients=max_norm > 0 or accumulation > 1, ranks=links.ranks
+    )
+    tiers = open_tiers(layout, config, CpuDevice(), links)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
+    engine = OffloadEngine(model, layout, tiers, config)
+    try:
+        optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
+        norms, losses = [], []
+        for step in range(NUM_STEPS):
+            for micro in range(accumulation):
+                engine.announce_backward(is_final=micro == accumulation - 1)
+                loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
+                (loss / accumulation).backward()
+                losses.append(loss.detach())
+            if max_norm:
+                norms.append(engine.clip_grad_norm(max_norm))
+            optimizer.step()
+            optimizer.zero_grad()
+        weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
+        return Trained(weights, norms, losses)
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral", "qwen3_moe"])
+def test_two_ranks_train_as_one_process_does(family: str, max_norm: float, tmp_path: Path) -> None:
+    check_against_stock(2, family, max_norm, tmp_path)
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_four_ranks_train_as_one_process_does(family: str, tmp_path: Path) -> None:
+    check_against_stock(4, family, 0.5, tmp_path)
+
+
+def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
+    """As `DistributedDataParallel` does."""
+    expected = train_boxes("llama", boxes=[[0], [1]], max_norm=0.5, accumulation=2)
+    trained = run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, accumulation=2))
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
+
+
+@pytest.mark.parametrize("num_local", [1, 2])
+def test_boxes_sum_what_their_ranks_have_before_they_send_it(num_local: int, tmp_path: Path) -> None:
+    boxes = [list(range(first, first + num_local)) for first in range(0, 2 * num_local, num_local)]
+    expected = train_boxes("llama", boxes=boxes, max_norm=0.5)
+    trained = run_ranks(
+        2 * num_local, lambda links: train_rank(links, tmp_path, "llama", 0.5), num_local=num_local
+    )
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
+
+
+def test_three_ranks_agree_and_are_near_one_process(tmp_path: Path) -> None:
+    """A third is no float: nobody promises the bits."""
+    stock = train_stock("llama", 3, 0.5)
+    trained = run_ranks(3, lambda links: train_rank(links, tmp_path, "llama", 0.5))
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
+        for name, weight in stock.weights.items():
+            assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * NUM_STEPS
+
+
+def check_against_stock(num_ranks: int, family: str, max_norm: float, folder: Path) -> None:
+    stock = train_stock(family, num_ranks, max_norm)
+    trained = run_ranks(num_ranks, lambda links: train_rank(links, folder, family, max_norm))
+    for rank, ours in enumerate(trained):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
+        assert all(map(torch.equal, ours.losses, stock.losses[rank::num_ranks]))
+
+
+def train_boxes(family: str, boxes: list[list[int]], max_norm: float, accumulation: int = 1) -> dict[str, Tensor]:
+    """One process that sums the gradients of each box apart, and then these sums."""
+    model = tiny_model(family).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
+    num_ranks = sum(map(len, boxes))
+    for step in range(NUM_STEPS):
+        sums: list[list[Tensor]] = []
+        for box in boxes:
+            for rank in box:
+                for micro in range(accumulation):
+                    loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
+                    (loss / accumulation / num_ranks).backward()
+            sums.append([parameter.grad for parameter in model.parameters() if parameter.grad is not None])
+            model.zero_grad()
+        for parameter, *gradients in zip(model.parameters(), *sums, strict=True):
+            parameter.grad = sum(gradients[1:], gradients[0])
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: weight.detach() for name, weight in model.named_parameters()}
