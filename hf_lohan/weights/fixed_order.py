@@ -65,6 +65,10 @@ class FixedOrder:
         """Whether no later load goes to its slot."""
         return self._latest[load.slot] is load
 
+    def is_wanted(self, load: OrderedLoad) -> bool:
+        """Whether its block has neither been forgotten since nor made room for another."""
+        return load.slot.block is load.block and self._latest[load.slot] is load
+
     def _take(self, block: Block, slot: Slot) -> OrderedLoad:
         self._next_load.take(block, slot)
         free = slot.last_use

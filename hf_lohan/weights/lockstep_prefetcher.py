@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor
@@ -20,9 +21,9 @@ class JointSource(Protocol):
     """Where several ranks find a block's weights, each of them a part. All methods but `notify` and `fail` are called
     by one thread, none of them waits for another rank but `wait`, and all raise what makes going on impossible."""
 
-    def begin(self, number: int, block: Block) -> bool:
+    def begin(self, number: int, block: Block, is_wanted: Callable[[], bool]) -> bool:
         """Begin to bring this rank's part of load ``number`` to the host memory of all; False if that has no room yet.
-        Loads begin in their order."""
+        Loads begin in their order. ``is_wanted``: if not, what is brought does not matter, on any rank."""
 
     def advance(self) -> bool:
         """Do what can be done now for loads that have begun. Says whether there was something."""
@@ -118,7 +119,10 @@ class LockstepPrefetcher(BlockLoader):
         return True
 
     def _begin_next(self) -> bool:
-        if not self._ordered or not self._source.begin(self._ordered[0].number, self._ordered[0].block):
+        if not self._ordered:
+            return False
+        load = self._ordered[0]
+        if not self._source.begin(load.number, load.block, partial(self._order.is_wanted, load)):
             return False
         self._begun.append(self._ordered.popleft())
         return True

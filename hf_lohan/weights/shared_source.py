@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
+from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
 from hf_lohan.ranks import Kind, Links, PayloadReader, RankFailedError, RanksDisagreeError
 from hf_lohan.ranks import Lane as LinkLane
@@ -22,35 +23,8 @@ from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, UpdatesDroppedError
+from hf_lohan.weights.shared_places import SharedPlaces
 from hf_lohan.weights.source import RecordReader
-
-PAGE_BYTES = 4096
-
-
-class SharedPlaces:
-    """Where blocks lie in the memory through which they pass one after the other. All ranks of a box know it alike,
-    since it follows from the order of the blocks."""
-
-    def __init__(self, num_bytes: int) -> None:
-        self.num_bytes = num_bytes
-        self._taken_until = 0
-        self._in_use: dict[int, tuple[int, int]] = {}
-
-    def next_start(self, num_bytes: int) -> int | None:
-        """Where the next block goes to; None as long as another is there."""
-        start = self._taken_until if self._taken_until + num_bytes <= self.num_bytes else 0
-        if any(first < start + num_bytes and start < last for first, last in self._in_use.values()):
-            return None
-        return start
-
-    def take(self, number: int, start: int, num_bytes: int) -> None:
-        """Load ``number`` is there from here on."""
-        self._taken_until = -(-(start + num_bytes) // PAGE_BYTES) * PAGE_BYTES
-        self._in_use[number] = start, start + num_bytes
-
-    def free(self, number: int) -> None:
-        """Everybody has copied it."""
-        del self._in_use[number]
 
 
 @dataclass(eq=False)
@@ -63,10 +37,12 @@ class _Load:
     """[block.numel] in the host memory of all."""
     missing: set[int]
     """Ranks of other boxes whose parts this rank puts there, and that have not come."""
-    delivery: Delivery | None = None
+    is_wanted: Callable[[], bool]
     has_ended: bool = False
     """Whether what comes from updates is there, or never will be."""
     error: BaseException | None = None
+    """What made this rank's part impossible."""
+    has_retried: bool = False
     reads: deque[RecordRead] = field(default_factory=deque)
     is_own_there: bool = False
     has_told: bool = False
@@ -122,9 +98,9 @@ class SharedWeights:
         self._has_news = False
         self._wants_room = False
         self._is_closed = False
+        self._listen()
         self._copier = TaskThreads(1, "lohan-weights-copied")
         self._sender = TaskThreads(1, "lohan-weights-sender")
-        self._listen()
 
     def _listen(self) -> None:
         """Between two barriers nobody sends, so that nothing comes that was meant for a source before this one, and
@@ -143,8 +119,9 @@ class SharedWeights:
 
     # The thread that carries out loads.
 
-    def begin(self, number: int, block: Block) -> bool:
+    def begin(self, number: int, block: Block, is_wanted: Callable[[], bool]) -> bool:
         """See `JointSource`."""
+        self._free_taken()
         start = self._places.next_start(block.param_bytes)
         is_coming = any(load.block is block and not load.has_ended for load in self._loads.values())
         self._wants_room = start is None
@@ -152,7 +129,8 @@ class SharedWeights:
             return False
         self._places.take(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
-        load = _Load(number, block, entry, {rank for rank in self._counterparts if _has_part(block, rank)})
+        missing = {rank for rank in self._counterparts if _has_part(block, rank)}
+        load = _Load(number, block, entry, missing, is_wanted)
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.in_this_box)
@@ -167,21 +145,15 @@ class SharedWeights:
         has_done = False
         for load in list(self._loads.values()):
             while load.reads and load.reads[0].done():
-                load.reads.popleft().wait()
+                self._end_read(load, load.reads.popleft())
                 has_done = True
             if not load.reads and load.has_ended and not load.is_own_there:
+                self._end_own(load)
                 has_done = True
-                if isinstance(load.error, UpdatesDroppedError):
-                    self._begin_own(load)  # the step is gone, so the weights are those of the store
-                    continue
-                if load.error is not None:
-                    raise load.error
-                load.is_own_there = True
-                self._send_part(load)
             if load.is_own_there and not load.missing and not load.has_told:
                 load.has_told = has_done = True
                 self._tell_filled(load)
-        return self._free_taken() or has_done
+        return has_done
 
     def is_whole(self, number: int) -> bool:
         """See `JointSource`."""
@@ -238,19 +210,51 @@ class SharedWeights:
         load.has_ended, load.error = False, None
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
-            delivery = load.delivery = self._deliver(load.block, load.entry, None)
+            delivery = self._deliver(load.block, load.entry, None)
         for start, stop in _within(delivery.ranges_to_read(), first, last):
-            for low, high in ranges(stop - start, self._read_bytes // load.entry.itemsize):
+            for low, high in ranges(stop - start, self._read_numel(load.block)):
                 view = load.entry[start + low : start + high]
                 read = self._store.read(load.block.name, "param", start + low, view, is_urgent=True)
                 load.reads.append(read)
                 read.when_done(self.notify)
         delivery.when_ended(lambda error: self._end_delivery(load, error))
 
+    def _read_numel(self, block: Block) -> int:
+        """Whole granules."""
+        numel = self._read_bytes // block.master.working_dtype.itemsize
+        return max(1, numel // block.granule_numel) * block.granule_numel
+
     def _end_delivery(self, load: _Load, error: BaseException | None) -> None:
-        load.error = error
-        load.has_ended = True
+        with self._links.lock:
+            load.error = load.error or error
+            load.has_ended = True
         self.notify()
+
+    def _end_read(self, load: _Load, read: RecordRead) -> None:
+        try:
+            read.wait()
+        except StorageError as error:
+            with self._links.lock:
+                load.error = load.error or error
+
+    def _end_own(self, load: _Load) -> None:
+        """Nobody writes this rank's part any more. What was forgotten since the load began may have been overwritten
+        while it was read; the others get it all the same, for they have forgotten it as well, or will before they look.
+        """
+        error = load.error
+        if error is None or not load.is_wanted():
+            load.is_own_there = True
+            self._send_part(load)
+        elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
+            self._begin_own(load)
+        else:
+            raise error
+
+    @staticmethod
+    def _may_retry(load: _Load) -> bool:
+        """Once, for an update that is about to make the load unwanted may have overwritten what was read."""
+        may_retry, load.has_retried = not load.has_retried, True
+        return may_retry
 
     def _tell_filled(self, load: _Load) -> None:
         block_number = self._number_of[load.block]
@@ -310,14 +314,12 @@ class SharedWeights:
             self._not_taken[number].discard(rank)
         self.notify()
 
-    def _free_taken(self) -> bool:
-        """Says whether there is room now that was not."""
+    def _free_taken(self) -> None:
         with self._links.lock:
             taken = [number for number, ranks in self._not_taken.items() if not ranks]
             for number in taken:
                 del self._not_taken[number]
                 self._places.free(number)
-        return bool(taken)
 
     def _slow_to_copy(self) -> list[int]:
         """Ranks that keep the next block from beginning. Caller holds the links' lock."""

@@ -1,0 +1,393 @@
+"""Ranks with a part of each block bring whole blocks together, out of their stores and their updates."""
+
+from __future__ import annotations
+
+import errno
+import queue
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
+from torch import Tensor, nn
+
+from hf_lohan.device import BufferPool, CpuDevice, Device, mapped_empty
+from hf_lohan.files import FileBackend, IoEngine, StorageError, StorePath
+from hf_lohan.model import Block, Chunk, lay_out_block
+from hf_lohan.model.stored_form import records_of_rank
+from hf_lohan.planner import PoolPlan, SizeClass
+from hf_lohan.ranks import Lane as LinkLane
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, Store
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+from hf_lohan.updates.handover import Handover
+from hf_lohan.weights import LockstepPrefetcher, SharedWeights, SlotRing
+from hf_lohan.weights.shared_places import SharedPlaces
+
+CHUNK_NUMEL = GRANULE_NUMEL
+NEVER = 1 << 60
+
+
+def make_blocks(num_ranks: int) -> list[Block]:
+    """As `lockstep_ranks.make_blocks`, with something for each rank; some of it frozen, and one block for one rank."""
+
+    def block(name: str, size_class: SizeClass, numel: int, frozen_numel: int = 0) -> Block:
+        parameters = {f"{name}.weight": nn.Parameter(torch.empty(numel))}
+        if frozen_numel:
+            parameters[f"{name}.frozen"] = nn.Parameter(torch.empty(frozen_numel), requires_grad=False)
+        laid_out = lay_out_block(name, size_class, parameters)
+        laid_out.cut_for_ranks(num_ranks)
+        if num_ranks > 1 and numel > GRANULE_NUMEL:  # small blocks are cut between parameters
+            edges = [
+                round(rank * laid_out.numel / num_ranks / GRANULE_NUMEL) * GRANULE_NUMEL for rank in range(num_ranks)
+            ]
+            laid_out.rank_edges = (*edges, laid_out.numel)
+        return laid_out
+
+    layers = [block(f"layer{i}", SizeClass.LAYER, (3 + i % 3) * GRANULE_NUMEL, GRANULE_NUMEL) for i in range(6)]
+    return [
+        block("embedding", SizeClass.OUTER, 9 * GRANULE_NUMEL),
+        *layers,
+        block("norm", SizeClass.RESIDENT, 100),
+        block("head", SizeClass.OUTER, 7 * GRANULE_NUMEL + 100),
+    ]
+
+
+def content(number: int, block: Block, version: int) -> Tensor:
+    """What all of a block is to be; frozen weights stay as they are."""
+    values = torch.arange(block.numel, dtype=torch.float32) + 10_000.0 * number
+    values[: block.state_numel] += 0.5 * version
+    return values
+
+
+class RankStore:
+    """One rank's part of all blocks, in a store; and its updates, which a thread carries out."""
+
+    def __init__(
+        self, folder: Path, blocks: Sequence[Block], links: Links, backend: FileBackend | None, delays: random.Random
+    ) -> None:
+        self.rank = links.ranks.rank
+        self.versions = dict.fromkeys(blocks, 0)
+        self.handover = Handover(CpuDevice())
+        self.read_bytes = 0
+        self._numbers = {block: number for number, block in enumerate(blocks)}
+        self._delays = delays
+        self._engine = IoEngine(2, 16384, 1 << 20)
+        path = StorePath(str(folder), None)
+        identity = ModelIdentity("Tested", sum(block.numel for block in blocks), "0" * 64)
+        records = [spec for spec in records_of_rank(blocks, self.rank) if spec.kind == "param"]
+        self.store = Store.create([path], records, model=identity, engine=self._engine, num_homes=2)
+        for block in blocks:
+            first, last = block.rank_ranges[self.rank]
+            if first < last:
+                self._write(block, first, content(self._numbers[block], block, 0)[first:last])
+        if backend is not None:
+            self.store.commit()
+            self.store.close()
+            self._engine.close()
+            self._engine = IoEngine(2, 16384, 1 << 20, backend)
+            self.store = Store.open([path], model=identity, engine=self._engine)
+        self._chunks = {block: [c for c in block.cut(CHUNK_NUMEL) if c.owner == self.rank] for block in blocks}
+        self._pool = BufferPool(CpuDevice(), name="states", num_buffers=3, buffer_bytes=4 * CHUNK_NUMEL)
+        self._updates: queue.SimpleQueue[tuple[Chunk, int] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._update_all, daemon=True)
+        self._thread.start()
+
+    # As `lockstep_ranks.Weights`.
+
+    def of(self, block: Block) -> Tensor:
+        return content(self._numbers[block], block, self.versions[block])
+
+    def update(self, block: Block) -> None:
+        self.versions[block] += 1
+        self.handover.announce(self._chunks[block])
+        for chunk in self._chunks[block]:
+            self._updates.put((chunk, self.versions[block]))
+
+    def close(self) -> None:
+        self._updates.put(None)
+        self._thread.join()
+        self.read_bytes = self._engine.read_bytes
+        self.store.close()
+        self._engine.close()
+
+    def _update_all(self) -> None:
+        try:
+            while (update := self._updates.get()) is not None:
+                chunk, version = update
+                if self._delays.random() < 0.3:
+                    time.sleep(2e-3 * self._delays.random())
+                buffer = self._pool.acquire()
+                param = buffer.view(torch.float32, chunk.numel)
+                param.copy_(content(self._numbers[chunk.block], chunk.block, version)[chunk.start : chunk.stop])
+                new, copied = self.handover.hand_over(chunk, param, buffer)
+                if copied is not None:
+                    copied.synchronize()
+                self.store.write(chunk.block.name, "param", chunk.start, param).wait()
+                if self._delays.random() < 0.3:
+                    time.sleep(2e-3 * self._delays.random())
+                self.handover.written(new)
+                buffer.release()
+        except BaseException as error:
+            self.handover.abort(error)
+            raise
+
+    def _write(self, block: Block, start: int, values: Tensor) -> None:
+        aligned = mapped_empty(values.nbytes).view(torch.float32)
+        aligned.copy_(values)
+        self.store.write(block.name, "param", start, aligned).wait()
+
+
+class Box:
+    """What the ranks of one box share."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.memory = mapped_empty(num_bytes)
+
+
+class World:
+    """Runs ranks over their stores."""
+
+    def __init__(self, folder: Path, num_ranks: int, *, num_local: int | None = None, room: float = 2.0) -> None:
+        """``room``: of shared memory, in blocks of the largest size."""
+        self.num_ranks = num_ranks
+        self.num_local = num_local or num_ranks
+        self.num_slots = (3, 1)
+        self.device: Callable[[int], Device] = lambda rank: CpuDevice()
+        self.backends: dict[int, FileBackend] = {}
+        self.read_bytes: dict[int, int] = {}
+        self.sent_bytes: dict[int, int] = {}
+        self.folder = folder
+        folder.mkdir(exist_ok=True)
+        largest = max(block.param_bytes for block in make_blocks(num_ranks))
+        self._boxes = defaultdict[int, Box](lambda: Box(int(room * largest) // 4096 * 4096))
+        self._lock = threading.Lock()
+
+    def rank(self, links: Links, ops: Sequence[Op], seed: int) -> None:
+        """All of one rank's run."""
+        rank = links.ranks.rank
+        blocks = make_blocks(self.num_ranks)
+        delays = random.Random(f"{seed} {rank}")
+        with ExitStack() as stack:
+            store = RankStore(self.folder / str(rank), blocks, links, self.backends.get(rank), delays)
+            stack.callback(store.close)
+            with self._lock:
+                memory = self._boxes[links.ranks.node].memory
+            device = self.device(rank)
+            ring = SlotRing(device, self.plan(blocks))
+            source = SharedWeights(
+                device, store.store, store.handover.deliver, links, memory, blocks, read_bytes=3 * 4 * GRANULE_NUMEL
+            )
+            prefetcher = LockstepPrefetcher(ring, source, blocks)
+            stack.callback(prefetcher.close)
+            run_program(ops, blocks, prefetcher, ring, store)
+            if not any(verb == "fault" for verb, _ in ops):
+                links.barrier("the end")
+            self.sent_bytes[rank] = links.sent_bytes[LinkLane.WEIGHTS]
+        self.read_bytes[rank] = store.read_bytes
+
+    def plan(self, blocks: Sequence[Block]) -> PoolPlan:
+        return slots_for(blocks, num_layer_slots=self.num_slots[0], num_outer_slots=self.num_slots[1])
+
+    def write(self, seed: int, num_passes: int, oddity: float = 0.2) -> list[Op]:
+        blocks = make_blocks(self.num_ranks)
+        return ProgramWriter(blocks, self.plan(blocks), seed, oddity=oddity).write(num_passes)
+
+    def run(self, ops: Sequence[Op], seed: int | None = None) -> None:
+        run_ranks(
+            self.num_ranks,
+            lambda links: self.rank(links, ops, seed or 0),
+            num_local=self.num_local,
+            delays_seed=seed,
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "num_local", "room"),
+    [(1, 1, 2.0), (2, 2, 2.0), (2, 1, 2.0), (3, 3, 1.0), (4, 2, 2.0), (4, 4, 1.5), (4, 1, 1.0), (8, 4, 2.0)],
+)
+def test_each_use_finds_the_weights_of_the_last_update(
+    num_ranks: int, num_local: int, room: float, tmp_path: Path
+) -> None:
+    for seed in range(2):
+        world = World(tmp_path / str(seed), num_ranks, num_local=num_local, room=room)
+        world.num_slots = [(2, 1), (4, 2)][seed]
+        world.run(world.write(seed, num_passes=4), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(60))
+def test_many_programs(seed: int, tmp_path: Path) -> None:
+    num_ranks, num_local = [(2, 2), (2, 1), (4, 2), (3, 1), (4, 4)][seed % 5]
+    world = World(tmp_path, num_ranks, num_local=num_local, room=1.0 + seed % 3 / 2)
+    world.num_slots = [(2, 1), (3, 1), (4, 2), (6, 2)][seed % 4]
+    world.run(world.write(seed, num_passes=8, oddity=0.3), seed)
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_entry_is_filled_anew_before_it_is_copied(seed: int, tmp_path: Path) -> None:
+    devices = [AsyncDevice(seed + 100 * rank, max_delay_s=2e-3) for rank in range(2)]
+    world = World(tmp_path, 2, room=1.0 + seed % 2)
+    world.device = devices.__getitem__
+    world.run(world.write(seed, num_passes=2), seed)
+    assert sum(device.num_races for device in devices) == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 2), (4, 2), (4, 1)])
+def test_a_box_reads_a_block_once_and_sends_it_once_to_each_other(
+    num_ranks: int, num_local: int, tmp_path: Path
+) -> None:
+    world = World(tmp_path, num_ranks, num_local=num_local)
+    world.backends = {rank: FileBackend() for rank in range(num_ranks)}  # so that nothing is counted but these passes
+    blocks = make_blocks(num_ranks)
+    ops: list[Op] = [("begin", 0)]
+    for number in range(len(blocks)):
+        ops += [("use", number), ("unpin", number)]
+    world.run([*ops, ("end", 0)], seed=1)
+    pass_bytes = sum(block.param_bytes for block in blocks)
+    num_boxes = num_ranks // num_local
+    assert sum(world.read_bytes.values()) == pass_bytes
+    assert sum(world.sent_bytes.values()) == (num_boxes - 1) * pass_bytes
+
+
+def test_slow_drives_are_waited_for(tmp_path: Path) -> None:
+    world = World(tmp_path, 3)
+    world.backends = {1: SlowBackend(2e-3)}
+    world.run(world.write(3, num_passes=3, oddity=0.0), seed=3)
+
+
+def test_ranks_that_run_different_layers_are_told_both_blocks(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    world.num_slots = (2, 1)
+    ops: list[list[Op]] = [[("begin", 0), ("use", number), ("unpin", number)] for number in (4, 5)]
+    outcomes = rank_outcomes(2, lambda links: world.rank(links, [*ops[links.ranks.rank], ("fault", 0)], 0))
+    errors = [str(outcome.error) for outcome in outcomes]
+    assert all("layer3" in error and "layer4" in error for error in errors), errors
+    assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
+
+
+def test_what_one_rank_cannot_read_the_others_are_told_of(tmp_path: Path) -> None:
+    world = World(tmp_path, 3)
+    world.backends = {1: FaultyBackend("read", 6, errno.EIO, sticky=True)}
+    ops = [*world.write(0, num_passes=1, oddity=0.0), ("fault", 0)]
+    outcomes = rank_outcomes(3, lambda links: world.rank(links, ops, 0))
+    assert isinstance(outcomes[1].error, StorageError)
+    for rank in (0, 2):
+        assert isinstance(outcomes[rank].error, RankFailedError)
+        assert "rank 1" in str(outcomes[rank].error)
+
+
+def test_one_failed_read_is_tried_again(tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    world.backends = {1: FaultyBackend("read", 6, errno.EIO)}
+    world.run(world.write(0, num_passes=1, oddity=0.0), seed=0)
+
+
+@pytest.mark.parametrize("what", ["die", "hang"])
+def test_a_rank_that_is_gone_is_named_with_the_block_that_is_missing(what: str, tmp_path: Path) -> None:
+    world = World(tmp_path, 2)
+    ops = [*world.write(0, num_passes=1, oddity=0.0), ("fault", 0)]
+    fault = Fault(rank=1, what=what, at_message=20)  # type: ignore[arg-type]
+    outcomes = rank_outcomes(2, lambda links: world.rank(links, ops, 0), faults=[fault], timeout_s=1.0)
+    error = outcomes[0].error
+    assert isinstance(error, RankFailedError)
+    assert "rank 1" in str(error)
+    assert "rank 0 waited for" in str(error)
+
+
+def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
+    """Its update is outstanding when the load begins, and never comes."""
+
+    def run(links: Links) -> None:
+        blocks = make_blocks(2)
+        store = RankStore(tmp_path / str(links.ranks.rank), blocks, links, None, random.Random(0))
+        device, block = CpuDevice(), blocks[1]
+        ring = SlotRing(device, slots_for(blocks, num_layer_slots=2, num_outer_slots=1))
+        begun = threading.Event()
+
+        def deliver(block: Block, weights: Tensor, free: None) -> object:
+            delivery = store.handover.deliver(block, weights, free)
+            begun.set()
+            return delivery
+
+        source = SharedWeights(device, store.store, deliver, links, box.memory, blocks, read_bytes=4 * GRANULE_NUMEL)  # type: ignore[arg-type]
+        prefetcher = LockstepPrefetcher(ring, source, blocks)
+        store.handover.announce([chunk for chunk in block.cut(CHUNK_NUMEL) if chunk.owner == links.ranks.rank])
+
+        def drop() -> None:
+            assert begun.wait(60)
+            store.handover.call_off()
+
+        dropping = threading.Thread(target=drop)
+        dropping.start()
+        slot = prefetcher.acquire(block)
+        assert bool((slot.weights[: block.numel] == content(1, block, 0)).all())
+        dropping.join()
+        links.barrier("the end")
+        prefetcher.close()
+        store.close()
+
+    box = Box(2 * max(block.param_bytes for block in make_blocks(2)))
+    run_ranks(2, run)
+
+
+def test_a_second_source_hears_nothing_of_the_first(tmp_path: Path) -> None:
+    """Ranks end at different times, and what they ordered last may not have been carried out everywhere."""
+    world = World(tmp_path / "first", 2)
+    ops = world.write(0, num_passes=2, oddity=0.0)
+
+    def run(links: Links) -> None:
+        for turn in range(3):
+            again = World(tmp_path / f"{turn}", 2) if turn else world
+            again._boxes = world._boxes
+            again.rank(links, [*ops, ("fault", 0)], turn)
+
+    run_ranks(2, run, delays_seed=5)
+
+
+def places_of(memory_bytes: int, sizes: Sequence[int]) -> Iterator[int | None]:
+    """Where each of some blocks goes to, if none of them is freed."""
+    places = SharedPlaces(memory_bytes)
+    for number, num_bytes in enumerate(sizes):
+        start = places.next_start(num_bytes)
+        yield start
+        if start is not None:
+            places.take(number, start, num_bytes)
+
+
+def test_blocks_pass_through_shared_memory_one_behind_the_other() -> None:
+    assert list(places_of(8 * 4096, [3 * 4096, 3 * 4096, 3 * 4096])) == [0, 3 * 4096, None]
+    assert list(places_of(8 * 4096, [100, 100, 8 * 4096])) == [0, 4096, None]
+    places = SharedPlaces(8 * 4096)
+    for number in range(100):
+        num_bytes = (1 + number * 7 % 8) * 4096
+        start = places.next_start(num_bytes)
+        while start is None:
+            places.free(next(iter(places._in_use)))
+            start = places.next_start(num_bytes)
+        places.take(number, start, num_bytes)
+        taken = sorted(places._in_use.values())
+        assert all(last <= first for (_, last), (first, _) in pairwise(taken))
+        assert taken[-1][1] <= 8 * 4096
+
+
+def test_memory_that_is_too_small_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"block embedding needs 589824; share at least so many"):
+        SharedWeights(
+            CpuDevice(),
+            None,  # type: ignore[arg-type]
+            None,  # type: ignore[arg-type]
+            Links.alone(),
+            mapped_empty(4096),
+            make_blocks(1),
+            read_bytes=4096,
+        )
