@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import Kind, Links, PayloadReader, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Kind, Links, PayloadReader, RanksDisagreeError
 from hf_lohan.ranks import Lane as LinkLane
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
@@ -304,7 +304,8 @@ class SharedWeights:
             for rank in self._ranks.in_this_box:
                 if rank != self._ranks.rank:
                     self._links.send(rank, Kind.TAKEN, number)
-        except RankFailedError:  # whoever waits is told
+        except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
+            self._links.fail(error)
             return
         self.notify()
 
@@ -359,7 +360,8 @@ class SharedWeights:
         try:
             block_number = self._number_of[load.block]
             self._links.send(rank, Kind.WEIGHTS_PART, load.number, block_number, payload=part, lane=LinkLane.WEIGHTS)
-        except RankFailedError:  # whoever waits is told
+        except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
+            self._links.fail(error)
             return
         self._end_one_use(load.number)
 
