@@ -296,8 +296,13 @@ def test_messages_that_do_not_fit_are_refused() -> None:
         codec.decode_sum_([], values)
 
 
+needs_triton = pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="needs Triton: pip install hf-lohan[triton]"
+)
+
+
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton: pip install hf-lohan[triton]")
+@needs_triton
 def test_triton_computes_the_same_bits() -> None:
     """In Triton's interpreter, which has to be chosen before Triton is imported. `tests/gpu` has the same on CUDA."""
     script = Path(__file__).with_name("triton_against_torch.py")
@@ -307,3 +312,28 @@ def test_triton_computes_the_same_bits() -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     assert "24 cases" in result.stdout
+
+
+@pytest.mark.slow
+@needs_triton
+@pytest.mark.parametrize("num_bits", [8, 4])
+def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
+    """Compiling needs no GPU. A fused product and sum, or a division by the faster way, would be other bits."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from hf_lohan.ranks import triton_codec
+
+    tensors = {"codes": ("*i8",) * 3, "scales": ("*bf16",) * 3, "factor": "fp32"}
+    tensors |= {"out_codes": "*i8", "out_scales": "*bf16", "num_blocks": "i32"}
+    constants = {"ROWS": 32, "HALF": 32, "NUM_BITS": num_bits, "HIGHEST": float(HIGHEST[num_bits])}
+    source = ASTSource(
+        triton_codec._sum_quantize_kernel,
+        {**tensors, **dict.fromkeys(constants, "constexpr")},
+        constexprs={(len(tensors) + k,): value for k, value in enumerate(constants.values())},
+    )
+    target = GPUTarget("cuda", 90, 32)
+    apart, fused = (compile(source, target=target, options={"enable_fp_fusion": on}).asm["ptx"] for on in (False, True))
+    assert "div.rn.f32" in apart and "mul.rn.f32" in apart
+    assert not [word for word in ("fma.", ".ftz", "div.full", "div.approx") if word in apart]
+    assert "fma." in fused, "nothing to fuse: this test could not fail"
