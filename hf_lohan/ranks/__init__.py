@@ -9,10 +9,11 @@ codecs (`BlockCodec`, and without loss `StepDelta`).
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
 from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange
+from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
 from hf_lohan.ranks.handlers import Handler
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
+from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
 from hf_lohan.ranks.rendezvous import connect
 from hf_lohan.ranks.shared_region import SharedRegion
 from hf_lohan.ranks.step_delta import StepDelta
@@ -29,6 +30,7 @@ __all__ = [
     "CommitAgreement",
     "CompleteGradient",
     "GradientExchange",
+    "GradientPart",
     "Handler",
     "Kind",
     "Lane",
@@ -42,4 +44,5 @@ __all__ = [
     "StepDelta",
     "connect",
     "newest_of_all",
+    "sum_in_rank_order_",
 ]

@@ -89,8 +89,9 @@ class CompleteGradient:
         values = [part.values for part in self.parts if part.values is not None]
         if self._boxes == [exchange.ranks.node]:
             return sum_in_rank_order_(out, values, exchange.ranks.num_ranks)
-        boxes, self._boxes = self._boxes, []  # these release what they have when they have sent it
-        return exchange.sums.sum_boxes((self.step, self.key), out, values, boxes)
+        exchange.sums.sum_boxes((self.step, self.key), out, values, self._boxes)
+        self._boxes = []  # those released what they had when they had sent it
+        return out
 
     def release(self) -> None:
         """The ranks may use their memory again."""
@@ -338,7 +339,8 @@ class GradientExchange:
             if part.rank == self.ranks.rank:
                 self._give_back_own(step, key)
             else:
-                self._links.send(part.rank, Kind.RELEASE, step, key)
+                with suppress(RankFailedError):  # then nobody goes on
+                    self._links.send(part.rank, Kind.RELEASE, step, key)
 
     def _give_back_own(self, step: int, key: int) -> None:
         with self._links.lock:

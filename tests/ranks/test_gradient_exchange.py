@@ -1,0 +1,236 @@
+"""Gradients come to their owners from all ranks, in any order, and are summed in one."""
+
+from __future__ import annotations
+
+import random
+import threading
+
+import pytest
+import torch
+from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+
+from hf_lohan.ranks import (
+    CompleteGradient,
+    GradientExchange,
+    Lane,
+    Links,
+    RankFailedError,
+    RanksDisagreeError,
+    SharedRegion,
+)
+from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
+
+LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1), (6, 2), (8, 2)]
+"""Ranks, and how many of them lie on a box."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_ranks", "num_local"), LAYOUTS)
+def test_owners_get_the_sum_in_rank_order_and_buffers_come_back(
+    num_ranks: int, num_local: int, dtype: torch.dtype
+) -> None:
+    backwards = Backwards(num_ranks, num_local, seed=num_ranks, dtype=dtype)
+    found = run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local, delays_seed=3)
+    check(backwards, found)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
+def test_large_chunks_go_from_box_to_box_in_pieces(num_ranks: int, num_local: int) -> None:
+    backwards = Backwards(num_ranks, num_local, seed=1, max_numel=600_000, num_steps=1, share_without=0.0)
+    check(backwards, run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local))
+
+
+def run_drawn(seed: int) -> None:
+    draw = random.Random(seed)
+    num_ranks, num_local = draw.choice([layout for layout in LAYOUTS if 1 < layout[0] <= 6])
+    dtype = draw.choice([torch.float32, torch.bfloat16])
+    max_numel = draw.choice([10, 5_000, 5_000, 300_000])
+    share_without = draw.choice([0.0, 0.1, 0.7])
+    backwards = Backwards(num_ranks, num_local, seed, dtype, draw.randint(1, 6), 2, share_without, max_numel)
+    found = run_ranks(num_ranks, lambda links: exchange_all(links, backwards), num_local=num_local, delays_seed=seed)
+    check(backwards, found)
+
+
+def test_gradients_come_in_any_order() -> None:
+    for seed in range(12):
+        run_drawn(seed)
+
+
+@pytest.mark.slow
+def test_gradients_come_in_a_thousand_orders() -> None:
+    for seed in range(12, 1012):
+        run_drawn(seed)
+
+
+def test_within_a_box_no_gradient_is_sent() -> None:
+    backwards = Backwards(4, 4, seed=9, max_numel=100_000)
+    lanes: list[dict[Lane, int]] = []
+
+    def run(links: Links) -> OwnersSums:
+        found = exchange_all(links, backwards)
+        lanes.append(links.sent_bytes)
+        return found
+
+    check(backwards, run_ranks(4, run))
+    assert all(sent[Lane.GRADIENTS] == 0 and sent[Lane.WEIGHTS] == 0 and sent[Lane.CONTROL] < 5000 for sent in lanes)
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (3, 1)])
+def test_a_sum_may_take_the_place_of_the_owners_own_gradient(num_ranks: int, num_local: int) -> None:
+    """Where its box is one of the first two; further on it is refused, and not wrong."""
+    backwards = Backwards(num_ranks, num_local, seed=4, num_chunks=6, share_without=0.0)
+
+    class InPlace(RankOfExchange):
+        def _sum(self, gradient: CompleteGradient) -> None:
+            own = gradient.parts[self.links.ranks.local_rank].values
+            assert own is not None
+            if self.links.ranks.node > 1:
+                with pytest.raises(ValueError, match="would be written over the gradients of box 2"):
+                    gradient.sum_into(own)
+                own = torch.empty_like(own)
+            total = gradient.sum_into(own).clone()
+            gradient.release()
+            self.sums.sums[gradient.step, gradient.key] = (total, gradient.slice_bits)
+
+    def run(links: Links) -> OwnersSums:
+        rank = InPlace(links, backwards)
+        for step in range(backwards.num_steps):
+            for key in backwards.order(step, links.ranks.rank):
+                rank.publish(step, key)
+            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        return rank.close()
+
+    check(backwards, run_ranks(num_ranks, run, num_local=num_local))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(1, 1), (3, 3), (4, 2), (4, 1)])
+def test_a_backward_that_breaks_off_gives_all_buffers_back_and_the_next_one_is_whole(
+    num_ranks: int, num_local: int
+) -> None:
+    for seed in range(6):
+        backwards = Backwards(num_ranks, num_local, seed, share_without=0.1)
+        breaks = num_ranks - 1
+
+        def run(links: Links, backwards: Backwards = backwards, breaks: int = breaks) -> OwnersSums:
+            rank = RankOfExchange(links, backwards)
+            keys = backwards.order(0, links.ranks.rank)
+            for key in keys[: len(keys) // 2]:
+                rank.publish(0, key)
+            if links.ranks.rank == breaks:
+                rank.exchange.abandon()
+            else:
+                for key in keys[len(keys) // 2 :]:
+                    rank.publish(0, key)
+                step = rank.exchange.end_backward()
+                rank.exchange.wait_until_complete(step)
+                links.wait_for(lambda: rank.abandoned == [(0, breaks)], "the news", peers=[breaks])
+            for key in backwards.order(1, links.ranks.rank):
+                rank.publish(1, key)
+            assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
+            return rank.close()
+
+        found = run_ranks(num_ranks, run, num_local=num_local, delays_seed=seed)
+        for rank, sums in enumerate(found):
+            assert sums.num_left == 0
+            for key, owner in backwards.owners.items():
+                expected = backwards.mean(1, key)
+                if owner == rank and expected is not None:
+                    total, _ = sums.sums[1, key]
+                    assert total is not None
+                    assert torch.equal(total, expected)
+
+
+def test_a_gradient_that_nobody_wants_is_released_without_a_sum() -> None:
+    backwards = Backwards(4, 2, seed=2, num_steps=1)
+
+    class Dropping(RankOfExchange):
+        def _sum(self, gradient: CompleteGradient) -> None:
+            gradient.release()
+
+    def run(links: Links) -> OwnersSums:
+        rank = Dropping(links, backwards)
+        for key in backwards.order(0, links.ranks.rank):
+            rank.publish(0, key)
+        rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        return rank.close()
+
+    for sums in run_ranks(4, run, num_local=2, delays_seed=1):
+        assert sums.num_left == 0
+        assert sums.sent_bytes == 0
+
+
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1)])
+@pytest.mark.parametrize("at_message", [4, 9, 15])
+def test_a_rank_that_dies_leaves_no_other_waiting(num_ranks: int, num_local: int, at_message: int) -> None:
+    backwards = Backwards(num_ranks, num_local, seed=5, num_steps=20, share_without=0.1)
+
+    def run(links: Links) -> OwnersSums:
+        rank = RankOfExchange(links, backwards)
+        try:
+            for step in range(backwards.num_steps):
+                for key in backwards.order(step, links.ranks.rank):
+                    rank.publish(step, key)
+                rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        except RankFailedError:
+            rank.exchange.abandon()  # gives back what was published, whoever is gone
+            raise
+        finally:
+            rank.end()
+        return rank.sums
+
+    fault = Fault(1, "die", 20 + at_message, Lane.CONTROL)
+    outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[fault], delays_seed=at_message)
+    for rank in (0, *range(2, num_ranks)):
+        error = outcomes[rank].error
+        assert isinstance(error, RankFailedError)
+        assert error.rank == 1
+        assert outcomes[rank].took_s < 10
+
+
+def test_a_rank_that_never_publishes_is_named() -> None:
+    backwards = Backwards(3, 3, seed=5, num_chunks=9, share_without=0.0)
+    assert set(backwards.owners.values()) == {0, 1, 2}
+
+    def run(links: Links) -> OwnersSums:
+        rank = RankOfExchange(links, backwards)
+        try:
+            if links.ranks.rank == 1:
+                threading.Event().wait(1.5)
+                raise RuntimeError("it slept")
+            for key in backwards.order(0, links.ranks.rank):
+                rank.publish(0, key)
+            rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        finally:
+            rank.end()
+        return rank.sums
+
+    outcomes = rank_outcomes(3, run, timeout_s=0.5)
+    for rank in (0, 2):
+        assert "rank 1" in str(outcomes[rank].error)
+        assert "said nothing for 0.5 s while rank" in str(outcomes[rank].error)
+
+
+def test_gradients_that_do_not_fit_together_are_told() -> None:
+    def run(links: Links) -> None:
+        region = SharedRegion.create(links, 2 * 4096, "gradients")
+        exchange = GradientExchange(links, {7: 0}, region, completed=lambda _: None, release=lambda _: None)
+        mine = region.bytes[4096 * links.ranks.rank :].view(torch.float32)
+        exchange.publish(7, mine[: 100 + links.ranks.rank], 1, None)
+        exchange.wait_until_complete(exchange.end_backward())
+
+    outcomes = rank_outcomes(2, run)
+    errors = [outcome.error for outcome in outcomes if isinstance(outcome.error, RanksDisagreeError)]
+    assert len(errors) == 1
+    assert "of chunk 7 rank 0 has 100 elements of torch.float32, and rank 1 101" in str(errors[0]) or (
+        "of chunk 7 rank 1 has 101 elements of torch.float32, and rank 0 100" in str(errors[0])
+    )
+
+
+def test_a_gradient_that_the_owner_cannot_read_is_refused() -> None:
+    def run(links: Links) -> None:
+        exchange = GradientExchange(links, {7: 0}, None, completed=lambda _: None, release=lambda _: None)
+        exchange.publish(7, torch.zeros(10), 1, None)
+        exchange.wait_until_complete(exchange.end_backward())
+
+    outcomes = rank_outcomes(2, run)
+    assert "chunk 7 does not lie in the memory that the ranks of this box share" in str(outcomes[1].error)

@@ -1,0 +1,98 @@
+"""The mean over ranks, to the bit of what one process gets that accumulates, and of DDP where it sums in rank order."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.ranks import sum_in_rank_order_
+from hf_lohan.ranks.rank_order_sum import TILE_NUMEL
+
+SIZES = [1, 7, TILE_NUMEL, TILE_NUMEL + 1, 3 * TILE_NUMEL - 5]
+
+
+def gradients(num_ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(numel + num_ranks)
+    scales = 2.0 ** torch.randint(-20, 20, (num_ranks, numel), generator=generator)
+    return list((torch.randn(num_ranks, numel, generator=generator) * scales).to(dtype))
+
+
+def one_after_the_other(parts: list[Tensor], num_ranks: int) -> Tensor:
+    factor = torch.tensor(1.0) / torch.tensor(float(num_ranks))
+    total = parts[0].float() * factor
+    for part in parts[1:]:
+        total = total + part.float() * factor
+    return total
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_each_element_is_summed_in_rank_order(dtype: torch.dtype, num_ranks: int, numel: int) -> None:
+    parts = gradients(num_ranks, numel, dtype)
+    out = torch.full((numel,), float("nan"))
+    assert sum_in_rank_order_(out, parts, num_ranks) is out
+    assert torch.equal(out.view(torch.int32), one_after_the_other(parts, num_ranks).view(torch.int32))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_ranks_have_the_bits_of_one_process_that_accumulates(num_ranks: int) -> None:
+    """Accumulating, a loss is divided by the number of micro-batches before its backward."""
+    torch.manual_seed(num_ranks)
+    inputs = torch.randn(num_ranks, 4, 300)
+    alone, shared = (nn.Linear(300, 200) for _ in range(2))
+    shared.load_state_dict(alone.state_dict())
+    parts: list[Tensor] = []
+    for batch in inputs:
+        (alone(batch).square().mean() / num_ranks).backward()
+        shared.zero_grad()
+        shared(batch).square().mean().backward()
+        assert shared.weight.grad is not None
+        parts.append(shared.weight.grad.clone().view(-1))
+    assert alone.weight.grad is not None
+    assert torch.equal(sum_in_rank_order_(torch.empty(60_000), parts, num_ranks), alone.weight.grad.view(-1))
+
+
+def test_another_order_or_a_fused_multiplication_would_show() -> None:
+    parts = gradients(3, 10_000)
+    expected = sum_in_rank_order_(torch.empty(10_000), parts, 3)
+    assert not torch.equal(expected, sum_in_rank_order_(torch.empty(10_000), parts[::-1], 3))
+    assert not torch.equal(expected, torch.stack(parts).sum(0) / 3)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_sum_may_take_the_place_of_any_part(which: int, numel: int) -> None:
+    parts = gradients(3, numel)
+    expected = one_after_the_other(parts, 3)
+    assert torch.equal(sum_in_rank_order_(parts[which], parts, 3), expected)
+
+
+@pytest.mark.parametrize("numel", SIZES)
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_the_sum_may_take_the_place_of_a_part_at_its_end(which: int, numel: int) -> None:
+    """Gradients of bfloat16 weights land in the second half of a buffer for float32."""
+    parts = gradients(3, numel, torch.bfloat16)
+    expected = one_after_the_other(parts, 3)
+    out = torch.empty(numel)
+    landing = out.view(torch.bfloat16)[numel:]
+    landing.copy_(parts[which])
+    parts[which] = landing
+    assert torch.equal(sum_in_rank_order_(out, parts, 3), expected)
+
+
+def test_a_part_that_would_be_overwritten_too_early_is_refused() -> None:
+    out = torch.zeros(100)
+    with pytest.raises(ValueError, match="lies 0 bytes behind the beginning"):
+        sum_in_rank_order_(out, [out.view(torch.bfloat16)[:100]], 1)
+    memory = torch.zeros(101)
+    with pytest.raises(ValueError, match="lies -4 bytes behind the beginning"):
+        sum_in_rank_order_(memory[1:], [memory[:100]], 1)
+
+
+def test_nothing_and_other_sizes_are_refused() -> None:
+    with pytest.raises(ValueError, match="no gradients to sum"):
+        sum_in_rank_order_(torch.zeros(4), [], 2)
+    with pytest.raises(ValueError, match=r"shape \[3\] cannot be added to \[4\]"):
+        sum_in_rank_order_(torch.zeros(4), [torch.zeros(3)], 2)
