@@ -57,7 +57,7 @@ PACKAGES_FLOOR_0_AND_1 = {
     "device": {"torch", "psutil"},
     "files": {"torch", "numpy", "kvikio"},
     "store": {"torch", "numpy", "safetensors", "xxhash"},
-    "ranks": {"psutil", "torch", "triton"},
+    "ranks": {"numpy", "psutil", "torch", "triton"},
     "optim": {"torch"},
     "report": set[str](),
 }
