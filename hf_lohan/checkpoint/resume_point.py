@@ -22,8 +22,8 @@ from hf_lohan.report.run_data import (
     no_run_in,
     output_folder,
 )
-from hf_lohan.store import Commit, committed_log, kept_commits, last_commit
-from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store import Commit, committed_log, kept_commits
+from hf_lohan.store.rank_folders import rank_folder, ranks_under
 
 LAST_STEP = "last_step"
 _TRAINER_STATE_NAME = "trainer_state.json"
@@ -103,11 +103,19 @@ def store_paths_of(run: str | Path) -> list[str]:
 def last_step(output_dir: str | Path) -> int | None:
     """The global step that `train(resume_from_checkpoint="last_step")` would go on from, None if there is none.
 
-    Looks only; the run may be going on. Raises `StorageError` or `ForeignStoreError` if its store is damaged.
+    Looks only; the run may be going on. Of several ranks it is the newest that all of them hold, whose stores have to
+    be here. Raises `StorageError` or `ForeignStoreError` if a store is damaged, RanksDisagreeError if the ranks hold no
+    step in common, and ValueError if not all are here.
     """
     if not (Path(output_dir) / FOLDER / CONFIG_NAME).is_file():
         return None
-    commit = last_commit(store_paths_of(output_dir))
+    paths = store_paths_of(output_dir)
+    num_ranks = ranks_under(paths[0])
+    kept = [
+        {(commit.group_id, commit.number): commit for commit in kept_commits(own)}
+        for own in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
+    ]
+    commit = kept[0][newest_of_all([list(own) for own in kept])] if all(kept) else None
     return int(commit.facts["global_step"]) if commit is not None and _is_resumable(commit) else None
 
 

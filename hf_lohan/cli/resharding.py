@@ -17,7 +17,7 @@ from hf_lohan.huggingface.export import described_model
 from hf_lohan.model import StoredForm, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, RecordSpec, Store
-from hf_lohan.store.rank_folders import rank_folder, stores_under
+from hf_lohan.store.rank_folders import rank_folder, ranks_under, stores_under
 from hf_lohan.store.resharding import NumberedAgreement, copy_records
 from hf_lohan.wording import times
 
@@ -52,7 +52,12 @@ def reshard(given: Sequence[str], num_ranks: int) -> None:
             step = commits[0].facts.get("global_step")
             what = f"commit {commits[0].number}" if step is None else f"step {step}"
             folders = ", ".join(store.paths[0].path for store in new)
-            Console().print(f"{what} of {times(num_before, 'rank')} is in {folders}", soft_wrap=True, highlight=False)
+            Console().print(
+                f"{what} of {times(num_before, 'rank')} is in {folders}. Delete the store of the {num_before} in "
+                f"{', '.join(store.paths[0].path for store in old)} before a run goes on.",
+                soft_wrap=True,
+                highlight=False,
+            )
     finally:
         io.close()
 
@@ -68,17 +73,7 @@ def _ranks_before(paths: Sequence[str], num_ranks: int) -> int:
             f"{folders} holds a store of a run with so many ranks already; delete it if its state is no longer needed, "
             "or what a reshard that broke off has left there"
         )
-    if len(found) > 1:
-        counts = " and ".join(map(str, sorted(found)))
-        raise ValueError(f"{paths[0]} holds stores of runs with {counts} ranks; delete those that are no longer needed")
-    ((num_before, stores),) = found.items()
-    missing = sorted(set(range(num_before)) - {rank for rank, _ in stores})
-    if missing:
-        raise ValueError(
-            f"of the {num_before} ranks' stores that of rank {missing[0]} is not under {paths[0]}; bring the folders "
-            "of all machines together there"
-        )
-    return num_before
+    return ranks_under(paths[0])
 
 
 def _store_paths(paths: Sequence[str], rank: int, num_ranks: int) -> list[StorePath]:

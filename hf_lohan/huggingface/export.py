@@ -24,6 +24,7 @@ from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
+from hf_lohan.store.rank_folders import ranks_under
 
 _BUFFER_BYTES = 4 << 20
 _NUM_BUFFERS = 4
@@ -44,6 +45,12 @@ def export(run: str | Path, out: str | Path) -> int | None:
         raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
     keep_from_others()
     paths = store_paths_of(run)
+    num_ranks = ranks_under(paths[0])
+    if num_ranks > 1:
+        raise ValueError(
+            f"the model lies in the stores of {num_ranks} ranks in {paths[0]}; make them one with lohan reshard {run} "
+            "--ranks 1, delete those of the ranks, and export that"
+        )
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:
         with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:

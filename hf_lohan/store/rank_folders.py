@@ -31,6 +31,26 @@ def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
     return {num_ranks: sorted(stores) for num_ranks, stores in found.items()}
 
 
+def ranks_under(directory: str) -> int:
+    """How many ranks made the stores under a directory; 1 also where there is none. Raises ValueError where there are
+    stores of several runs, or not those of all ranks."""
+    found = stores_under(directory)
+    if len(found) > 1:
+        counts = " and ".join(map(str, sorted(found)))
+        raise ValueError(
+            f"{directory} holds stores of runs with {counts} ranks; delete those that are no longer needed"
+        )
+    for num_ranks, stores in found.items():
+        missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
+        if missing:
+            raise ValueError(
+                f"of the {num_ranks} ranks' stores that of rank {missing[0]} is not under {directory}; bring the "
+                "folders of all machines together there"
+            )
+        return num_ranks
+    return 1
+
+
 def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
     yield 0, 1, directory
     names = os.listdir(directory) if os.path.isdir(directory) else []

@@ -108,6 +108,11 @@ def test_from_one_rank_to_four_to_two_to_one(run: Path, tmp_path: Path) -> None:
         assert (f"rng_state_{rank}.pth" in own.journal) == (rank == 0) and own.facts == commit.facts
         assert "trainer_state.json" in own.journal and "optimizer.pt" in own.journal
     assert lohan("verify", run / STORE / "rank-2-of-4")[0] == 0
+    code, said = lohan("verify", run)
+    assert code == 0 and "rank 3 of 4: commit" in said and f"all 4 ranks hold commit {commit.number}" in said
+    assert hf_lohan.last_step(run) == 2
+    code, said = lohan("export", run, tmp_path / "out")
+    assert code == 2 and "make them one with lohan reshard" in said
 
     for num_ranks, before_that in ((2, 4), (1, 2)):
         code, said = lohan("reshard", run, "--ranks", num_ranks)
