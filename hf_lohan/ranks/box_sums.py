@@ -48,11 +48,8 @@ class BoxSums:
         links, ranks = self._links, self._links.ranks
         under_way = _Sum(out, boxes, ranks.node)
         is_own_first = under_way.num_before_own < 2
-        if not is_own_first and any(overlap(out, value) for value in values):
-            raise ValueError(
-                f"the sum over boxes of chunk {name[1]} would be written over the gradients of box {ranks.node} before "
-                "its turn; sum into other memory"
-            )
+        if not is_own_first:  # when its turn comes, others' sums are in `out`
+            values = [value.clone() if overlap(out, value) else value for value in values]
         with links.lock:
             self._under_way[name] = under_way
         peers = [ranks.rank_at(node, ranks.local_rank) for node in boxes if node != ranks.node]

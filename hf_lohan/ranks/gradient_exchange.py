@@ -83,8 +83,8 @@ class CompleteGradient:
     def sum_into(self, out: Tensor) -> Tensor:
         """The mean over all ranks, as float32 [numel]: each part times float32(1 / number of ranks), summed in rank
         order in each box, and these sums in the order of boxes. `out` may be one of the parts where
-        `sum_in_rank_order_` says so, and this is one of the first two boxes. Waits for other boxes, so it is not for a
-        thread that receives."""
+        `sum_in_rank_order_` says so; from the third box on that one is copied first. Waits for other boxes, so it is
+        not for a thread that receives."""
         exchange = self._exchange
         values = [part.values for part in self.parts if part.values is not None]
         if self._boxes == [exchange.ranks.node]:

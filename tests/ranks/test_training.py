@@ -117,9 +117,7 @@ def test_each_rank_sums_its_own_micro_batches_first(tmp_path: Path) -> None:
 def test_boxes_sum_what_their_ranks_have_before_they_send_it(num_local: int, tmp_path: Path) -> None:
     boxes = [list(range(first, first + num_local)) for first in range(0, 2 * num_local, num_local)]
     expected = train_boxes("llama", boxes=boxes, max_norm=0.5)
-    trained = run_ranks(
-        2 * num_local, lambda links: train_rank(links, tmp_path, "llama", 0.5), num_local=num_local
-    )
+    trained = run_ranks(2 * num_local, lambda links: train_rank(links, tmp_path, "llama", 0.5), num_local=num_local)
     for ours in trained:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in expected.items())
 
