@@ -17,7 +17,7 @@ from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
-from hf_lohan.ranks import Links, SharedRegion
+from hf_lohan.ranks import Links, SharedRegion, one_rank_at_a_time
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
 from hf_lohan.wording import format_bytes
 
@@ -87,14 +87,15 @@ def open_tiers(
     )
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     try:
-        store = Store.open_or_create(
-            paths,
-            layout.records,
-            model=layout.identity,
-            engine=io,
-            durability=config.durability,
-            scratch=layout.spill_records(),
-        )
+        with one_rank_at_a_time(links, "the store"):  # folders above it are of several
+            store = Store.open_or_create(
+                paths,
+                layout.records,
+                model=layout.identity,
+                engine=io,
+                durability=config.durability,
+                scratch=layout.spill_records(),
+            )
     except BaseException:
         io.close()
         raise

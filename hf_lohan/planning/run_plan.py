@@ -21,7 +21,7 @@ from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, forecast,
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes
 
@@ -91,9 +91,24 @@ class RunPlan:
     def make(self, shape: StepShape, *, may_run_together: bool = False) -> PlannedStep | None:
         """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
         wrong here costs the plan, not the run. ``may_run_together``: see `plan_step`."""
+        # Those of a box measure the same drives and cores.
+        with one_rank_at_a_time(self._links, "the plan"):
+            planned = self._try_to_plan(shape, may_run_together)
+        if planned is None:
+            return None
+        self.now = planned
+        self.first = self.first or self.now
+        self._tried_after = None
+        self._layout = self.now.layout  # its memory is taken once
+        if self.now.plan.refusal is not None:
+            logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
+        self._announce("planned")
+        return self.now
+
+    def _try_to_plan(self, shape: StepShape, may_run_together: bool) -> PlannedStep | None:
         try:
-            with self._one_rank_at_a_time(), hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
-                self.now = plan_step(
+            with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
+                return plan_step(
                     self._model,
                     self._layout,
                     self._config,
@@ -106,13 +121,6 @@ class RunPlan:
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return None
-        self.first = self.first or self.now
-        self._tried_after = None
-        self._layout = self.now.layout  # its memory is taken once
-        if self.now.plan.refusal is not None:
-            logger.warning("by its plan this run does not fit: %s", self.now.plan.refusal)
-        self._announce("planned")
-        return self.now
 
     def step_began(self, clip_rate: float) -> PlannedStep | None:
         """Time the step before. Once enough of them were timed: plan anew by what they took, and return that. A plan
@@ -160,19 +168,6 @@ class RunPlan:
         )
         self.now = before
         return before
-
-    @contextlib.contextmanager
-    def _one_rank_at_a_time(self) -> Iterator[None]:
-        """The ranks of a box measure the same drives and cores."""
-        ranks = self._links.ranks
-        for turn in range(ranks.num_local):
-            if turn == ranks.local_rank:
-                try:
-                    yield
-                finally:
-                    self._links.barrier(f"the plan of local rank {turn}")
-            else:
-                self._links.barrier(f"the plan of local rank {turn}")
 
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}

@@ -18,6 +18,7 @@ from hf_lohan.ranks.rendezvous import connect
 from hf_lohan.ranks.shared_region import SharedRegion
 from hf_lohan.ranks.step_delta import StepDelta
 from hf_lohan.ranks.topology import ALONE, Ranks
+from hf_lohan.ranks.turns import one_rank_at_a_time
 
 __all__ = [
     "ALONE",
@@ -44,5 +45,6 @@ __all__ = [
     "StepDelta",
     "connect",
     "newest_of_all",
+    "one_rank_at_a_time",
     "sum_in_rank_order_",
 ]
