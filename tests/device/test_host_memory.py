@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
 import torch
 
-from hf_lohan.device import available_host_memory_bytes, host_memory, mapped_empty
+from hf_lohan.device import CpuDevice, available_host_memory_bytes, host_memory, mapped_empty, mapped_file
 from hf_lohan.hardware import anonymous_memory_bytes
 
 
@@ -67,3 +68,33 @@ def test_memory_says_when_it_goes_and_is_still_there_then() -> None:
     assert not said  # a view still looks at it
     del part
     assert said == [1]
+
+
+def test_two_mappings_of_a_file_in_ram_are_the_same_memory() -> None:
+    fd = os.memfd_create("lohan-test")
+    os.ftruncate(fd, 3 * mmap.PAGESIZE)
+    said: list[int] = []
+    one = mapped_file(fd, 2 * mmap.PAGESIZE + 5, before_unmap=lambda: said.append(1))
+    other = CpuDevice().host_shared(fd, 2 * mmap.PAGESIZE + 5)
+    os.close(fd)
+    assert one.data_ptr() != other.data_ptr()
+    assert one.data_ptr() % mmap.PAGESIZE == other.data_ptr() % mmap.PAGESIZE == 0
+    one[-1] = 7
+    assert other[-1] == 7
+    del one
+    assert said == [1]
+    assert other[-1] == 7
+
+
+def test_a_forked_child_has_no_part_of_shared_memory() -> None:
+    """A data loader's worker must not keep a rank's memory from being given back."""
+    fd = os.memfd_create("lohan-test")
+    os.ftruncate(fd, mmap.PAGESIZE)
+    shared = mapped_file(fd, mmap.PAGESIZE)
+    child = os.fork()
+    if child == 0:
+        os._exit(1 if "memfd:lohan-test" in Path("/proc/self/maps").read_text() else 0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "memfd:lohan-test" in Path("/proc/self/maps").read_text()
+    del shared
+    os.close(fd)
