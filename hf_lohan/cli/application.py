@@ -226,12 +226,13 @@ def reshard(
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],
     ranks: Annotated[int, typer.Option(metavar="N", help="How many ranks are to go on.")],
+    remove_old: Annotated[bool, typer.Option("--remove-old", help="Remove the old stores in the end.")] = False,
 ) -> None:
     """Cut the last step of a run for another number of ranks: new stores beside the old ones, which stay."""
     with one_line_errors():
         from hf_lohan.cli.resharding import reshard as reshard_stores
 
-        reshard_stores(stores, ranks)
+        reshard_stores(stores, ranks, removes_old=remove_old)
 
 
 @app.command()

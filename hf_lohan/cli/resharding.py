@@ -13,20 +13,22 @@ from hf_lohan.checkpoint.resharded_step import facts_of_all, journal_of_rank
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import make_folders
+from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.huggingface.export import described_model
 from hf_lohan.model import StoredForm, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder, ranks_under, stores_under
 from hf_lohan.store.resharding import NumberedAgreement, copy_records
+from hf_lohan.store.store_folders import remove_store
 from hf_lohan.wording import times
 
 _PIECE_BYTES = 4 << 20
 
 
-def reshard(given: Sequence[str], num_ranks: int) -> None:
+def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) -> None:
     """Write the newest step that all ranks of a run hold into new stores for ``num_ranks``, beside the old ones, which
-    stay. ``given``: the run's output folder, or all ssd paths of its stores.
+    stay unless this ``removes_old``. ``given``: the run's output folder, or all ssd paths of its stores.
 
     The new stores are there when all are committed; a run that begins before that says what is missing. Raises
     ValueError where there is nothing to cut, or the new stores are there already, and as `Store` does.
@@ -52,12 +54,16 @@ def reshard(given: Sequence[str], num_ranks: int) -> None:
             step = commits[0].facts.get("global_step")
             what = f"commit {commits[0].number}" if step is None else f"step {step}"
             folders = ", ".join(store.paths[0].path for store in new)
-            Console().print(
-                f"{what} of {times(num_before, 'rank')} is in {folders}. Delete the store of the {num_before} in "
-                f"{', '.join(store.paths[0].path for store in old)} before a run goes on.",
-                soft_wrap=True,
-                highlight=False,
-            )
+            said = f"{what} of {times(num_before, 'rank')} is in {folders}"
+            before = [[path.path for path in store.paths] for store in old]
+            for directories in before if removes_old else ():
+                remove_store(directories)
+        if not removes_old:
+            said += "; what it was cut from stays until you delete it (--remove-old does)"
+        elif num_before > 1:
+            for directory in (directory for directories in before for directory in directories):
+                remove_folder(directory)
+        Console().print(said, soft_wrap=True, highlight=False)
     finally:
         io.close()
 

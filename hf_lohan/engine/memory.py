@@ -71,9 +71,7 @@ class Tiers:
         self.io.close()
 
 
-def open_tiers(
-    layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None
-) -> Tiers:
+def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
     """Take the memory, and open the model's store or create it. Its records are zeros, to be loaded; what an earlier
     run committed is there until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
     plan, links = layout.plan, links or Links.alone()
@@ -112,9 +110,7 @@ def open_tiers(
             of_this_rank = shared_gradients.bytes.split(num_bytes)[links.ranks.local_rank]
 
         def pool(name: str, num_buffers: int, memory: Tensor | None = None) -> BufferPool:
-            return BufferPool(
-                device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes, memory=memory
-            )
+            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes, memory=memory)
 
         tiers = Tiers(
             device,

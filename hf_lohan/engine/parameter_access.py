@@ -125,9 +125,7 @@ class ParameterAccess:
                 for start, piece in self._read_of(owner, block, kind, first_element, last_element):
                     yield first_element - begin + start, piece
 
-    def _read_of(
-        self, owner: int, block: Block, kind: str, first: int, last: int
-    ) -> Iterator[tuple[int, Tensor]]:
+    def _read_of(self, owner: int, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over elements [first, last) of a record that ``owner`` has."""
         links, tag = self._links, f"{kind} of {block.name}"
         if owner == links.ranks.rank:
