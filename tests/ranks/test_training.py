@@ -4,6 +4,7 @@ the gradients of as many batches."""
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,11 +13,12 @@ import torch
 from torch import Tensor
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice
+from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
+from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -57,37 +59,56 @@ def seed_of(step: int, rank: int, micro: int = 0) -> int:
 
 
 def train_rank(
-    links: Links, folder: Path, family: str, max_norm: float, accumulation: int = 1, **settings: Any
+    links: Links,
+    folder: Path,
+    family: str,
+    max_norm: float,
+    accumulation: int = 1,
+    *,
+    num_batches: int = 1,
+    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
+    after_step: Callable[[OffloadEngine, int], object] = lambda _engine, _step: None,
+    spoils: Callable[[int, int], bool] = lambda _step, _rank: False,
+    **settings: Any,
 ) -> Trained:
-    """One rank of several, under an engine."""
+    """One rank of several, under an engine; or, alone, with the batches of ``num_batches`` ranks. ``spoils``: whether
+    a rank's loss is not finite in a step."""
     rank = links.ranks.rank
     with _ONE_GENERATOR:
         model = tiny_model(family).train()
     own_folder = str(folder / f"rank-{rank}")
     config = OffloadConfig.load(
         {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "ssd": own_folder, "io_threads": 1, "prefetch_blocks": 1},
-        activations="recompute",
-        **settings,
+        **{"activations": "recompute", **settings},
     ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
     layout = lay_out(
-        model, config, working_dtype=torch.float32, hold_gradients=max_norm > 0 or accumulation > 1, ranks=links.ranks
+        model,
+        config,
+        working_dtype=dtype,
+        hold_gradients=max_norm > 0 or accumulation * num_batches > 1,
+        ranks=links.ranks,
     )
-    tiers = open_tiers(layout, config, CpuDevice(), links)
+    tiers = open_tiers(layout, config, device or CpuDevice(), links)
     drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
     engine = OffloadEngine(model, layout, tiers, config)
     try:
         optimizer = OffloadAdamW(model.parameters(), lr=LR, weight_decay=0.1, engine=engine)
         norms, losses = [], []
         for step in range(NUM_STEPS):
-            for micro in range(accumulation):
-                engine.announce_backward(is_final=micro == accumulation - 1)
-                loss = model(**tiny_batch(seed=seed_of(step, rank, micro))).loss
-                (loss / accumulation).backward()
+            for batch in range(accumulation * num_batches):
+                engine.announce_backward(is_final=batch == accumulation * num_batches - 1)
+                seed = seed_of(step, rank + batch // accumulation, batch % accumulation)
+                loss = model(**tiny_batch(seed=seed)).loss
+                if spoils(step, rank + batch // accumulation):
+                    loss = loss * float("nan")
+                (loss / accumulation / num_batches).backward()
                 losses.append(loss.detach())
             if max_norm:
                 norms.append(engine.clip_grad_norm(max_norm))
             optimizer.step()
             optimizer.zero_grad()
+            after_step(engine, step)
         weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
         return Trained(weights, norms, losses)
     finally:
@@ -130,6 +151,81 @@ def test_three_ranks_agree_and_are_near_one_process(tmp_path: Path) -> None:
         assert all(torch.equal(ours.weights[name], weight) for name, weight in trained[0].weights.items())
         for name, weight in stock.weights.items():
             assert (ours.weights[name] - weight).abs().max() < 2e-2 * LR * NUM_STEPS
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_bfloat16_ranks_sum_in_float32_as_one_process_of_ours_does(family: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"dtype": torch.bfloat16}
+    alone = train_rank(Links.alone(), tmp_path / "alone", family, 0.5, num_batches=2, **settings)
+    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, family, 0.5, **settings)):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+        assert all(map(torch.equal, ours.norms, alone.norms))
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_guesses_about_the_norm_of_all_ranks_come_true_or_are_undone(max_norm: float, tmp_path: Path) -> None:
+    stock = train_stock("llama", 2, max_norm)
+    applied: list[str | None] = []
+
+    def note(engine: OffloadEngine, _step: int) -> None:
+        assert engine.last_step is not None
+        applied.append(engine.last_step.applied)
+
+    trained = run_ranks(
+        2, lambda links: train_rank(links, tmp_path, "llama", max_norm, clip="speculate", after_step=note)
+    )
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+    assert ("accepted" if max_norm == 100.0 else "redone") in applied
+
+
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path: Path) -> None:
+    skipped: list[bool] = []
+
+    def spoils(step: int, rank: int) -> bool:
+        return (step, rank) == (1, 1)
+
+    alone = train_rank(Links.alone(), tmp_path / "alone", "llama", 0.5, num_batches=2, spoils=spoils)
+    trained = run_ranks(
+        2,
+        lambda links: train_rank(
+            links,
+            tmp_path,
+            "llama",
+            0.5,
+            spoils=spoils,
+            after_step=lambda engine, _step: skipped.append(engine.step_was_skipped),
+        ),
+    )
+    assert sum(skipped) == 2
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in alone.weights.items())
+
+
+def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
+    stock = train_stock("llama", 2, 0.5)
+
+    def evaluate(engine: OffloadEngine, step: int) -> None:
+        with torch.no_grad():
+            engine.model(**tiny_batch(seed=7 + step))
+
+    for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate)):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(2, 10))])
+def test_no_wait_is_missing_where_copies_run_late(seed: int, max_norm: float, tmp_path: Path) -> None:
+    stock = train_stock("llama", 2, max_norm)
+
+    devices = [AsyncDevice(seed, max_delay_s=5e-4) for _ in range(2)]  # here, for their threads last
+
+    def train(links: Links) -> Trained:
+        return train_rank(links, tmp_path, "llama", max_norm, device=devices[links.ranks.rank])
+
+    for ours in run_ranks(2, train, delays_seed=seed):
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
 
 
 def check_against_stock(num_ranks: int, family: str, max_norm: float, folder: Path) -> None:
