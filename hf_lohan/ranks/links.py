@@ -179,6 +179,10 @@ class Links:
 
     # Waiting and failing
 
+    def set_timeout(self, timeout_s: float) -> None:
+        """How long a rank may be silent from here on while it is waited for."""
+        self.timeout_s = timeout_s
+
     def notify(self) -> None:
         """Have those who wait look again."""
         with self.lock:
@@ -236,7 +240,10 @@ class Links:
             self.send_all(Kind.HELLO, self.ranks.rank, self.ranks.num_ranks, os.getpid())
 
     def fail(self, error: BaseException) -> None:
-        """Tell all others that this rank cannot go on. Nothing can be sent or waited for after that."""
+        """Tell all others that this rank cannot go on. Nothing can be sent or waited for after that. In a forked child:
+        do nothing."""
+        if not self._owner.is_here:
+            return
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
         self._note(Failure(origin, text or f"{type(error).__name__}: {error}", error))
         self._tell_failure()

@@ -6,6 +6,7 @@ telling it; anything else that finds the port is sent away.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import hmac
 import json
@@ -14,8 +15,10 @@ import os
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NoReturn, Protocol
@@ -58,7 +61,20 @@ def connect(ranks: Ranks, store: Store, timeout_s: float) -> Links:
     be silent while it is waited for. Raises RankTimeoutError."""
     if ranks.num_ranks == 1:
         return Links.alone()
-    return _Meeting(ranks, store, timeout_s).hold()
+    links = _Meeting(ranks, store, timeout_s).hold()
+    atexit.register(_end, weakref.ref(links))
+    return links
+
+
+def _end(links_ref: weakref.ref[Links]) -> None:
+    """The program is over: the others are told the exception that ended it, or that all is well."""
+    links = links_ref()
+    if links is None:
+        return
+    error = getattr(sys, "last_value", None)
+    if isinstance(error, BaseException):
+        links.fail(error)
+    links.close()
 
 
 class _Meeting:

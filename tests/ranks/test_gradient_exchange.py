@@ -17,6 +17,7 @@ from hf_lohan.ranks import (
     RankFailedError,
     RanksDisagreeError,
     SharedRegion,
+    box_sums,
 )
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
@@ -51,13 +52,15 @@ def run_drawn(seed: int) -> None:
     check(backwards, found)
 
 
-def test_gradients_come_in_any_order() -> None:
+def test_gradients_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 700)
     for seed in range(12):
         run_drawn(seed)
 
 
 @pytest.mark.slow
-def test_gradients_come_in_a_thousand_orders() -> None:
+def test_gradients_come_in_a_thousand_orders(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 5000)
     for seed in range(12, 1012):
         run_drawn(seed)
 
@@ -76,7 +79,10 @@ def test_within_a_box_no_gradient_is_sent() -> None:
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1), (8, 2)])
-def test_a_sum_may_take_the_place_of_the_owners_own_gradient(num_ranks: int, num_local: int) -> None:
+def test_a_sum_may_take_the_place_of_the_owners_own_gradient(
+    num_ranks: int, num_local: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 500)
     backwards = Backwards(num_ranks, num_local, seed=4, num_chunks=6, share_without=0.0)
 
     class InPlace(RankOfExchange):

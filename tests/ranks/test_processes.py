@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -12,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_processes import RankProcesses
 
 from hf_lohan.ranks import Lane, Links, SharedRegion
@@ -75,6 +78,43 @@ def test_a_child_that_outlives_its_rank_does_not_hide_its_end() -> None:
         for child in children:
             os.kill(child, signal.SIGKILL)
         ranks.close()
+
+
+PROGRAM = """
+import sys
+import torch.distributed as dist
+from hf_lohan.ranks import Ranks, connect
+rank, port = int(sys.argv[1]), int(sys.argv[2])
+links = connect(Ranks(rank, 2, rank, 2), dist.TCPStore("127.0.0.1", port, is_master=False), 60.0)
+links.barrier("the start")
+if rank == 1:
+    {ends}
+links.barrier("the next step")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ends", "told"),
+    [
+        ("raise OSError('the drive is full')", r"rank 1 \(.*\) failed: OSError: the drive is full while rank 0"),
+        ("sys.exit(0)", r"rank 1 \(.*\) had ended its run while rank 0 waited for the next step"),
+        ("import os; os._exit(1)", r"rank 1 \(.*\) ended while rank 0 waited for the next step"),
+    ],
+)
+def test_a_program_that_ends_without_closing_says_how_it_ended(ends: str, told: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    programs = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM.format(ends=ends), str(rank), str(store.port)],
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        )
+        for rank in range(2)
+    ]
+    errors = [program.communicate(timeout=120)[1] for program in programs]
+    assert programs[0].returncode == 1
+    assert re.search(told, errors[0]), errors[0]
 
 
 def interrupt_itself(links: Links, report: Report) -> str:

@@ -162,3 +162,17 @@ def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
 
     outcomes = rank_outcomes(3, ask)
     assert [outcome.result for outcome in outcomes[1:]] == [0, 0]
+
+
+def test_a_timeout_may_be_set_later() -> None:
+    def wait(links: Links) -> str:
+        links.barrier("the start")
+        links.set_timeout(0.3)
+        if links.ranks.rank == 0:
+            threading.Event().wait(1.0)
+            return "done"
+        return many_steps(links)
+
+    outcomes = rank_outcomes(2, wait, timeout_s=60.0)
+    assert isinstance(outcomes[1].error, RankTimeoutError)
+    assert "said nothing for 0.3 s" in str(outcomes[1].error)
