@@ -93,6 +93,7 @@ links.barrier("the next step")
 """
 
 
+@pytest.mark.slow  # each imports torch twice
 @pytest.mark.parametrize(
     ("ends", "told"),
     [

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import socket
 import threading
+import time
 
 import pytest
 import torch
 
-from hf_lohan.ranks import Kind, Lane, Links, RankFailedError, RankTimeoutError
+from hf_lohan.ranks import Kind, Lane, Links, RankFailedError, Ranks, RankTimeoutError
 from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
 
 SOON_S = 1.0
@@ -97,6 +99,32 @@ def test_a_rank_that_fails_says_why_to_those_who_wait() -> None:
         assert isinstance(outcomes[2].error, OSError)
         for error in errors_of(outcomes, but=2):
             assert re.match(r"rank 2 \(.*\) failed: OSError: the drive is full while rank \d w", str(error))
+
+
+class SlowSocket:
+    """What comes is read late."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self.fileno, self.sendmsg, self.shutdown, self.close = end.fileno, end.sendmsg, end.shutdown, end.close
+
+    def recv_into(self, buffer: memoryview) -> int:
+        num_bytes = self._end.recv_into(buffer)
+        time.sleep(0.05)
+        return num_bytes
+
+
+def test_other_lanes_that_end_first_do_not_hide_why() -> None:
+    """A rank that fails says so in the control lane, and its other connections may be seen to end before."""
+    ends = {lane: socket.socketpair() for lane in Lane}
+    waiting = {(lane, 1): SlowSocket(pair[0]) if lane is Lane.CONTROL else pair[0] for lane, pair in ends.items()}
+    failing = {(lane, 0): pair[1] for lane, pair in ends.items()}
+    with Links(Ranks(0, 2, 0, 2), waiting, 20.0) as links:
+        other = Links(Ranks(1, 2, 1, 2), failing, 20.0)
+        other.fail(OSError("the drive is full"))
+        other.close()
+        with pytest.raises(RankFailedError, match=r"rank 1 \(.*\) failed: OSError: the drive is full while rank 0"):
+            links.wait_for(lambda: False, "the end")
 
 
 def test_a_handler_that_fails_is_the_failure_of_its_rank() -> None:

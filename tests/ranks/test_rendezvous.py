@@ -6,11 +6,12 @@ import json
 import socket
 import threading
 import time
+from functools import partial
 
 import pytest
 import torch.distributed as dist
 
-from hf_lohan.ranks import Links, Ranks, RankTimeoutError, connect
+from hf_lohan.ranks import Links, RankFailedError, Ranks, RankTimeoutError, connect, rendezvous
 from hf_lohan.ranks.rendezvous import outgoing_address
 
 
@@ -41,6 +42,21 @@ def test_ranks_meet_twice_at_one_store(num_ranks: int, num_local: int, monkeypat
             thread.join()
         for link in links:
             link.close()
+
+
+@pytest.mark.parametrize("error", [None, OSError("the drive is full")])
+def test_when_the_program_ends_the_others_are_told_how(error: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_exit: list[partial[None]] = []
+    monkeypatch.setattr(rendezvous.atexit, "register", lambda function, *args: at_exit.append(partial(function, *args)))
+    monkeypatch.setattr(rendezvous.sys, "last_value", error, raising=False)
+    ending, other = connect_threads(2, 2, dist.HashStore())
+    for end in at_exit:
+        if end.args[0]() is ending:
+            end()
+    told = "failed: OSError: the drive is full while" if error else "had ended its run while"
+    with pytest.raises(RankFailedError, match=rf"rank 0 \(.*\) {told} rank 1 waited for the next step"):
+        other.barrier("the next step")
+    other.close()
 
 
 def test_a_stranger_is_sent_away_and_keeps_nobody_out(
