@@ -98,6 +98,7 @@ class RankStore:
             self.store = Store.open([path], model=identity, engine=self._engine)
         self._chunks = {block: [c for c in block.cut(CHUNK_NUMEL) if c.owner == self.rank] for block in blocks}
         self._pool = BufferPool(CpuDevice(), name="states", num_buffers=3, buffer_bytes=4 * CHUNK_NUMEL)
+        self._outstanding: set[Chunk] = set()
         self._updates: queue.SimpleQueue[tuple[Chunk, int] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._update_all, daemon=True)
         self._thread.start()
@@ -108,7 +109,10 @@ class RankStore:
         return content(self._numbers[block], block, self.versions[block])
 
     def update(self, block: Block) -> None:
+        while any(chunk in self._outstanding for chunk in self._chunks[block]):
+            time.sleep(1e-4)  # no step begins before the updates of the last
         self.versions[block] += 1
+        self._outstanding.update(self._chunks[block])
         self.handover.announce(self._chunks[block])
         for chunk in self._chunks[block]:
             self._updates.put((chunk, self.versions[block]))
@@ -137,6 +141,7 @@ class RankStore:
                     time.sleep(2e-3 * self._delays.random())
                 self.handover.written(new)
                 buffer.release()
+                self._outstanding.discard(chunk)
         except BaseException as error:
             self.handover.abort(error)
             raise
