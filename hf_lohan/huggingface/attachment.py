@@ -114,7 +114,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     same model (a second Trainer in a notebook), it is closed: the new one replaces what it had, as it would in a new
     process."""
     assert isinstance(config.cpu_threads, int)
-    check_layout(layout, config, links_to_other_ranks().ranks)
+    check_layout(layout, config, links_to_other_ranks())
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
     try:

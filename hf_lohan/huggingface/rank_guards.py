@@ -10,9 +10,10 @@ from accelerate import Accelerator
 from transformers import TrainingArguments
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import Ranks
+from hf_lohan.ranks import Links
 from hf_lohan.store.rank_folders import directory_of, refuse_other_ranks
 
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
@@ -71,12 +72,18 @@ def check_parallelism(parallelism: Any) -> None:
             )
 
 
-def check_layout(layout: OffloadLayout, config: OffloadConfig, ranks: Ranks) -> None:
-    """Raises ValueError for a model that several ranks cannot train, or whose store is that of other ranks."""
-    check_rules(layout.blocks, ranks.num_ranks)
+def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> None:
+    """Raises ValueError for a model that several ranks cannot train, or whose store is that of other ranks. All ranks
+    call this together; afterwards the directories are there in which each makes a folder of its own."""
+    num_ranks = links.ranks.num_ranks
+    check_rules(layout.blocks, num_ranks)
     assert config.ssd != "auto"
     for ssd in config.ssd:
-        refuse_other_ranks(directory_of(ssd.path, ranks.num_ranks), ranks.num_ranks)
+        refuse_other_ranks(directory_of(ssd.path, num_ranks), num_ranks)
+    if num_ranks > 1:
+        for ssd in config.ssd:
+            make_directory(directory_of(ssd.path, num_ranks))
+        links.barrier("the directories of the ssd paths to be there")
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:

@@ -168,6 +168,8 @@ class StepJournal(TrainerCallback):
             self._engine.commits.request(self._capture(), even_in_place=True)
         if is_last:
             self._engine.settle()
+            # torchrun ends the others when the first has ended.
+            self._engine.links.barrier("the last step to be committed")
             self._engine.close()
             self._termination.exit()
 

@@ -1,0 +1,104 @@
+"""A Trainer's script that several processes run together: `torchrun ... trained_by_ranks.py <folder> <what>`.
+
+What every run leaves in `<folder>/<what>`: what was logged, and the weights as `save_model` writes them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import hf_lohan
+from hf_lohan.testing.models import tiny_model
+
+NUM_RANKS = 2
+NUM_STEPS = 6
+OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1}
+
+
+_FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "asked", "last_step": "asked"}
+"""Where what writes its checkpoints, if not in "run"."""
+
+
+def rows(num: int, seed: int) -> list[dict[str, torch.Tensor]]:
+    """With labels of several lengths, so that batches count differently."""
+    generator = torch.Generator().manual_seed(seed)
+    found = []
+    for _ in range(num):
+        ids = torch.randint(5, 100, (16,), generator=generator)
+        labels = ids.clone()
+        labels[: int(torch.randint(1, 12, (), generator=generator))] = -100
+        found.append({"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)})
+    return found
+
+
+def arguments(output_dir: Path, *, is_alone: bool) -> TrainingArguments:
+    return TrainingArguments(
+        str(output_dir),
+        max_steps=NUM_STEPS,
+        per_device_train_batch_size=2,
+        per_device_eval_batch_size=2,
+        gradient_accumulation_steps=NUM_RANKS if is_alone else 1,
+        learning_rate=1e-2,
+        weight_decay=0.1,
+        max_grad_norm=0.5,
+        logging_steps=1,
+        eval_strategy="steps",
+        eval_steps=2,
+        save_steps=2,
+        save_total_limit=2,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        seed=3,
+    )
+
+
+class Asked(TrainerCallback):
+    """One rank of several is asked to end, in the middle of a step."""
+
+    def __init__(self, rank: int, step: int) -> None:
+        self._asked = rank, step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (args.process_index, state.global_step) == self._asked:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+class Fails(TrainerCallback):
+    """One rank raises what the others know nothing of."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (args.process_index, state.global_step) == (1, 3):
+            raise RuntimeError("a callback of rank 1 does not want to go on")
+
+
+def main(folder: Path, what: str) -> None:
+    torch.set_num_threads(1)
+    run = folder / (_FOLDERS.get(what, "run"))
+    args = arguments(run, is_alone=what in ("stock", "alone"))
+    model = tiny_model("llama")
+    data: dict[str, Any] = {"train_dataset": rows(40, seed=1), "eval_dataset": rows(8, seed=2)}
+    if what == "stock":
+        trainer = Trainer(model, args, **data)
+    else:
+        callbacks = {"asked": [Asked(1, 3)], "fails": [Fails()]}.get(what, [])
+        trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=OFFLOAD)
+    checkpoint = str(folder / "run" / "checkpoint-4")
+    resume: Any = {"last_step": "last_step", "checkpoint": checkpoint, "alone": checkpoint}.get(what)
+    trainer.train(resume_from_checkpoint=resume)
+    trainer.save_model(str(folder / what))
+    if args.process_index == 0:
+        facts = {"log": trainer.state.log_history, "wrapped": type(trainer.model_wrapped).__name__}
+        (folder / what / "facts.json").write_text(json.dumps(facts))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2])
