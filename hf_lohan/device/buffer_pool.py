@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hf_lohan.device.base import Device
+
+_LOOK_S = 1.0
 
 
 class PoolAborted(RuntimeError):
@@ -78,18 +82,29 @@ class BufferPool:
         """Whole ones."""
         return len(self._free)
 
-    def acquire(self, *, half: bool = False) -> Buffer:
-        """Lend a buffer, or half of one, waiting until one is free. Raises PoolAborted if the pool is shut
-        meanwhile."""
-        with self._lock:
-            self._changed.wait_for(lambda: self._free or (half and self._free_halves) or self._cause is not None)
-            if self._cause is not None:
-                raise PoolAborted(f"buffer pool {self.name!r} was shut: {self._cause}") from self._cause
-            buffer = self._take_half() if half else self._free.pop()
-            buffer._num_users = 1
-            self._bytes_on_loan += buffer.bytes.numel()
-            self.high_water_bytes = max(self.high_water_bytes, self._bytes_on_loan)
-            return buffer
+    def acquire(self, *, half: bool = False, waiting: Callable[[float], object] | None = None) -> Buffer:
+        """Lend a buffer, or half of one, waiting until one is free. Raises PoolAborted if the pool is shut meanwhile.
+        While this waits, ``waiting`` is called every second with when it began (`time.monotonic`)."""
+        began_s = time.monotonic()
+        while True:
+            with self._lock:
+                if self._changed.wait_for(lambda: self._has(half), None if waiting is None else _LOOK_S):
+                    return self._take(half)
+            assert waiting is not None
+            waiting(began_s)
+
+    def _has(self, half: bool) -> bool:
+        """Whether there is something to take, or nothing will ever be."""
+        return bool(self._free or (half and self._free_halves) or self._cause is not None)
+
+    def _take(self, half: bool) -> Buffer:
+        if self._cause is not None:
+            raise PoolAborted(f"buffer pool {self.name!r} was shut: {self._cause}") from self._cause
+        buffer = self._take_half() if half else self._free.pop()
+        buffer._num_users = 1
+        self._bytes_on_loan += buffer.bytes.numel()
+        self.high_water_bytes = max(self.high_water_bytes, self._bytes_on_loan)
+        return buffer
 
     def try_acquire(self, num_buffers: int = 1, *, leave: int = 0) -> list[Buffer] | None:
         """Lend so many buffers if they and `leave` more are free now; else None. Raises PoolAborted if the pool is

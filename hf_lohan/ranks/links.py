@@ -179,10 +179,6 @@ class Links:
 
     # Waiting and failing
 
-    def set_timeout(self, timeout_s: float) -> None:
-        """How long a rank may be silent from here on while it is waited for."""
-        self.timeout_s = timeout_s
-
     def notify(self) -> None:
         """Have those who wait look again."""
         with self.lock:
@@ -215,6 +211,18 @@ class Links:
                 if silent and (peers is not None or len(silent) == len(there)):
                     self._raise_silent(silent, what)
                 self.changed.wait(SLICE_S)
+
+    def refuse_silence(self, what: str, peers: Collection[int], since_s: float) -> None:
+        """For who waits for these ranks in another way, since `since_s` (`time.monotonic`). Raises RankFailedError or
+        RankTimeoutError where that is in vain."""
+        with self.lock:
+            if self._failure is not None:
+                self._raise_failure(f"waited for {what}")
+            there = [self._peers[rank] for rank in peers]
+            now_s = time.monotonic()
+            silent = [peer for peer in there if now_s - max(peer.last_heard_s, since_s) > self.timeout_s]
+            if silent:
+                self._raise_silent(silent, what)
 
     def raise_if_failed(self, what: str) -> None:
         """Raise RankFailedError, or what failed here, if anything did. `what` completes "while rank 0 ..."."""

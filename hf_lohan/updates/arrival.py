@@ -84,7 +84,7 @@ class GradientArrivals:
         if arrived is None:
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
-                buffer = self._pool.acquire(half=keeps_dtype)
+                buffer = self._pool.acquire(half=keeps_dtype, waiting=self._pipeline.while_waiting)
             arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype)
         source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
         self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)

@@ -23,6 +23,11 @@ class GradientMeans(Protocol):
     def given(self) -> Set[Chunk]:
         """What came in this step."""
 
+    @property
+    def while_waiting(self) -> Callable[[float], object] | None:
+        """To be called now and then by who waits for a buffer in which gradients arrive, with when that began: raises
+        where other ranks keep them in vain. None where there are no others."""
+
     def when_none_was_given(self, apply: Apply) -> None:
         """What is called with a mean that is this rank's to update, and of which it had no gradient itself."""
 
@@ -49,6 +54,7 @@ class OwnGradients:
 
     are_of_many = False
     given: Set[Chunk] = frozenset()
+    while_waiting = None
 
     def __init__(self, put: Callable[[Command], None], failed: Callable[[BaseException], None]) -> None:
         """Neither is needed: nothing comes from elsewhere."""

@@ -67,6 +67,11 @@ class GradientPipeline:
             self._thread.put(accept)
 
     @property
+    def while_waiting(self) -> Callable[[float], object] | None:
+        """See `GradientMeans`."""
+        return self._means.while_waiting
+
+    @property
     def has_gradients(self) -> bool:
         """Whether any of the step in progress have come."""
         return bool(self._announced)

@@ -39,6 +39,7 @@ class RankMeans:
         """``buffers``: those in which gradients arrive, in ``memory``; ``chunks``: all, in one order on all ranks;
         ``put`` runs something on the worker's thread; ``failed`` is told what went wrong on another rank."""
         self._links = links
+        self._rank = links.ranks.rank
         self._device = device
         self._buffer_bytes = buffers.buffer_bytes
         self._chunks = chunks
@@ -66,6 +67,11 @@ class RankMeans:
         """See `GradientMeans`."""
         return self._given.keys()
 
+    def while_waiting(self, since_s: float) -> None:
+        """See `GradientMeans`."""
+        keepers = {chunk.owner for chunk in list(self._given)} - {self._rank}
+        self._links.refuse_silence("its gradients to be added up", keepers, since_s)
+
     def give(self, gradient: ChunkGradient, apply: Apply) -> None:
         """See `GradientMeans`."""
         chunk = gradient.chunk
@@ -78,7 +84,7 @@ class RankMeans:
             if piece.param_slice not in gradient.slices:
                 gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # it held anything
         self._given[chunk] = gradient, apply
-        is_own = chunk.owner == self._links.ranks.rank  # then the mean will lie in its buffer
+        is_own = chunk.owner == self._rank  # then the mean will lie in its buffer
         lent = None if is_own else gradient.buffer
         self._exchange.publish(self._key_of[chunk], gradient.values, _bits_of(gradient), lent)
 
@@ -117,7 +123,7 @@ class RankMeans:
         for rank, end in enumerate(ends):
             if end != mine:
                 raise RanksDisagreeError(
-                    f"rank {self._links.ranks.rank} {_worded(mine)} the step's gradients, and rank {rank} "
+                    f"rank {self._rank} {_worded(mine)} the step's gradients, and rank {rank} "
                     f"{_worded(end)} them; all ranks have to do the same: look for what only one of them catches or "
                     "skips"
                 )

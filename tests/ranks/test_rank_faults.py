@@ -195,7 +195,7 @@ def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
 def test_a_timeout_may_be_set_later() -> None:
     def wait(links: Links) -> str:
         links.barrier("the start")
-        links.set_timeout(0.3)
+        links.allow_silence(0.3)
         if links.ranks.rank == 0:
             threading.Event().wait(1.0)
             return "done"

@@ -77,6 +77,7 @@ def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPoo
     pipeline: Any = SimpleNamespace(
         norms=GradientNorms(block.slices),
         holds_gradients=True,
+        while_waiting=None,
         speculates=False,
         submit=lambda arrived, **_options: handed_on.append(arrived),
     )
