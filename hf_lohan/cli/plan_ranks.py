@@ -6,8 +6,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
-from hf_lohan.config import Collectives
+from hf_lohan.config import Collectives, OffloadConfig
 from hf_lohan.planner import Cluster, CollectiveChoice, HardwareProfile, OffloadPlan
+from hf_lohan.planning.rank_setup import choice_of
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
@@ -44,14 +45,11 @@ def with_link(hardware: HardwareProfile, link: str | None, num_boxes: int) -> Ha
     return hardware
 
 
-def collective_choice(asked: str | None, configured: Collectives) -> CollectiveChoice:
+def collective_choice(asked: str | None, config: OffloadConfig) -> CollectiveChoice:
     """What a plan may choose from. A configuration that says nothing leaves all that is exact."""
     if asked is not None:
         return CollectiveChoice.parse(asked)
-    if configured == Collectives():
-        return CollectiveChoice()
-    names = {name: getattr(configured, name) for name in ("forward", "backward", "gradients")}
-    return CollectiveChoice.parse(",".join(f"{name}={value}" for name, value in names.items()))
+    return CollectiveChoice() if config.collectives == Collectives() else choice_of(config)
 
 
 def of_each_rank(cluster: Cluster) -> str:

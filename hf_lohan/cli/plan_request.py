@@ -15,8 +15,9 @@ from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import BudgetError, Cluster, HardwareProfile
+from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, why_in_turn
+from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
 
 _DEFAULT_SSD_PATH = "_lohan/store"
@@ -66,8 +67,9 @@ class PlanRequest:
             raise ValueError(f"{self.num_ranks} ranks on {self.num_boxes} boxes; give equally many to each box")
 
     @property
-    def cluster(self) -> Cluster:
-        return Cluster(num_boxes=self.num_boxes, num_local=self.num_ranks // self.num_boxes)
+    def ranks(self) -> Ranks:
+        """The first of them: all have as much to do."""
+        return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_boxes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,9 +118,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
                 cpu_memory=other.ram_factor * ram if isinstance(ram, int) else ram,
                 resident_records="auto",
             )
-    cluster = request.cluster
+    ranks = request.ranks
     config = asked.resolve(
-        host_memory_bytes=host_bytes // cluster.num_local,
+        host_memory_bytes=host_bytes // ranks.num_local,
         device_memory_bytes=device_bytes,
         num_cpus=usable_cpus(),
         default_ssd_path=_DEFAULT_SSD_PATH,
@@ -131,7 +133,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     is_auto = config.vertical_micro_batches == "auto" and is_accumulated
     in_turn_because = why_in_turn(model) if is_auto else None
     # What several ranks have summed goes to its owner once a step.
-    is_own_choice = is_auto and cluster.num_ranks > 1 and in_turn_because is None
+    is_own_choice = is_auto and ranks.num_ranks > 1 and in_turn_because is None
     is_joint = (config.vertical_micro_batches is True and is_accumulated) or is_own_choice
     is_open = is_auto and not is_joint
     shape = StepShape(
@@ -145,8 +147,9 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         config,
         working_dtype=dtype if request.lora_rank is None else None,  # adapters are float32
         hold_gradients=request.max_grad_norm > 0 or shape.num_micro_batches > 1,
-        sums_gradients=request.num_micro_batches > 1 or cluster.num_ranks > 1,
+        sums_gradients=request.num_micro_batches > 1,
         memory_is_host=memory_is_host,
+        ranks=ranks,
     )
     planned = plan_step(
         model,
@@ -154,12 +157,11 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         config,
         shape,
         measure=lambda traced, _shape: with_link(
-            hardware or _measured(config, device, traced, dtype), request.link, cluster.num_boxes
+            hardware or _measured(config, device, traced, dtype), request.link, request.num_boxes
         ),
         fused_attention=not memory_is_host,
         may_run_together=is_open and in_turn_because is None,
-        cluster=cluster,
-        collectives=collective_choice(request.collectives, config.collectives),
+        collectives=collective_choice(request.collectives, config),
     )
     return PlannedRun(
         **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because

@@ -52,7 +52,7 @@ from hf_lohan.planner.pool_plan import (
     step_traffic,
 )
 from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
-from hf_lohan.planner.rank_search import part_of, plan_over_ranks
+from hf_lohan.planner.rank_search import plan_over_ranks
 from hf_lohan.planner.unit_cuts import cut_units
 
 __all__ = [
@@ -95,7 +95,6 @@ __all__ = [
     "fits_without_offloading",
     "forecast",
     "one_more_ssd",
-    "part_of",
     "plan_offload",
     "plan_over_ranks",
     "plan_pools",

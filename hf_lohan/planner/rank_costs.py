@@ -40,12 +40,13 @@ class RankStepCosts(StepCosts):
         unwritten_bytes = int(in_ram_bytes * (1 - setup.committed_fraction))
         # Of a box: its part of the records, and what all of its ranks have in RAM.
         self._update_write_bytes += unwritten_bytes
-        self._update_write_bytes = self._update_write_bytes / num_boxes - num_local * unwritten_bytes
+        # Parts are not all equal, so what all have is at most all that there is.
+        self._update_write_bytes = max(0, self._update_write_bytes / num_boxes - num_local * unwritten_bytes)
         self._update_read_bytes /= num_boxes
         self._updated_bytes /= num_boxes
         self._num_updated_params /= num_boxes
         self._resident_param_bytes *= num_local
-        self._resident_update_read_bytes *= num_local
+        self._resident_update_read_bytes = min(num_local * self._resident_update_read_bytes, self._update_read_bytes)
         self._spilled_gradient_bytes *= num_local
         self._own_param_bytes = self._param_bytes / num_boxes
         self._copied_bytes = cluster.copied_bytes(self._param_bytes)

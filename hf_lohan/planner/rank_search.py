@@ -11,7 +11,6 @@ from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import OffloadPlan, TrainingSetup
 from hf_lohan.planner.plan_search import plan_offload
-from hf_lohan.planner.pool_plan import RecordTraffic
 
 WORTH_ANOTHER_WAY = 0.99
 """Of the step of a way that rounds less, or needs no copy."""
@@ -44,13 +43,3 @@ def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
     if plan.fits != than.fits:
         return plan.fits
     return plan.prediction.step_s < WORTH_ANOTHER_WAY * than.prediction.step_s
-
-
-def part_of(record: RecordTraffic, num_ranks: int) -> RecordTraffic:
-    """What a rank has of a record that is cut into equal parts."""
-    return replace(
-        record,
-        num_bytes=-(-record.num_bytes // num_ranks),
-        read_bytes_per_step=-(-record.read_bytes_per_step // num_ranks),
-        update_read_bytes=-(-record.update_read_bytes // num_ranks),
-    )

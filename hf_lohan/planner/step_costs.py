@@ -159,7 +159,7 @@ class StepCosts:
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
-        self._resident_update_read_bytes = sum(
+        self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
         )
         # An update writes what it has read. Between commits what lives in RAM stays there.

@@ -1,31 +1,36 @@
-"""What one of several ranks has to plan with: its part of records and gradients."""
+"""What one of several ranks has to plan with, beside what its layout says."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_lohan.planner import Cluster, TrainingSetup, part_of
+from hf_lohan.config import OffloadConfig
+from hf_lohan.model import Block
+from hf_lohan.planner import Cluster, CollectiveChoice, TrainingSetup
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.layout import OffloadLayout
 
 
-def of_one_rank(setup: TrainingSetup, layout: OffloadLayout, cluster: Cluster) -> TrainingSetup:
-    """The setup of a run on ``cluster``, from that of one rank that has everything. Of the RAM in which that one would
-    hold gradients a rank needs less, and the rest is for copies of records."""
-    num_ranks = cluster.num_ranks
-    if num_ranks == 1:
+def of_one_rank(setup: TrainingSetup, layout: OffloadLayout) -> TrainingSetup:
+    """The setup of a rank, from what ``layout`` says of the whole model."""
+    ranks = layout.ranks
+    if ranks.num_ranks == 1:
         return setup
-    held, spilled = (
-        MASTER_ITEMSIZE_BYTES * sum(block.state_numel for block in layout.blocks if block.name in names)
-        for names in (layout.plan.held_blocks, layout.plan.spilled_blocks)
-    )
-    own_bytes = -(-(held + spilled) // num_ranks)
-    unused_bytes = max(0, held - own_bytes)
+    spilled = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)
     return replace(
         setup,
-        cluster=cluster,
-        records=tuple(part_of(record, num_ranks) for record in setup.records),
-        spilled_gradient_bytes=max(0, own_bytes - held),
-        cpu_fixed_bytes=setup.cpu_fixed_bytes - unused_bytes,
-        record_cpu_bytes=setup.record_cpu_bytes + unused_bytes,
+        cluster=Cluster(num_boxes=ranks.num_nodes, num_local=ranks.num_local),
+        spilled_gradient_bytes=MASTER_ITEMSIZE_BYTES * sum(_own_state_numel(block, ranks.rank) for block in spilled),
+        cpu_fixed_bytes=setup.cpu_fixed_bytes + layout.shared_weight_bytes // ranks.num_local,
     )
+
+
+def choice_of(config: OffloadConfig) -> CollectiveChoice:
+    """The ways that a run is told to send weights and gradients. Where a copy lies in a box is open."""
+    names = {name: getattr(config.collectives, name) for name in ("forward", "backward", "gradients")}
+    return CollectiveChoice.parse(",".join(f"{name}={value}" for name, value in names.items()))
+
+
+def _own_state_numel(block: Block, rank: int) -> int:
+    start, stop = block.rank_ranges[rank]
+    return min(stop, block.state_numel) - min(start, block.state_numel)

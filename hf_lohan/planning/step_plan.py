@@ -17,7 +17,6 @@ from hf_lohan.planner import (
     MIN_SLOTS_TO_LEND,
     BlockProfile,
     BudgetError,
-    Cluster,
     CollectiveChoice,
     Durability,
     HardwareProfile,
@@ -30,10 +29,9 @@ from hf_lohan.planner import (
     plan_over_ranks,
 )
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
-from hf_lohan.planning.rank_setup import of_one_rank
+from hf_lohan.planning.rank_setup import choice_of, of_one_rank
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
-ONE_RANK, ALL_EXACT = Cluster(), CollectiveChoice()
 _MOST_TRACED = 64
 _traced: dict[Any, TracedModel] = {}
 """What models of this process were seen to do. A resumed or repeated run has the model of the first."""
@@ -90,17 +88,16 @@ def plan_step(
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
     may_run_together: bool = False,
-    cluster: Cluster = ONE_RANK,
-    collectives: CollectiveChoice = ALL_EXACT,
+    collectives: CollectiveChoice | None = None,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
 
     ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
     to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
-    also planned to run together, and the shape of what is returned says which of the two is better. On a ``cluster``
-    model, configuration and shape are those of each rank, and one of the ways that ``collectives`` leaves is taken.
-    Raises ValueError
-    for a model or a batch that cannot be traced; what does not fit is said by the plan.
+    also planned to run together, and the shape of what is returned says which of the two is better. Where the layout is
+    that of one of several ranks, configuration and shape are those of each, and one of the ways to send weights and
+    gradients is taken that ``collectives`` leaves, by default the configuration. Raises ValueError for a model or a
+    batch that cannot be traced; what does not fit is said by the plan.
     """
 
     def plan(shape: StepShape, measure: Callable[[TracedModel, StepShape], HardwareProfile]) -> PlannedStep:
@@ -113,8 +110,7 @@ def plan_step(
             durability=durability,
             device=device,
             fused_attention=fused_attention,
-            cluster=cluster,
-            collectives=collectives,
+            collectives=collectives or choice_of(config),
         )
 
     in_turn = plan(shape, measure)
@@ -151,7 +147,6 @@ def _plan_shape(
     durability: Durability | None,
     device: torch.device | str,
     fused_attention: bool,
-    cluster: Cluster,
     collectives: CollectiveChoice,
 ) -> PlannedStep:
     """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
@@ -176,12 +171,14 @@ def _plan_shape(
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
         found: PlannedStep | None = None
         for split in layout.ram_splits():
-            whole = of_one_rank(training_setup(config, split, shape, durability), split, cluster)
-            plan, setup = plan_over_ranks(profile, hardware, whole, collectives.ways(cluster.num_boxes))
+            own = of_one_rank(training_setup(config, split, shape, durability), split)
+            plan, setup = plan_over_ranks(profile, hardware, own, collectives.ways(own.cluster.num_boxes))
             plan = replace(plan, in_memory=in_memory)
             if found is None or _is_better(plan, found.plan):
-                own = replace(split, is_split=True)
-                found = PlannedStep(shape=shape, layout=own, profile=profile, hardware=hardware, setup=setup, plan=plan)
+                whole = replace(split, is_split=True)
+                found = PlannedStep(
+                    shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan
+                )
         assert found is not None
         return found
 
