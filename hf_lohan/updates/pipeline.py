@@ -138,7 +138,10 @@ class GradientPipeline:
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
         self._announced = set()
         self._means.end_step()
-        return self._worker.abandoned
+        touched, remains = self._worker.abandoned
+        if self._means.are_of_many:  # each has updated others, and what all have to load again must not differ
+            touched = {block for block in self._block_of.values() if block.state_numel}
+        return touched, remains
 
     # For who reads weights, or the store.
 

@@ -179,20 +179,21 @@ def test_guesses_about_the_norm_of_all_ranks_come_true_or_are_undone(max_norm: f
     assert ("accepted" if max_norm == 100.0 else "redone") in applied
 
 
-def test_all_ranks_skip_a_step_that_is_not_finite_on_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_all_ranks_skip_a_step_that_is_not_finite_on_one(max_norm: float, tmp_path: Path) -> None:
     skipped: list[bool] = []
 
     def spoils(step: int, rank: int) -> bool:
         return (step, rank) == (1, 1)
 
-    alone = train_rank(Links.alone(), tmp_path / "alone", "llama", 0.5, num_batches=2, spoils=spoils)
+    alone = train_rank(Links.alone(), tmp_path / "alone", "llama", max_norm, num_batches=2, spoils=spoils)
     trained = run_ranks(
         2,
         lambda links: train_rank(
             links,
             tmp_path,
             "llama",
-            0.5,
+            max_norm,
             spoils=spoils,
             after_step=lambda engine, _step: skipped.append(engine.step_was_skipped),
         ),
