@@ -249,6 +249,7 @@ class OffloadEngine:
         self._prefetcher.foresee(is_training=True)
         self._pass.clock.end_step()
         self.commits.end_step()
+        self.tiers.coded.end_step()
         self._plan.end_step()
         self.skipped_steps.note(result)
 

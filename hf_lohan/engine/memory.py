@@ -13,6 +13,7 @@ from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import Activations, OffloadConfig
 from hf_lohan.device import BufferPool, Device
+from hf_lohan.engine.coded_lanes import CodedLanes
 from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep
@@ -42,6 +43,8 @@ class Tiers:
     recall: BufferPool
     links: Links
     """To the other ranks. They outlive this."""
+    coded: CodedLanes
+    """What goes to those on other machines."""
     shared_gradients: SharedRegion | None = None
     """Where there are several ranks, the memory of the buffers in which gradients arrive, of all ranks of this box."""
     shared_weights: SharedRegion | None = None
@@ -75,6 +78,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     """Take the memory, and open the model's store or create it. Its records are zeros, to be loaded; what an earlier
     run committed is there until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
     plan, links = layout.plan, links or Links.alone()
+    coded = CodedLanes(config.collectives, links)
     assert links.ranks == layout.ranks, "a store is laid out for the ranks that there are"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(
@@ -122,6 +126,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             pool("gradients", plan.num_gradient_buffers, of_this_rank),
             pool("recall", plan.num_recall_buffers),
             links,
+            coded,
             shared_gradients,
             shared_weights,
         )

@@ -44,7 +44,9 @@ def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., Gradi
     """Makes what makes gradients those of all ranks (see `UpdateSetup.means`)."""
     if tiers.shared_gradients is None:
         return OwnGradients
-    return partial(RankMeans, tiers.links, tiers.device, tiers.gradients, tiers.shared_gradients, chunks)
+    return partial(
+        RankMeans, tiers.links, tiers.device, tiers.gradients, tiers.shared_gradients, chunks, tiers.coded.gradients
+    )
 
 
 def lend_nothing(_block: Block) -> None:

@@ -2,8 +2,9 @@
 
 The owner asks all boxes at once, and adds what they send in the order of boxes, piece by piece: a piece waits, in its
 connection, until those of the boxes before it have been added. So the order is fixed for each element, and the memory
-for it is a piece for each box. A box sends what several owners ask for in the order in which they asked. The first
-box's pieces never wait for another's, the second's only for the first's, and so on: there is no circle.
+for it is a piece for each box. A piece may be coded on its way: its head says how. A box sends what several owners ask
+for in the order in which they asked. The first box's pieces never wait for another's, the second's only for the
+first's, and so on: there is no circle.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
+from hf_lohan.ranks.coded_lane import CodedLane
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import Kind, Lane, PayloadReader
 from hf_lohan.ranks.rank_order_sum import overlap, sum_in_rank_order_
@@ -21,15 +24,20 @@ from hf_lohan.threads import FirstFailure, WorkThread
 
 PIECE_NUMEL = 256 * 1024
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
+"""How pieces may be: values of a type, or coded. A head has the place in both."""
 _Name = tuple[int, int]
 
 
 class BoxSums:
     """Of one rank: sends the sums of its box, and adds up those of others."""
 
-    def __init__(self, links: Links, sent: Callable[[_Name], object]) -> None:
-        """`sent` is called when a sum has been sent, on a thread that does nothing else but send."""
+    def __init__(self, links: Links, sent: Callable[[_Name], object], coded: CodedLane | None = None) -> None:
+        """`sent` is called when a sum has been sent, on a thread that does nothing else but send. With `coded`, sums
+        go through its codec."""
+        assert coded is None or coded.codec in _CODECS
         self._links = links
+        self._coded = coded
         self._sent = sent
         self._under_way: dict[_Name, _Sum] = {}
         self._thread: WorkThread | None = None
@@ -94,25 +102,39 @@ class BoxSums:
             self._thread.close()
 
     def _send(self, name: _Name, values: list[Tensor], owner: int) -> None:
-        """A single rank's part is sent as it is: it may have fewer bytes than the sum, and becomes the same there."""
+        """A single rank's part is not scaled here: it may have fewer bytes than the sum, and becomes the same there."""
         scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(PIECE_NUMEL, values[0].numel()))
+        message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(PIECE_NUMEL)
+        message = torch.empty(message_bytes, dtype=torch.uint8)
         for start in range(0, values[0].numel(), PIECE_NUMEL):
             parts = [value[start : start + PIECE_NUMEL] for value in values]
             piece = parts[0]
             if len(parts) > 1:
                 piece = sum_in_rank_order_(scratch[: piece.numel()], parts, self._links.ranks.num_ranks)
-            numbers = (*name, start, _DTYPES.index(piece.dtype), len(parts))
+            numbers = (*name, start, piece.numel(), self._form_of(piece), len(parts))
+            if self._coded is not None:
+                exact, piece = piece, self._coded.encode(piece, message)
+                self._coded.count(exact, piece)
             self._links.send(owner, Kind.PIECE, *numbers, payload=piece, lane=Lane.GRADIENTS)
         self._sent(name)
 
+    def _form_of(self, piece: Tensor) -> int:
+        if self._coded is None:
+            return _DTYPES.index(piece.dtype)
+        return len(_DTYPES) + _CODECS.index(self._coded.codec)
+
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """On the thread that receives from one box."""
-        step, key, start, dtype_index, num_parts = numbers
+        step, key, start, numel, form, num_parts = numbers
         assert payload is not None
-        dtype = _DTYPES[dtype_index]
+        dtype = _DTYPES[form] if form < len(_DTYPES) else torch.uint8
         piece = torch.empty(payload.num_bytes // dtype.itemsize, dtype=dtype)
         payload.read_into(piece)
-        widened = piece.to(torch.float32)
+        if form < len(_DTYPES):
+            widened = piece.to(torch.float32)
+        else:
+            widened = torch.empty(numel, dtype=torch.float32)
+            _CODECS[form - len(_DTYPES)].decode(piece, widened)
         if num_parts == 1:
             widened.mul_(1.0 / self._links.ranks.num_ranks)
         node = self._links.ranks.of_rank(peer).node

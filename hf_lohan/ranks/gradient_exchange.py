@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.ranks.box_sums import BoxSums
+from hf_lohan.ranks.coded_lane import CodedLane
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import Kind, PayloadReader
@@ -110,11 +111,12 @@ class GradientExchange:
         completed: Callable[[CompleteGradient], object],
         release: Callable[[object], object],
         abandoned: Callable[[int, int], object] = lambda step, rank: None,
+        coded: CodedLane | None = None,
     ) -> None:
         """`owners`: of all chunks, by a key, the same on all ranks. `region`: where this box's gradients lie that are
         not the publishing rank's own to sum. `completed` is called with what this rank owns, once it has come from all;
         `release` with the buffer of what was published, once it may be used again; `abandoned` with the step and the
-        rank, where another one broke off. All on any thread, and they must not wait."""
+        rank, where another one broke off. All on any thread, and they must not wait. `coded`: what boxes send is."""
         self.ranks = links.ranks
         self._links = links
         self._owners = dict(owners)
@@ -134,7 +136,7 @@ class GradientExchange:
         self._abandoned_steps: set[int] = set()
         self._complete: dict[int, set[int]] = defaultdict(set)
         """Keys by step, of what this rank owns."""
-        self.sums = BoxSums(links, self._box_was_sent)
+        self.sums = BoxSums(links, self._box_was_sent, coded)
         links.on(Kind.CHUNK, self._take_chunk)
         links.on(Kind.BACKWARD_ENDED, self._take_ended)
         links.on(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop(numbers[0], peer))

@@ -142,7 +142,7 @@ class RunRecord:
 
     # What is written.
 
-    def figures(self) -> dict[str, float | int]:
+    def figures(self) -> dict[str, Any]:
         """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
         engine, tiers = self.engine, self.engine.tiers
         self._peak.sample()
@@ -166,6 +166,7 @@ class RunRecord:
             "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
+            **tiers.coded.figures(),
         }
 
     def _write_summary(self, *, is_finished: bool) -> None:

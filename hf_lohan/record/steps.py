@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ class _Counts:
     lanes: Mapping[str, LaneTotals]
     ssd_read_bytes: int
     ssd_write_bytes: int
+    sent_bytes: Mapping[str, int] = field(default_factory=dict)
+    """To other ranks, by lane, and what coded values would have been. Empty where there is one rank."""
 
 
 class StepLines:
@@ -122,7 +124,10 @@ class StepLines:
 
     def _count(self) -> _Counts:
         io = self._engine.tiers.io
-        return _Counts(self._engine.timeline.totals(), io.read_bytes, io.write_bytes)
+        sent = self._engine.tiers.coded.figures()
+        exact = {f"{name} uncoded": of_lane["exact_bytes"] for name, of_lane in sent.get("coded", {}).items()}
+        totals = self._engine.timeline.totals()
+        return _Counts(totals, io.read_bytes, io.write_bytes, {**sent.get("sent_bytes", {}), **exact})
 
     def _outcome(self) -> dict[str, Any]:
         engine, plan, step = self._engine, self._plan, self._engine.last_step
@@ -178,7 +183,12 @@ def _step_of(line: str) -> float:
 
 
 def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
-    return {name: getattr(now, name) - getattr(before, name) for name in ("ssd_read_bytes", "ssd_write_bytes")}
+    moved: dict[str, Any] = {
+        name: getattr(now, name) - getattr(before, name) for name in ("ssd_read_bytes", "ssd_write_bytes")
+    }
+    if now.sent_bytes:
+        moved["sent_bytes"] = {name: sent - before.sent_bytes.get(name, 0) for name, sent in now.sent_bytes.items()}
+    return moved
 
 
 def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from hf_lohan.timeline import (
 NUM_FIRST_STEPS = 5
 """They are watched, planned and corrected, so they are slower."""
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
+_RANK_LANES = ("control", "weights", "gradients")
 _DAY_S = 86400.0
 
 Step = Mapping[str, Any]
@@ -162,6 +163,13 @@ class Findings:
     def mean_of(self, name: str) -> float | None:
         """A figure's mean over the later steps; None where no step has it."""
         return self._mean(lambda step: step.get(name, 0.0)) if any(name in step for step in self.later) else None
+
+    @property
+    def sent_bytes(self) -> dict[str, float]:
+        """What this rank sent to others in a later step, by lane, on average. Empty where there is one rank."""
+        sent = [step["sent_bytes"] for step in self.later if "sent_bytes" in step]
+        lanes = [lane for lane in _RANK_LANES if any(lane in of_step for of_step in sent)]
+        return {lane: statistics.fmean(of_step.get(lane, 0) for of_step in sent) for lane in lanes}
 
     @property
     def written_bytes(self) -> float | None:

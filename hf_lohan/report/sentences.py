@@ -121,10 +121,23 @@ def on_bytes(findings: Findings) -> str:
             tokens = findings.mean_of("num_tokens")
             text += f", or {count(sum(endurance) / written * tokens)} tokens" if tokens and written else ""
         text += "."
+    if sent := findings.sent_bytes:
+        text += f" It sent {format_bytes(sum(sent.values()))} to other ranks, {_coded(findings)}."
     every = findings.summary.get("commit_every_steps")
     if isinstance(every, int) and every > 1:
         text += f" By the plan one step of {every} is committed; between commits what lives in RAM is not written."
     return text
+
+
+def _coded(findings: Findings) -> str:
+    """What codecs did to it."""
+    words = [
+        f"{name} in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
+        + (f", off by {percent(error)}" if (error := of_lane.get("relative_rms_error")) is not None else "")
+        for name, of_lane in (findings.summary.get("coded") or {}).items()
+        if of_lane["exact_bytes"]
+    ]
+    return f"{listed(words)} (rounded)" if words else "none of it rounded"
 
 
 def on_loss(findings: Findings) -> str:

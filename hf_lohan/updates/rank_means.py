@@ -9,7 +9,7 @@ from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
 from hf_lohan.model import Chunk
-from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, RanksDisagreeError, SharedRegion
+from hf_lohan.ranks import CodedLane, CompleteGradient, GradientExchange, Links, RanksDisagreeError, SharedRegion
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.chunk_gradient import ChunkGradient
 from hf_lohan.updates.means import Apply
@@ -33,11 +33,13 @@ class RankMeans:
         buffers: BufferPool,
         memory: SharedRegion,
         chunks: Sequence[Chunk],
+        coded: CodedLane | None,
         put: Callable[[Command], None],
         failed: Callable[[BaseException], None],
     ) -> None:
         """``buffers``: those in which gradients arrive, in ``memory``; ``chunks``: all, in one order on all ranks;
-        ``put`` runs something on the worker's thread; ``failed`` is told what went wrong on another rank."""
+        ``coded``: what boxes send one another goes through it, and is rounded; ``put`` runs something on the worker's
+        thread; ``failed`` is told what went wrong on another rank."""
         self._links = links
         self._rank = links.ranks.rank
         self._device = device
@@ -53,6 +55,7 @@ class RankMeans:
             memory,
             completed=lambda complete: put(partial(self._apply_mean, complete)),
             release=_release,
+            coded=coded,
         )
         told = weakref.ref(self)  # the links outlive it
         self._failed = failed

@@ -1,0 +1,69 @@
+"""What a codec does to what a rank sends to other boxes: the bytes, and the error, measured while the run is young."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+from torch import Tensor
+
+from hf_lohan.ranks.block_codec import BlockCodec
+
+
+class CodedLane:
+    """A codec that counts. From any thread."""
+
+    def __init__(self, name: str, codec: BlockCodec) -> None:
+        """``name``: what is sent, for people."""
+        self.name = name
+        self.codec = codec
+        self.exact_bytes = 0
+        """What would have been sent without it, by this rank to all others."""
+        self.sent_bytes = 0
+        self._is_measuring = True
+        self._lock = threading.Lock()
+        self._squares = self._error_squares = 0.0
+        self._num_values = self._num_flushed = 0
+
+    def encode(self, values: Tensor, out: Tensor) -> Tensor:
+        """The message of ``values``, at the beginning of ``out``."""
+        message = out[: self.codec.message_bytes(values.numel())]
+        self.codec.encode(values, message)
+        if self._is_measuring:
+            self._measure(values, message)
+        return message
+
+    def count(self, values: Tensor, message: Tensor) -> None:
+        """A message was sent."""
+        with self._lock:
+            self.exact_bytes += values.nbytes
+            self.sent_bytes += message.nbytes
+
+    def stop_measuring(self) -> None:
+        """Enough is known: it costs a second pass over the values."""
+        self._is_measuring = False
+
+    @property
+    def relative_rms(self) -> float | None:
+        """Root mean square of what values were off, over that of the values; None where nothing was measured."""
+        return (self._error_squares / self._squares) ** 0.5 if self._squares else None
+
+    @property
+    def flushed_fraction(self) -> float | None:
+        """Of the values that were not zero, those that came as zero."""
+        return self._num_flushed / self._num_values if self._num_values else None
+
+    def _measure(self, values: Tensor, message: Tensor) -> None:
+        found = torch.empty(values.numel(), dtype=torch.float32)
+        self.codec.decode(message, found)
+        exact = values.detach().to(torch.float32)
+        squares = float(exact.double().square().sum())
+        errors = float((found - exact).double().square().sum())
+        num_flushed = int(((exact != 0) & (found == 0)).sum())
+        if errors != errors or squares == float("inf"):  # not finite: a step that is skipped
+            return
+        with self._lock:
+            self._squares += squares
+            self._error_squares += errors
+            self._num_values += int(exact.count_nonzero())
+            self._num_flushed += num_flushed
