@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,9 @@ from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_tog
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
-from hf_lohan.record import LoopRecord
+from hf_lohan.record import LoopRecord, record_folder
+
+logger = logging.getLogger(__name__)
 
 _MODEL_FOLDER = "lohan_model"
 
@@ -252,7 +255,9 @@ class Accelerator(OffloadAwareAccelerator):
         taken, ours = take_over_together(optimizers, engine)
         if self.project_dir is not None or engine.timeline.is_tracing:
             if self._loop_record is None or self._loop_record.engine is not engine:
-                self._loop_record = LoopRecord(engine, run_plan_of(engine), Path(self.project_dir or "."))
+                folder = record_folder(Path(self.project_dir or "."), engine.links.ranks)
+                say = print if self.is_main_process else logger.info
+                self._loop_record = LoopRecord(engine, run_plan_of(engine), folder, say)
             self._loop_record.follow(taken)
         return {id(optimizer): own for optimizer, own in zip(optimizers, ours, strict=True)}
 

@@ -37,7 +37,7 @@ from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.huggingface.rank_guards import check_layout
+from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
@@ -115,6 +115,7 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
     process."""
     assert isinstance(config.cpu_threads, int)
     check_layout(layout, config, links_to_other_ranks())
+    _refuse_a_second_model(config)
     set_compute_threads(config.cpu_threads)
     keep_freed_memory()
     try:
@@ -132,6 +133,21 @@ def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device
         return open_tiers(layout, config, device, links_to_other_ranks())
 
 
+def _refuse_a_second_model(config: OffloadConfig) -> None:
+    """Raises ValueError where several ranks would load blocks of two models: these have no common order."""
+    assert config.ssd != "auto"
+    if not links_to_other_ranks().ranks.others:
+        return
+    folders = {os.path.realpath(ssd.path) for ssd in config.ssd}
+    others = [engine for engine in _attached if not engine.is_closed and not folders & engine.store_folders]
+    if others:
+        raise ValueError(
+            f"several ranks offload one model at a time, and {type(others[0].model).__name__} is offloaded already; "
+            "close it first (engine_of(model).close()), or, for a reference model of TRL, train adapters or set "
+            "precompute_ref_log_probs=True and run in one process"
+        )
+
+
 _attached: weakref.WeakSet[OffloadEngine] = weakref.WeakSet()
 """Engines of this process."""
 _num_attached = 0
@@ -145,6 +161,7 @@ def num_offloaded() -> int:
 def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfig) -> OffloadEngine:
     """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
     configured, computing in one dtype."""
+    check_rank_model(model, tiers.links.ranks)
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept: layers under prefix tuning cannot run again")
         config = replace(config, activations="keep")

@@ -13,7 +13,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store.rank_folders import directory_of, refuse_other_ranks
 
 _OTHER_PARALLELISM = ("tp_size", "cp_size", "sp_size", "dp_shard_size")
@@ -84,6 +84,17 @@ def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> 
         for ssd in config.ssd:
             make_directory(directory_of(ssd.path, num_ranks))
         links.barrier("the directories of the ssd paths to be there")
+
+
+def check_rank_model(model: Any, ranks: Ranks) -> None:
+    """Raises ValueError for adapters that several ranks cannot save together."""
+    adapters = getattr(model, "peft_config", {})
+    prompts = [name for name, config in adapters.items() if getattr(config, "is_prompt_learning", False)]
+    if ranks.others and prompts:
+        raise ValueError(
+            f"the adapter {prompts[0]!r} learns prompts, which PEFT computes on one rank alone when it saves; train it "
+            "in one process, or use LoRA"
+        )
 
 
 def check_rules(blocks: Iterable[Block], num_ranks: int) -> None:

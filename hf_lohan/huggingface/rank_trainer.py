@@ -6,7 +6,6 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sized
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,8 +17,6 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.rank_guards import check_batches
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.ranks import Links, RanksDisagreeError
-from hf_lohan.report.run_data import PRIVATE_FOLDER
-from hf_lohan.store.rank_folders import rank_folder
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -43,14 +40,6 @@ class TrainsWithRanks(_TrainerBase):
     def _links(self) -> Links:
         """To the other ranks. A trainer that does not offload has none."""
         return Links.alone() if self._offload_config is None else links_to_other_ranks()
-
-    @property
-    def _record_folder(self) -> Path:
-        """Where this rank's figures go. Those of rank 0 are the run's."""
-        output_dir, ranks = Path(self.args.output_dir), self._links.ranks
-        if ranks.rank == 0:
-            return output_dir
-        return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
     @contextlib.contextmanager
     def _failing_together(self) -> Iterator[None]:

@@ -51,7 +51,7 @@ from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels, by_name, names_of
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
 from hf_lohan.planning.shared_machine import rank_paths
-from hf_lohan.record import RunRecord
+from hf_lohan.record import RunRecord, record_folder
 from hf_lohan.report.run_data import STORE_FOLDER
 
 logger = logging.getLogger(__name__)
@@ -153,9 +153,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
     def _ensure_engine(self) -> OffloadEngine | None:
         if self._offload_config is None:
             return None
-        engine = self.offload_engine
+        args, model, engine = self.args, self.model, self.offload_engine
         if engine is None:
-            args, model = self.args, self.model
             check_model(model)
             if self._record is not None:  # `model_init` made a new model: the old one's engine holds the store
                 self._record.engine.close()
@@ -172,8 +171,9 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         if self._record is None or self._record.engine is not engine:
             if self._recorded_run is not None:
                 self.remove_callback(self._recorded_run)
-            say = tqdm.write if self.args.should_log else logger.info
-            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), say), self._record_folder)
+            say = tqdm.write if args.should_log else logger.info
+            folder = record_folder(Path(args.output_dir), engine.links.ranks)
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), say), folder)
             self.add_callback(self._recorded_run)
         return engine
 

@@ -34,6 +34,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model
 from hf_lohan.huggingface.guards import check_trl
 from hf_lohan.huggingface.loading import from_pretrained
+from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.planner import BudgetError
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.report.run_data import STORE_FOLDER
@@ -130,7 +131,7 @@ class TrlModels(_TrainerBase):
         """``make`` makes it under a part of the budgets. What it takes is no longer the policy's."""
         assert self._offload_config is not None
         folder = Path(args.output_dir) / STORE_FOLDER
-        whole = resolved_here(self._offload_config, device_for(args.device), folder)
+        whole = resolved_here(self._offload_config, device_for(args.device), folder, links_to_other_ranks())
         try:
             self._reference = make(
                 offload=_part_for_reference(whole), torch_device=args.device, default_ssd_path=folder,

@@ -3,6 +3,6 @@
 Knows no Hugging Face: `huggingface` tells a `RunRecord` what happens, `report` reads what it wrote.
 """
 
-from hf_lohan.record.run_record import LoopRecord, RunRecord
+from hf_lohan.record.run_record import LoopRecord, RunRecord, record_folder
 
-__all__ = ["LoopRecord", "RunRecord"]
+__all__ = ["LoopRecord", "RunRecord", "record_folder"]

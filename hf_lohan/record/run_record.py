@@ -23,14 +23,30 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
+from hf_lohan.ranks import Ranks
 from hf_lohan.record.steps import StepLines
-from hf_lohan.report.run_data import CONFIG_NAME, CORRECTED_PLAN_NAME, FOLDER, PLAN_NAME, SUMMARY_NAME
+from hf_lohan.report.run_data import (
+    CONFIG_NAME,
+    CORRECTED_PLAN_NAME,
+    FOLDER,
+    PLAN_NAME,
+    PRIVATE_FOLDER,
+    SUMMARY_NAME,
+)
+from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS_TO_PLAN = 2
 """Who has no plan then gets none."""
+
+
+def record_folder(output_dir: Path, ranks: Ranks) -> Path:
+    """Where a rank's figures go. Those of rank 0 are the run's; `lohan report` takes the folders of the others, too."""
+    if ranks.rank == 0:
+        return output_dir
+    return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
 class RunRecord:
@@ -219,9 +235,12 @@ class LoopRecord:
     """Writes `<folder>/lohan/` for steps that nobody announces: one begins with its first forward and ends with the
     optimizer's step. Nobody knows how many there will be."""
 
-    def __init__(self, engine: OffloadEngine, plan: RunPlan | None, folder: Path) -> None:
+    def __init__(
+        self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None] = print
+    ) -> None:
+        """See `RunRecord`."""
         self.engine = engine
-        self._record = RunRecord(engine, plan)
+        self._record = RunRecord(engine, plan, say)
         self._folder = folder
         self._num_steps = 0
         self._has_begun = self._has_ended = self._is_in_step = False

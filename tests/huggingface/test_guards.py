@@ -20,8 +20,9 @@ from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
-from hf_lohan.huggingface.rank_guards import check_batches, check_rules
+from hf_lohan.huggingface.rank_guards import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
+from hf_lohan.ranks import ALONE, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
@@ -118,6 +119,13 @@ def test_optimizers_that_need_whole_parameters_are_for_one_rank() -> None:
     assert "Muon needs each parameter whole" in refusal(lambda: check_rules(blocks, 2))
     adamw = stored_form(tiny_model("llama"), None, "float32", adamw_everywhere).model_blocks.blocks
     check_rules(adamw, 2)
+
+
+def test_prompts_are_learned_by_one_rank() -> None:
+    configs = {"default": SimpleNamespace(is_prompt_learning=False), "soft": SimpleNamespace(is_prompt_learning=True)}
+    model = SimpleNamespace(peft_config=configs)
+    check_rank_model(model, ALONE)
+    assert "'soft' learns prompts" in refusal(lambda: check_rank_model(model, Ranks(1, 2, 1, 2)))
 
 
 def test_fsdp_is_refused() -> None:
