@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -41,6 +42,11 @@ def default_process_group_store() -> Any:
     """The key-value store that all processes of the default process group share. Raises ValueError where there is
     none."""
     return distributed_c10d._get_default_store()
+
+
+def set_collectives_timeout(timeout_s: float) -> None:
+    """From now on a collective of the default process group fails when it has waited for so long."""
+    distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
 def cpu_has_bfloat16_units() -> bool:

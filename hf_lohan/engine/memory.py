@@ -18,7 +18,7 @@ from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
-from hf_lohan.ranks import Links, SharedRegion, one_rank_at_a_time
+from hf_lohan.ranks import CommitAgreement, Links, SharedRegion, one_rank_at_a_time
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
 from hf_lohan.wording import format_bytes
 
@@ -102,6 +102,8 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         io.close()
         raise
     try:
+        if links.ranks.others:
+            CommitAgreement(links).begin(store)  # before what is loaded takes the place of a commit that counts
         store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None

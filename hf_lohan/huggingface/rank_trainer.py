@@ -12,11 +12,12 @@ import torch
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
 from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.compat.torch_private import set_collectives_timeout
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.rank_guards import check_batches
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
-from hf_lohan.ranks import Links, RanksDisagreeError
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase
@@ -45,7 +46,13 @@ class TrainsWithRanks(_TrainerBase):
     def _failing_together(self) -> Iterator[None]:
         """What is raised in here ends the other ranks as well, who would wait for this one."""
         try:
-            yield
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(error, RankFailedError):
+                    # Upstream's own collectives see that a rank is gone, too, and do not say which.
+                    self._links.raise_cause("what Trainer gathers from all ranks")
+                raise
         except Exception as error:
             self._links.fail(error)
             raise
@@ -90,7 +97,10 @@ class TrainsWithRanks(_TrainerBase):
         self._step_ended_s = now_s
         if before_s is not None and self._offload_config is not None:
             self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
-            self._links.allow_silence(self._offload_config.net_timeout_s(self._slowest_step_s))
+            timeout_s = self._offload_config.net_timeout_s(self._slowest_step_s)
+            self._links.allow_silence(timeout_s)
+            if self._links.ranks.others:
+                set_collectives_timeout(timeout_s)
 
 
 def _place(point: ResumePoint) -> str:

@@ -59,7 +59,8 @@ class CommitAgreement:
 
     def begin(self, store: AgreeingStore[Kept]) -> Kept | None:
         """Have this rank's store be at the newest commit that all ranks hold, and commit with the others from now on.
-        Returns that commit; None: all begin with nothing. All ranks call this, before any of them writes.
+        Returns that commit; None: all begin with nothing, or keep one version and cannot go back. All ranks call this,
+        before any of them writes.
 
         Raises RanksDisagreeError where they hold none in common, or do not keep equally many versions; then nothing has
         changed. And as the store does.
@@ -69,6 +70,8 @@ class CommitAgreement:
         told = {"held": held, "num_homes": store.num_homes, "group_id": uuid.uuid4().hex}
         came = [json.loads(said) for said in self._links.gather("which commits each rank holds", _packed(told))]
         self._refuse_other_homes([int(said["num_homes"]) for said in came])
+        if store.num_homes == 1:
+            return None
         group_id, number = newest_of_all([[(str(group), int(count)) for group, count in said["held"]] for said in came])
         chosen = kept.get((group_id, number))
         store.go_back_to(chosen)
@@ -113,8 +116,8 @@ def newest_of_all(held: Sequence[Sequence[tuple[str, int]]]) -> tuple[str, int]:
         return max(common, key=lambda commit: commit[1])
     shown = "; ".join(f"rank {rank} holds {_shown(commits)}" for rank, commits in enumerate(held))
     raise RanksDisagreeError(
-        f"there is no commit that all ranks hold: {shown}. Give each rank the folder of its store of the same run, or "
-        "resume from a checkpoint"
+        f"there is no commit that all ranks hold: {shown}. Give each rank the folder of its store of the same run; to "
+        "go on from a checkpoint, or to begin anew, remove the stores of all ranks first"
     )
 
 

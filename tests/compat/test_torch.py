@@ -59,6 +59,17 @@ def test_the_store_of_the_default_group_can_be_had() -> None:
         torch.distributed.destroy_process_group()
 
 
+def test_collectives_of_the_default_group_can_be_made_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        private.set_collectives_timeout(7.5)
+        backend = torch.distributed.group.WORLD._get_backend(torch.device("cpu"))
+        assert backend.options._timeout.total_seconds() == 7.5, "collectives wait as long as before"
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)

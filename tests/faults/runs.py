@@ -29,6 +29,7 @@ from write_calls import WriteCall, watch_write_calls
 import hf_lohan
 import hf_lohan.huggingface  # nothing is left to import when a process starts
 from hf_lohan.compat.torch_private import FakeTensorMode
+from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
@@ -63,6 +64,11 @@ class Run:
     optimizer: Literal["AdamW", "Muon"] = "AdamW"
     insists: bool = False
     """Resume even if there is nothing to resume from."""
+    rank: int = 0
+    num_ranks: int = 1
+    port: int = 0
+    """Where its ranks meet."""
+    net_timeout: int | str = "auto"
 
 
 class Mishap(NamedTuple):
@@ -105,6 +111,8 @@ def train(run: Run, mishap: Mishap, parent: Connection) -> None:
     faulthandler.enable(file=output)
     faulthandler.register(TELL_STACKS, file=output)
     disable_progress_bar()
+    if run.num_ranks > 1:
+        os.environ.update(environment_of(run))
     trainer: Any = None
     watched = watch_write_calls(run.output_dir, mishap.write_call)
     parent.send(Report("started"))
@@ -125,6 +133,15 @@ def train(run: Run, mishap: Mishap, parent: Connection) -> None:
     finally:
         if trainer is not None and trainer.offload_engine is not None:
             trainer.offload_engine.close()  # a script of its own does this at exit; forked processes have none
+        if run.num_ranks > 1 and trainer is not None:
+            links_to_other_ranks().close()
+
+
+def environment_of(run: Run) -> dict[str, str]:
+    """What a launcher tells each of the ranks, on one machine."""
+    rank, num_ranks = str(run.rank), str(run.num_ranks)
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(run.port), "ACCELERATE_USE_CPU": "true"}
+    return {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks, **meeting}
 
 
 def where_from(run: Run) -> bool | str | None:
@@ -163,6 +180,7 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "ssd": run.ssd,
         "activations": run.activations,
         "commit_every": run.commit_every,
+        "net_timeout": run.net_timeout,
     }
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(

@@ -16,13 +16,13 @@ MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def small_file_system(folder: Path, num_bytes: int) -> Iterator[Path]:
-    """Mounted at ``folder / "disk"``: ext4 in a file if this machine can, else a tmpfs; skips the test where neither
-    can be mounted."""
+def small_file_system(folder: Path, num_bytes: int, at: Path | None = None) -> Iterator[Path]:
+    """Mounted at ``folder / "disk"``, or ``at``: ext4 in a file if this machine can, else a tmpfs; skips the test where
+    neither can be mounted."""
     if os.geteuid() != 0 or shutil.which("mount") is None:
         pytest.skip("mounting a small file system needs root")
-    disk = folder / "disk"
-    disk.mkdir()
+    disk = at or folder / "disk"
+    disk.mkdir(parents=True)
     reason = _mount_ext4(folder / "disk.ext4", disk, num_bytes)
     if reason is not None:
         reason = _run("mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "none", str(disk))
