@@ -10,7 +10,8 @@ from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_I
 from hf_lohan.ranks.coded_lane import CodedLane
 from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
+from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange
+from hf_lohan.ranks.gradient_parts import GradientPart
 from hf_lohan.ranks.handlers import Handler
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader

@@ -17,13 +17,13 @@ from torch import Tensor
 
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
 from hf_lohan.ranks.coded_lane import CodedLane
+from hf_lohan.ranks.gradient_parts import DTYPES
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import Kind, Lane, PayloadReader
 from hf_lohan.ranks.rank_order_sum import overlap, sum_in_rank_order_
 from hf_lohan.threads import FirstFailure, WorkThread
 
 PIECE_NUMEL = 256 * 1024
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
 """How pieces may be: values of a type, or coded. A head has the place in both."""
 _Name = tuple[int, int]
@@ -120,21 +120,21 @@ class BoxSums:
 
     def _form_of(self, piece: Tensor) -> int:
         if self._coded is None:
-            return _DTYPES.index(piece.dtype)
-        return len(_DTYPES) + _CODECS.index(self._coded.codec)
+            return DTYPES.index(piece.dtype)
+        return len(DTYPES) + _CODECS.index(self._coded.codec)
 
     def _add_piece(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """On the thread that receives from one box."""
         step, key, start, numel, form, num_parts = numbers
         assert payload is not None
-        dtype = _DTYPES[form] if form < len(_DTYPES) else torch.uint8
+        dtype = DTYPES[form] if form < len(DTYPES) else torch.uint8
         piece = torch.empty(payload.num_bytes // dtype.itemsize, dtype=dtype)
         payload.read_into(piece)
-        if form < len(_DTYPES):
+        if form < len(DTYPES):
             widened = piece.to(torch.float32)
         else:
             widened = torch.empty(numel, dtype=torch.float32)
-            _CODECS[form - len(_DTYPES)].decode(piece, widened)
+            _CODECS[form - len(DTYPES)].decode(piece, widened)
         if num_parts == 1:
             widened.mul_(1.0 / self._links.ranks.num_ranks)
         node = self._links.ranks.of_rank(peer).node

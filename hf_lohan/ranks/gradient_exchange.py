@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -20,6 +19,7 @@ from torch import Tensor
 from hf_lohan.ranks.box_sums import BoxSums
 from hf_lohan.ranks.coded_lane import CodedLane
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.gradient_parts import DTYPES, ChunkParts, GradientPart, packed_bits, unpacked_bits
 from hf_lohan.ranks.links import Links
 from hf_lohan.ranks.messages import Kind, PayloadReader
 from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
@@ -27,34 +27,8 @@ from hf_lohan.ranks.shared_region import SharedRegion
 
 logger = logging.getLogger(__name__)
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_SMALL_BITS = 62
-"""So many bits go into a message's number."""
 _Name = tuple[int, int]
 """Of a chunk: step and key."""
-
-
-@dataclass(frozen=True)
-class GradientPart:
-    """What one rank has of a chunk's gradient."""
-
-    rank: int
-    values: Tensor | None
-    """[numel], in memory that this rank reads; None if it has none."""
-    slice_bits: int
-    """Which parameters it has a gradient of. Elsewhere `values` are zero."""
-
-
-@dataclass(eq=False)
-class _Chunk:
-    """What has come of one."""
-
-    parts: dict[int, GradientPart] = field(default_factory=dict)
-    """Of the ranks of this box."""
-    boxes: dict[int, tuple[int, int]] = field(default_factory=dict)
-    """At the owner, by box: elements, or 0 where it has none, and slice bits."""
-    is_told: bool = False
-    """At the owner: `completed` was called. Elsewhere: the owner knows that this box is complete."""
 
 
 class CompleteGradient:
@@ -129,16 +103,16 @@ class GradientExchange:
         self._abandoned = abandoned
         self._step = 0
         self._given: set[int] = set()
-        """Keys of this step that were published."""
+        """Keys of this step of which the others were told."""
         self._buffers: dict[_Name, object] = {}
         """Published, and not released."""
-        self._chunks: dict[_Name, _Chunk] = defaultdict(_Chunk)
+        self._chunks: dict[_Name, ChunkParts] = defaultdict(ChunkParts)
         self._abandoned_steps: set[int] = set()
         self._complete: dict[int, set[int]] = defaultdict(set)
         """Keys by step, of what this rank owns."""
         self.sums = BoxSums(links, self._box_was_sent, coded)
         links.on(Kind.CHUNK, self._take_chunk)
-        links.on(Kind.BACKWARD_ENDED, self._take_ended)
+        links.on(Kind.NO_GRADIENT, self._take_none)
         links.on(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop(numbers[0], peer))
         links.on(Kind.RELEASE, self._take_release)
         links.on(Kind.BOX_READY, self._take_box)
@@ -173,24 +147,32 @@ class GradientExchange:
                 f"the gradient of chunk {key} does not lie in the memory that the ranks of this box share, where rank "
                 f"{collector} could read it; take its buffer from there"
             )
-        small, large = _packed(slice_bits)
+        small, large = packed_bits(slice_bits)
         numbers = (step, key, offset, flat.numel(), DTYPES.index(flat.dtype), *small)
         self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
 
     def end_backward(self) -> int:
         """Tell who sums that of the chunks that were not published there is no gradient here. Returns the step, for
         `wait_until_complete`; what is published from here on is the next step's."""
-        step, given = self._next_step()
-        without: dict[int, list[int]] = defaultdict(list)
-        for key in self._owners.keys() - given:
-            without[self._collectors[key]].append(key)
-        for collector, keys in without.items():
+        with self._links.lock:
+            without = self._owners.keys() - self._given
+        self.publish_none(without)
+        return self._next_step()
+
+    def publish_none(self, keys: Collection[int]) -> None:
+        """Tell who sums these chunks that there is no gradient of them here in this backward. `end_backward` does so
+        for all that are left; sooner, the others' buffers come back sooner."""
+        with self._links.lock:
+            step = self._step
+            self._given.update(keys)
+        for collector in {self._collectors[key] for key in keys}:
+            its = sorted(key for key in keys if self._collectors[key] == collector)
             if collector != self.ranks.rank:
-                payload = torch.tensor(sorted(keys), dtype=torch.int64).numpy().tobytes()
-                self._links.send(collector, Kind.BACKWARD_ENDED, step, payload=payload)
-        for key in without.get(self.ranks.rank, ()):
-            self._take(step, key, GradientPart(self.ranks.rank, None, 0))
-        return step
+                payload = torch.tensor(its, dtype=torch.int64).numpy().tobytes()
+                self._links.send(collector, Kind.NO_GRADIENT, step, payload=payload)
+                continue
+            for key in its:
+                self._take(step, key, GradientPart(collector, None, 0))
 
     def wait_until_complete(self, step: int) -> bool:
         """Wait until `completed` has been called for all of a step that this rank owns. False if the step was
@@ -209,7 +191,7 @@ class GradientExchange:
         """Ranks without which a step does not go on here. Of other boxes, those that sum there."""
         ranks, found = self.ranks, set[int]()
         for key in self._own - self._complete[step]:
-            chunk = self._chunks.get((step, key), _Chunk())
+            chunk = self._chunks.get((step, key), ChunkParts())
             found.update(rank for rank in ranks.in_this_box if rank not in chunk.parts)
             found.update(
                 ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.boxes
@@ -220,7 +202,7 @@ class GradientExchange:
         """The backward broke off: what has not come from all ranks is dropped, on all of them, and their buffers come
         back by `release`; at once where a rank has failed, for then nobody goes on. What is published from here on is
         the next step's."""
-        step, _ = self._next_step()
+        step = self._next_step()
         with suppress(RankFailedError):
             self._links.send_all(Kind.BACKWARD_ABANDONED, step)
             self._drop(step, self.ranks.rank)
@@ -232,7 +214,7 @@ class GradientExchange:
             self._release_buffer(buffer)
 
     def close(self) -> None:
-        for kind in (Kind.CHUNK, Kind.BACKWARD_ENDED, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.BOX_READY, Kind.PULL):
+        for kind in (Kind.CHUNK, Kind.NO_GRADIENT, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.BOX_READY, Kind.PULL):
             self._links.off(kind)
         self.sums.close()
 
@@ -243,9 +225,9 @@ class GradientExchange:
         dtype = DTYPES[dtype_index]
         assert self._region is not None
         values = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-        self._take(step, key, GradientPart(peer, values, _unpacked(bits, payload)))
+        self._take(step, key, GradientPart(peer, values, unpacked_bits(bits, payload)))
 
-    def _take_ended(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+    def _take_none(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         assert payload is not None
         for key in torch.frombuffer(bytearray(payload.bytes()), dtype=torch.int64).tolist():
             self._take(numbers[0], key, GradientPart(peer, None, 0))
@@ -273,10 +255,10 @@ class GradientExchange:
         elif self._owners[key] == ranks.rank:
             self._take_sum_of_box(step, key, ranks.node, numel, bits)
         else:
-            small, large = _packed(bits)
+            small, large = packed_bits(bits)
             self._links.send(self._owners[key], Kind.BOX_READY, step, key, numel, *small, payload=large)
 
-    def _refuse_unequal(self, key: int, chunk: _Chunk) -> None:
+    def _refuse_unequal(self, key: int, chunk: ChunkParts) -> None:
         with_values = [part for part in chunk.parts.values() if part.values is not None]
         for part in with_values[1:]:
             ours, theirs = with_values[0].values, part.values
@@ -292,7 +274,7 @@ class GradientExchange:
 
     def _take_box(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, numel, *bits = numbers
-        self._take_sum_of_box(step, key, self.ranks.of_rank(peer).node, numel, _unpacked(bits, payload))
+        self._take_sum_of_box(step, key, self.ranks.of_rank(peer).node, numel, unpacked_bits(bits, payload))
 
     def _take_sum_of_box(self, step: int, key: int, node: int, numel: int, bits: int) -> None:
         """Note, at the owner, that a box is complete."""
@@ -307,7 +289,7 @@ class GradientExchange:
         if is_dropped:
             self._release(step, key, [], [node] if numel else [])
             return
-        self._completed(CompleteGradient(self, step, key, _in_rank_order(chunk), chunk.boxes))
+        self._completed(CompleteGradient(self, step, key, chunk.in_rank_order(), chunk.boxes))
         with self._links.lock:
             self._complete[step].add(key)
             self._links.notify()
@@ -315,13 +297,13 @@ class GradientExchange:
     def _take_pull(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """The owner wants the sum of this box."""
         step, key = numbers
-        values = [part.values for part in _in_rank_order(self._chunks[step, key]) if part.values is not None]
+        values = [part.values for part in self._chunks[step, key].in_rank_order() if part.values is not None]
         self.sums.send((step, key), values, peer)
 
     def _box_was_sent(self, name: tuple[int, int]) -> None:
         with self._links.lock:
             chunk = self._chunks.pop(name)
-        self._give_back(*name, _in_rank_order(chunk))
+        self._give_back(*name, chunk.in_rank_order())
 
     # Memory that comes back
 
@@ -360,12 +342,11 @@ class GradientExchange:
 
     # Ends
 
-    def _next_step(self) -> tuple[int, set[int]]:
-        """The step that ends here, and what was published of it."""
+    def _next_step(self) -> int:
+        """The step that ends here."""
         with self._links.lock:
-            step, given = self._step, self._given
-            self._step, self._given = step + 1, set()
-        return step, given
+            self._step, self._given = self._step + 1, set()
+            return self._step - 1
 
     def _drop(self, step: int, rank: int) -> None:
         with self._links.lock:
@@ -377,22 +358,7 @@ class GradientExchange:
                 del self._chunks[name]
             self._links.notify()
         for (_, key), chunk in dropped.items():
-            self._release(step, key, _in_rank_order(chunk), [node for node, (numel, _) in chunk.boxes.items() if numel])
+            self._release(step, key, chunk.in_rank_order(), [node for node, (numel, _) in chunk.boxes.items() if numel])
         if rank != self.ranks.rank:
             logger.info("rank %d broke off backward %d", rank, step)
             self._abandoned(step, rank)
-
-
-def _in_rank_order(chunk: _Chunk) -> list[GradientPart]:
-    return [chunk.parts[rank] for rank in sorted(chunk.parts)]
-
-
-def _packed(bits: int) -> tuple[tuple[int, ...], bytes]:
-    """As a number of a message if they are few, else as its payload."""
-    if bits < 1 << _SMALL_BITS:
-        return (bits,), b""
-    return (), bits.to_bytes(-(-bits.bit_length() // 8), "little")
-
-
-def _unpacked(bits: list[int], payload: PayloadReader | None) -> int:
-    return int.from_bytes(payload.bytes(), "little") if payload is not None else bits[0]

@@ -46,7 +46,8 @@ class Kind(enum.IntEnum):
     """A rank's part of a chunk's gradient is complete."""
     RELEASE = 11
     """It has been summed: its buffer may be used again."""
-    BACKWARD_ENDED = 12
+    NO_GRADIENT = 12
+    """A rank has none of some chunks in a backward."""
     BACKWARD_ABANDONED = 13
     BOX_READY = 14
     """All parts of a chunk that one box has are complete."""

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 import torch
-from exchanged_gradients import Backwards, OwnersSums, RankOfExchange, check, exchange_all
+from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
 
 from hf_lohan.ranks import (
     CompleteGradient,
@@ -139,6 +139,23 @@ def test_a_backward_that_breaks_off_gives_all_buffers_back_and_the_next_one_is_w
                     total, _ = sums.sums[1, key]
                     assert total is not None
                     assert torch.equal(total, expected)
+
+
+def test_who_says_early_that_it_has_none_keeps_nobodys_buffer() -> None:
+    """Before the backward ends: a rank that has no buffer left to go on with would wait for that."""
+    backwards = Backwards(4, 2, seed=6, num_chunks=8, num_steps=1, share_without=0.5)
+
+    def run(links: Links) -> OwnersSums:
+        rank = RankOfExchange(links, backwards)
+        keys = backwards.order(0, links.ranks.rank)
+        for key in keys:
+            rank.publish(0, key)
+        rank.exchange.publish_none(set(backwards.owners) - set(keys))
+        links.wait_for(lambda: rank.free.qsize() == NUM_BUFFERS, "all its buffers")
+        assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        return rank.close()
+
+    check(backwards, run_ranks(4, run, num_local=2, delays_seed=1))
 
 
 def test_a_gradient_that_nobody_wants_is_released_without_a_sum() -> None:
