@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -154,15 +156,16 @@ def _require_writable(path: str) -> None:
 
 
 def _try_to_make(path: str, nearest: str) -> None:
-    """Make the missing directories and take them away again: permissions do not tell everything (/proc, /sys)."""
-    made = os.path.abspath(path)
+    """Make the missing directories and take them away again: permissions do not tell everything (/proc, /sys). That is
+    tried in a new folder, for other ranks may make theirs, or try to, under the same missing ones."""
     try:
-        make_folders(made, mode=0o700)
+        tried = tempfile.mkdtemp(dir=nearest, prefix="lohan-")
+        try:
+            make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
+        finally:
+            shutil.rmtree(tried)
     except OSError as error:
         raise _cannot_make(path, error) from error
-    while made != nearest:
-        os.rmdir(made)
-        made = os.path.dirname(made)
 
 
 def _cannot_make(path: str, error: OSError) -> Exception:
