@@ -227,14 +227,11 @@ class Links:
     def raise_cause(self, what: str) -> None:
         """Something else failed here that waited for other ranks: raise as `wait_for` does if one of them is the cause,
         by what this rank knows or is told within half a second."""
-        until_s = time.monotonic() + _VERDICT_S
         with self.lock:
-            while self._peers and self._failure is None and time.monotonic() < until_s:
-                self.changed.wait(until_s - time.monotonic())
+            self.changed.wait_for(lambda: not self._peers or self._failure is not None, _VERDICT_S)
         self.refuse_silence(what, self._peers, since_s=0.0)
-        for peer in self._peers.values():
-            if peer.has_left:
-                self._raise_left(peer, what)
+        for peer in filter(lambda peer: peer.has_left, self._peers.values()):
+            self._raise_left(peer, what)
 
     def raise_if_failed(self, what: str) -> None:
         """Raise RankFailedError, or what failed here, if anything did. `what` completes "while rank 0 ..."."""
