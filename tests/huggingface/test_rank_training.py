@@ -32,7 +32,7 @@ def run(folder: Path) -> Run:
 
     def run_once(what: str, *, status: int = 0) -> subprocess.CompletedProcess[str]:
         if what not in done:
-            launcher = [] if what in ("stock", "alone") else TWO_RANKS
+            launcher = [] if what in ("stock", "alone", "stock_loop") else TWO_RANKS
             environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
             done[what] = subprocess.run(
                 [sys.executable, *launcher, SCRIPT, str(folder), what],
@@ -125,3 +125,19 @@ def test_what_one_rank_raises_ends_the_others_with_its_words(run: Run) -> None:
     told = run("fails", status=1).stderr
     assert "RankFailedError: rank 1 (pid" in told
     assert "failed: RuntimeError: a callback of rank 1 does not want to go on" in told
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own(run: Run, folder: Path) -> None:
+    run("stock_loop")
+    run("loop")
+    ours, theirs = weights(folder, "loop"), weights(folder, "stock_loop")
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert facts(folder, "loop")["norms"] == facts(folder, "stock_loop")["norms"]
+    state = folder / "loop" / "state"
+    assert (state / "lohan_model" / "model.safetensors").is_file()
+    assert {path.name.rsplit("-", 1)[1] for path in (state / "lohan").glob("*.safetensors")} == {
+        "0of2.safetensors",
+        "1of2.safetensors",
+    }
+    assert (folder / "loop_run" / "lohan" / "summary.json").is_file()

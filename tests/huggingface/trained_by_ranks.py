@@ -80,8 +80,42 @@ class Fails(TrainerCallback):
             raise RuntimeError("a callback of rank 1 does not want to go on")
 
 
+def loop(folder: Path, what: str) -> None:
+    """A loop of one's own, with an Accelerator or, in one process, with torch alone."""
+    model = tiny_model("llama").train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
+    loader = torch.utils.data.DataLoader(rows(24, seed=1), batch_size=2)  # type: ignore[arg-type]
+    norms = []
+    if what == "stock_loop":
+        for number, batch in enumerate(loader, start=1):
+            (model(**batch).loss / NUM_RANKS).backward()
+            if number % NUM_RANKS == 0:
+                norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+                optimizer.step()
+                optimizer.zero_grad()
+        model.save_pretrained(folder / what)
+    else:
+        plugin = hf_lohan.LohanPlugin(offload=OFFLOAD, ssd_path=folder / "loop_store")
+        accelerator = hf_lohan.Accelerator(cpu=True, project_dir=str(folder / "loop_run"), lohan_plugin=plugin)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            accelerator.backward(model(**batch).loss)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 0.5)))
+            optimizer.step()
+            optimizer.zero_grad()
+        accelerator.save_state(str(folder / what / "state"))
+        accelerator.load_state(str(folder / what / "state"))
+        accelerator.unwrap_model(model).save_pretrained(folder / what)
+        accelerator.end_training()
+    if int(os.environ.get("RANK", "0")) == 0:
+        (folder / what / "facts.json").write_text(json.dumps({"norms": norms}))
+
+
 def main(folder: Path, what: str) -> None:
     torch.set_num_threads(1)
+    if what.endswith("loop"):
+        loop(folder, what)
+        return
     run = folder / (_FOLDERS.get(what, "run"))
     args = arguments(run, is_alone=what in ("stock", "alone"))
     model = tiny_model("llama")
