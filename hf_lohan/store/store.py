@@ -245,7 +245,7 @@ class Store(RecordFiles):
             self._commits.go_back(commit)
         nothing = Versions(self.layout.records, num_homes=self.num_homes)
         home, checksum = nothing.draft() if commit is None else (commit.home, commit.checksum)
-        self.versions.restore(home, checksum)
+        self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
 
     @property
     def log(self) -> bytes:

@@ -265,6 +265,33 @@ def test_ranks_that_keep_different_numbers_of_versions_are_refused(tmp_path: Pat
     run_ranks(2, begin)
 
 
+def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engine: IoEngine) -> None:
+    """They hold no steps to go on from, and that of a rank that ended in the middle of one is torn."""
+    for rank in range(2):
+        (tmp_path / f"rank-{rank}").mkdir()
+
+    def train(links: Links) -> None:
+        rank = links.ranks.rank
+        with Store.create(path_of(tmp_path, rank), RECORDS, model=MODEL, engine=engine, num_homes=1) as store:
+            assert CommitAgreement(links).begin(store) is None
+            for _ in range(2 if rank == 0 else 1):
+                store.write("a", "param", 0, aligned(RECORDS[0], 2048, Random(rank))).wait()
+                store.commit()
+            if rank == 1:
+                store.write("a", "param", 0, aligned(RECORDS[0], 2048, Random(7))).wait()
+
+    def go_on(links: Links) -> bool:
+        paths = path_of(tmp_path, links.ranks.rank)
+        with Store.open(paths, model=MODEL, engine=engine, allow_torn=True) as store:
+            assert CommitAgreement(links).begin(store) is None
+            assert store.committed is not None and store.committed.number == 2 - links.ranks.rank
+            store.go_back_to(store.committed)
+            return store.versions.is_torn
+
+    run_ranks(2, train)
+    assert run_ranks(2, go_on) == [False, True]
+
+
 def test_stores_of_another_run_do_not_pass_for_those_of_this(tmp_path: Path, engine: IoEngine) -> None:
     """Both are at commit 2."""
     for run in ("one", "other"):
