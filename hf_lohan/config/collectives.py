@@ -25,7 +25,8 @@ class Collectives:
     to the bit."""
 
     backward: BackwardWeights = "world"
-    """Where backward has its weights from: all machines again, or a copy that the forward left on this one."""
+    """Where backward has its weights from: all machines again, or a copy that the forward left on this one. With
+    "delta" there is such a copy anyway, and it is used."""
 
     gradients: Gradients = "exact"
     """Gradients between machines: "exact" sends float32 sums, the others round them."""
@@ -38,6 +39,11 @@ class Collectives:
     def is_exact(self) -> bool:
         """Whether the training's numbers are those without rounding."""
         return self.forward != "int8" and self.gradients == "exact"
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Whether each machine keeps the weights that came to it: for backward, or to send only what changed."""
+        return self.backward == "node" or self.forward == "delta"
 
     def to_setting(self) -> str | dict[str, str]:
         """In JSON's types, the word where there is one for it."""

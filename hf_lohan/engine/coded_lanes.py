@@ -11,6 +11,7 @@ from hf_lohan.ranks import (
     GRADIENTS_INT4,
     GRADIENTS_INT8,
     WEIGHTS_INT8,
+    CodedBytes,
     CodedLane,
     Links,
     RanksDisagreeError,
@@ -32,6 +33,8 @@ class CodedLanes:
         self._links = links
         self._num_steps = 0
         self.weights: CodedLane | None = None
+        self.changes: CodedBytes | None = None
+        """Of weights, where what a step changed is sent."""
         self.gradients: CodedLane | None = None
         if links.ranks.num_ranks > 1:
             _refuse_other_settings(collectives, links)
@@ -44,6 +47,8 @@ class CodedLanes:
             return
         if collectives.forward == "int8":
             self.weights = CodedLane("weights", WEIGHTS_INT8)
+        elif collectives.forward == "delta":
+            self.changes = CodedBytes("weights")
         if collectives.gradients != "exact":
             self.gradients = CodedLane("gradients", _GRADIENT_CODECS[collectives.gradients])
         for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):
@@ -56,8 +61,8 @@ class CodedLanes:
                 )
 
     @property
-    def all(self) -> list[CodedLane]:
-        return [lane for lane in (self.weights, self.gradients) if lane is not None]
+    def all(self) -> list[CodedBytes]:
+        return [lane for lane in (self.weights, self.changes, self.gradients) if lane is not None]
 
     def end_step(self) -> None:
         """Measure no longer than the first steps."""

@@ -49,6 +49,8 @@ class Tiers:
     """Where there are several ranks, the memory of the buffers in which gradients arrive, of all ranks of this box."""
     shared_weights: SharedRegion | None = None
     """And that through which blocks pass to them."""
+    kept_weights: Tensor | None = None
+    """Where weights of other boxes are kept."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -131,6 +133,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             coded,
             shared_gradients,
             shared_weights,
+            device.host_empty(layout.kept_weight_bytes) if layout.kept_weight_bytes else None,
         )
     except BaseException:
         store.close()

@@ -13,7 +13,15 @@ from hf_lohan.model import Block, Chunk
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links
 from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans
-from hf_lohan.weights import BlockLoader, LocalWeights, LockstepPrefetcher, Prefetcher, SharedWeights, SlotRing
+from hf_lohan.weights import (
+    BlockLoader,
+    BoxParts,
+    LocalWeights,
+    LockstepPrefetcher,
+    Prefetcher,
+    SharedWeights,
+    SlotRing,
+)
 
 _YES, _NO = b"yes", b"no"
 
@@ -36,6 +44,14 @@ def block_loader(
         tiers.shared_weights.bytes,
         layout.blocks,
         read_bytes=layout.plan.buffer_bytes,
+        parts=BoxParts(
+            layout.ranks,
+            layout.blocks,
+            coded=tiers.coded.weights,
+            changes=tiers.coded.changes,
+            kept=tiers.kept_weights,
+            version_of=ring.version_of,
+        ),
     )
     return LockstepPrefetcher(ring, source, layout.blocks)
 

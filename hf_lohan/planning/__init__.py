@@ -5,6 +5,7 @@ of the batch's shapes on fake tensors and puts both together with what the hardw
 run's first forward and once more when its first steps were timed.
 """
 
+from hf_lohan.planning.kept_weights import kept_ranks, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import why_in_turn
 from hf_lohan.planning.run_plan import RunPlan
@@ -16,7 +17,9 @@ __all__ = [
     "RunPlan",
     "StepShape",
     "chunked_loss_of",
+    "kept_ranks",
     "lay_out",
+    "part_bytes",
     "plan_step",
     "trace_blocks",
     "why_in_turn",

@@ -32,9 +32,11 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
+from hf_lohan.planning.kept_weights import kept_bytes, message_bytes
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
 from hf_lohan.ranks import ALONE, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
+from hf_lohan.wording import format_bytes
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
@@ -75,6 +77,10 @@ class OffloadLayout(StoredForm):
     ranks: Ranks = ALONE
     shared_weight_bytes: int = 0
     """Host memory of a box through which blocks pass to all its ranks."""
+    kept_weight_bytes: int = 0
+    """Host memory of each rank for weights of other boxes that it keeps."""
+    weight_message_bytes: int = 0
+    """And for what it sends them."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -199,10 +205,19 @@ def lay_out(
     shared_bytes = _SHARED_BLOCKS * max(block.param_bytes for block in blocks) if ranks.num_ranks > 1 else 0
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
+    kept = kept_bytes(blocks, ranks, config.collectives)
+    messages = message_bytes(blocks, ranks, config.collectives)
+    of_other_ranks = shared_bytes // ranks.num_local + kept + messages
+    if of_other_ranks >= config.cpu_memory:
+        raise BudgetError(
+            f"cpu_memory={format_bytes(config.cpu_memory)} is less than the {format_bytes(of_other_ranks)} that the "
+            f"weights of other ranks take, {format_bytes(kept)} of them kept as collectives="
+            f"{config.collectives.to_setting()} asks; raise it, or set collectives to exact"
+        )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
         gpu_memory_bytes=config.gpu_memory,
-        cpu_memory_bytes=config.cpu_memory - shared_bytes // ranks.num_local,
+        cpu_memory_bytes=config.cpu_memory - of_other_ranks,
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
         hold_gradients=hold_gradients or config.schedule == "serial",
@@ -231,6 +246,8 @@ def lay_out(
         rules=rules,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
+        kept_weight_bytes=kept,
+        weight_message_bytes=messages,
     )
 
 

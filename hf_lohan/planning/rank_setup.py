@@ -21,7 +21,10 @@ def of_one_rank(setup: TrainingSetup, layout: OffloadLayout) -> TrainingSetup:
         setup,
         cluster=Cluster(num_boxes=ranks.num_nodes, num_local=ranks.num_local),
         spilled_gradient_bytes=MASTER_ITEMSIZE_BYTES * sum(_own_state_numel(block, ranks.rank) for block in spilled),
-        cpu_fixed_bytes=setup.cpu_fixed_bytes + layout.shared_weight_bytes // ranks.num_local,
+        cpu_fixed_bytes=setup.cpu_fixed_bytes
+        + layout.shared_weight_bytes // ranks.num_local
+        + layout.kept_weight_bytes
+        + layout.weight_message_bytes,
     )
 
 

@@ -7,7 +7,7 @@ codecs (`BlockCodec`, and without loss `StepDelta`).
 """
 
 from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
-from hf_lohan.ranks.coded_lane import CodedLane
+from hf_lohan.ranks.coded_lane import CodedBytes, CodedLane
 from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
 from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
 from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange
@@ -29,6 +29,7 @@ __all__ = [
     "HEAD_BYTES",
     "WEIGHTS_INT8",
     "BlockCodec",
+    "CodedBytes",
     "CodedLane",
     "CodingError",
     "CommitAgreement",

@@ -114,7 +114,7 @@ class BoxSums:
             numbers = (*name, start, piece.numel(), self._form_of(piece), len(parts))
             if self._coded is not None:
                 exact, piece = piece, self._coded.encode(piece, message)
-                self._coded.count(exact, piece)
+                self._coded.count(exact.nbytes, piece.nbytes)
             self._links.send(owner, Kind.PIECE, *numbers, payload=piece, lane=Lane.GRADIENTS)
         self._sent(name)
 

@@ -10,18 +10,44 @@ from torch import Tensor
 from hf_lohan.ranks.block_codec import BlockCodec
 
 
-class CodedLane:
-    """A codec that counts. From any thread."""
+class CodedBytes:
+    """Counts what a code makes of what one rank sends to all others. From any thread."""
 
-    def __init__(self, name: str, codec: BlockCodec) -> None:
+    def __init__(self, name: str) -> None:
         """``name``: what is sent, for people."""
         self.name = name
-        self.codec = codec
         self.exact_bytes = 0
-        """What would have been sent without it, by this rank to all others."""
+        """What would have been sent without the code."""
         self.sent_bytes = 0
-        self._is_measuring = True
         self._lock = threading.Lock()
+
+    def count(self, exact_bytes: int, sent_bytes: int) -> None:
+        """A message was sent."""
+        with self._lock:
+            self.exact_bytes += exact_bytes
+            self.sent_bytes += sent_bytes
+
+    def stop_measuring(self) -> None:
+        """Enough is known: measuring costs a second pass over the values."""
+
+    @property
+    def relative_rms(self) -> float | None:
+        """Root mean square of what values were off, over that of the values; None where nothing was measured."""
+        return None
+
+    @property
+    def flushed_fraction(self) -> float | None:
+        """Of the values that were not zero, those that came as zero; None where nothing was measured."""
+        return None
+
+
+class CodedLane(CodedBytes):
+    """A codec that counts, and measures what it does to the values."""
+
+    def __init__(self, name: str, codec: BlockCodec) -> None:
+        super().__init__(name)
+        self.codec = codec
+        self._is_measuring = True
         self._squares = self._error_squares = 0.0
         self._num_values = self._num_flushed = 0
 
@@ -33,24 +59,15 @@ class CodedLane:
             self._measure(values, message)
         return message
 
-    def count(self, values: Tensor, message: Tensor) -> None:
-        """A message was sent."""
-        with self._lock:
-            self.exact_bytes += values.nbytes
-            self.sent_bytes += message.nbytes
-
     def stop_measuring(self) -> None:
-        """Enough is known: it costs a second pass over the values."""
         self._is_measuring = False
 
     @property
     def relative_rms(self) -> float | None:
-        """Root mean square of what values were off, over that of the values; None where nothing was measured."""
         return (self._error_squares / self._squares) ** 0.5 if self._squares else None
 
     @property
     def flushed_fraction(self) -> float | None:
-        """Of the values that were not zero, those that came as zero."""
         return self._num_flushed / self._num_values if self._num_values else None
 
     def _measure(self, values: Tensor, message: Tensor) -> None:

@@ -43,6 +43,11 @@ class Ranks:
         return [rank for rank in range(self.num_ranks) if rank != self.rank]
 
     @property
+    def counterparts(self) -> list[int]:
+        """Those of other boxes with this one's local rank: what goes from box to box goes between these."""
+        return [self.rank_at(node, self.local_rank) for node in range(self.num_nodes) if node != self.node]
+
+    @property
     def in_this_box(self) -> range:
         """The ranks of this box, this one among them."""
         return range(self.node * self.num_local, (self.node + 1) * self.num_local)

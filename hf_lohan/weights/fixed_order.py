@@ -25,6 +25,8 @@ class OrderedLoad:
     """[block.numel] of the slot, which may belong to a later load by the time this one is carried out."""
     free: Event | None
     """Reached when compute has last read what the slot held before."""
+    version: int
+    """Of the block, when this was ordered (`SlotRing.version_of`)."""
 
 
 class FixedOrder:
@@ -73,7 +75,8 @@ class FixedOrder:
         self._next_load.take(block, slot)
         free = slot.last_use
         self._ring.claim(slot, block)
-        load = OrderedLoad(self._num_ordered, block, slot, slot.weights[: block.numel], free)
+        version = self._ring.version_of(block)
+        load = OrderedLoad(self._num_ordered, block, slot, slot.weights[: block.numel], free, version)
         self._num_ordered += 1
         self._latest[slot] = load
         return load

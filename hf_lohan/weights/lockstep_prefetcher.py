@@ -21,9 +21,10 @@ class JointSource(Protocol):
     """Where several ranks find a block's weights, each of them a part. All methods but `notify` and `fail` are called
     by one thread, none of them waits for another rank but `wait`, and all raise what makes going on impossible."""
 
-    def begin(self, number: int, block: Block, is_wanted: Callable[[], bool]) -> bool:
+    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         """Begin to bring this rank's part of load ``number`` to the host memory of all; False if that has no room yet.
-        Loads begin in their order. ``is_wanted``: if not, what is brought does not matter, on any rank."""
+        Loads begin in their order. ``version``: how often the block had changed when the load was ordered, equal on all
+        ranks. ``is_wanted``: if not, what is brought does not matter, on any rank."""
 
     def advance(self) -> bool:
         """Do what can be done now for loads that have begun. Says whether there was something."""
@@ -122,7 +123,7 @@ class LockstepPrefetcher(BlockLoader):
         if not self._ordered:
             return False
         load = self._ordered[0]
-        if not self._source.begin(load.number, load.block, partial(self._order.is_wanted, load)):
+        if not self._source.begin(load.number, load.block, load.version, partial(self._order.is_wanted, load)):
             return False
         self._begun.append(self._ordered.popleft())
         return True

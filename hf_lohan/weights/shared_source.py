@@ -23,6 +23,7 @@ from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, UpdatesDroppedError
+from hf_lohan.weights.box_parts import BoxParts
 from hf_lohan.weights.shared_places import SharedPlaces
 from hf_lohan.weights.source import RecordReader
 
@@ -33,11 +34,14 @@ class _Load:
 
     number: int
     block: Block
+    version: int
     entry: Tensor
     """[block.numel] in the host memory of all."""
     missing: set[int]
     """Ranks of other boxes whose parts this rank puts there, and that have not come."""
     is_wanted: Callable[[], bool]
+    sends: bool
+    """Whether other boxes get this rank's part."""
     has_ended: bool = False
     """Whether what comes from updates is there, or never will be."""
     error: BaseException | None = None
@@ -66,11 +70,12 @@ class SharedWeights:
         blocks: Sequence[Block],
         *,
         read_bytes: int,
+        parts: BoxParts | None = None,
     ) -> None:
         """``store`` has this rank's part of each block. ``deliver`` says what comes from updates into host memory, and
         sees that it does. ``memory``: uint8, page-aligned, shared by the ranks of the box, with room for the largest
         block; with room for two they come without a pause. ``blocks``: all, in one order on all ranks. ``read_bytes``
-        are asked for and verified at a time."""
+        are asked for and verified at a time. ``parts``: how those of other boxes come, by default as they are."""
         largest = max(blocks, key=lambda block: block.param_bytes)
         if memory.numel() < largest.param_bytes:
             raise ValueError(
@@ -86,6 +91,7 @@ class SharedWeights:
         self._blocks = blocks
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
+        self._parts = parts or BoxParts(links.ranks, blocks)
         self._places = SharedPlaces(memory.numel())
         self._loads: dict[int, _Load] = {}
         """In their order. Changed under the links' lock; what has news to tell of them, too."""
@@ -119,26 +125,31 @@ class SharedWeights:
 
     # The thread that carries out loads.
 
-    def begin(self, number: int, block: Block, is_wanted: Callable[[], bool]) -> bool:
+    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         """See `JointSource`."""
         self._free_taken()
         start = self._places.next_start(block.param_bytes)
-        is_coming = any(load.block is block and not load.has_ended for load in self._loads.values())
+        is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
         if start is None or is_coming:  # updates bring a block to one place at a time
             return False
         self._places.take(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
-        missing = {rank for rank in self._counterparts if _has_part(block, rank)}
-        load = _Load(number, block, entry, missing, is_wanted)
+        is_kept = self._parts.put_kept(block, version, entry)
+        missing = set() if is_kept else self._parts.senders(block)
+        load = _Load(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.in_this_box)
-            self._num_uses[number] = 1 + len(self._recipients(block))
+            self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
             self._refuse_other_blocks(load)
             self._links.notify()  # parts from other boxes may wait for it
         self._begin_own(load)
         return True
+
+    def _is_over(self, load: _Load) -> bool:
+        """Whether another load of the block may begin."""
+        return load.has_ended and (load.has_told or not self._parts.keeps)
 
     def advance(self) -> bool:
         """See `JointSource`."""
@@ -242,9 +253,11 @@ class SharedWeights:
         while it was read; the others get it all the same, for they have forgotten it as well, or will before they look.
         """
         error = load.error
-        if error is None or not load.is_wanted():
+        if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
+            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends)
             load.is_own_there = True
-            self._send_part(load)
+            if load.sends:
+                self._send_part(load, form, message)
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
             self._begin_own(load)
         else:
@@ -341,33 +354,24 @@ class SharedWeights:
 
     # Other boxes.
 
-    @property
-    def _counterparts(self) -> list[int]:
-        """The ranks of other boxes with this one's local rank: each of its parts passes through one rank of a box."""
-        ranks = self._ranks
-        return [ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node != ranks.node]
-
-    def _recipients(self, block: Block) -> list[int]:
-        return self._counterparts if _has_part(block, self._ranks.rank) else []
-
-    def _send_part(self, load: _Load) -> None:
+    def _send_part(self, load: _Load, form: int, message: Tensor) -> None:
         """On a thread of its own: whoever has no room yet keeps nobody else waiting."""
-        first, last = load.block.rank_ranges[self._ranks.rank]
-        for rank in self._recipients(load.block):
-            self._sender.put(partial(self._send_part_to, rank, load, load.entry[first:last]))
+        for rank in self._parts.recipients(load.block):
+            self._sender.put(partial(self._send_part_to, rank, load, form, message))
 
-    def _send_part_to(self, rank: int, load: _Load, part: Tensor) -> None:
+    def _send_part_to(self, rank: int, load: _Load, form: int, message: Tensor) -> None:
+        numbers = (load.number, self._number_of[load.block], form)
         try:
-            block_number = self._number_of[load.block]
-            self._links.send(rank, Kind.WEIGHTS_PART, load.number, block_number, payload=part, lane=LinkLane.WEIGHTS)
+            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, lane=LinkLane.WEIGHTS)
         except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
             self._links.fail(error)
             return
+        self._parts.count(load.block, message)
         self._end_one_use(load.number)
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         """Waits for room: so does, then, the rank that sends."""
-        number, block_number = numbers
+        number, block_number, form = numbers
         assert payload is not None
         self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
         with self._links.lock:
@@ -375,16 +379,10 @@ class SharedWeights:
             if load is None:
                 return
             self._refuse_other_block(load, rank, block_number)
-        first, last = load.block.rank_ranges[rank]
-        payload.read_into(load.entry[first:last])
+        self._parts.receive(load.block, rank, form, payload, load.entry)
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()
-
-
-def _has_part(block: Block, rank: int) -> bool:
-    first, last = block.rank_ranges[rank]
-    return first < last
 
 
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:

@@ -69,6 +69,7 @@ class SlotRing:
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
         self._num_loads: Counter[Block] = Counter()
+        self._num_forgotten: Counter[Block] = Counter()
         self._high_water_bytes = 0
         self._told_of_loans: list[Callable[[], None]] = []
 
@@ -153,6 +154,10 @@ class SlotRing:
         """How often it has come."""
         return self._num_loads[block]
 
+    def version_of(self, block: Block) -> int:
+        """How often the store had newer parameters of it."""
+        return self._num_forgotten[block]
+
     def slot_of(self, block: Block) -> Slot:
         return self._holder[block]
 
@@ -164,6 +169,7 @@ class SlotRing:
         """The store has newer parameters of these blocks: what the slots hold is stale."""
         with self.lock:
             for block in blocks:
+                self._num_forgotten[block] += 1
                 slot = self._holder.get(block)
                 if slot is not None:
                     assert slot.num_pins == 0, f"{block} went stale while it was in use"

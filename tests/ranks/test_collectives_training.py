@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from trained_boxes import Oracle, Trained, Training, gradient_numels
+from trained_boxes import Oracle, Trained, Training, gradient_numels, part_numel
 
-from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, Lane, RanksDisagreeError
+from hf_lohan.planner import BudgetError
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Lane, RanksDisagreeError
+from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
 BOXES = [(2, 1), (4, 2), (3, 1)]
@@ -95,3 +97,94 @@ def test_a_codec_that_rounds_says_so_and_how_much(tmp_path: Path, caplog: pytest
     errors = [text for text in caplog.messages if text.startswith("what rank")]
     assert len(errors) == 2
     assert all("off by 1" in text and "root mean square" in text for text in errors)
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("backward", ["world", "node"])
+def test_weights_are_rounded_as_one_process_would_that_has_the_codec(
+    backward: str, num_ranks: int, num_local: int, max_norm: float, tmp_path: Path
+) -> None:
+    """All ranks compute with what arrives elsewhere; the updates are of exact weights."""
+    training = Training(num_ranks, num_local, max_norm)
+    oracle = Oracle(training, tmp_path)
+    oracle.train(weights=WEIGHTS_INT8)
+    check_against_oracle(training.run(tmp_path, {"forward": "int8", "backward": backward}), oracle)
+
+
+def test_all_that_may_be_rounded_is(tmp_path: Path) -> None:
+    training = Training(4, 2)
+    oracle = Oracle(training, tmp_path)
+    oracle.train(weights=WEIGHTS_INT8, gradients=GRADIENTS_INT4)
+    check_against_oracle(training.run(tmp_path, "quantized"), oracle)
+
+
+EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("num_ranks", "num_local", "max_norm"), [(2, 1, 0.5), (4, 2, 0.5), (2, 1, 0.0)])
+def test_what_is_kept_changes_no_bit(
+    num_ranks: int, num_local: int, max_norm: float, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    """With an evaluation behind each step, which fetches what the step changed."""
+    training = Training(num_ranks, num_local, max_norm, dtype=dtype, evaluates=True)
+    exact = training.run(tmp_path / "exact", "exact")
+    for number, way in enumerate(EXACT_WAYS):
+        for ours, other in zip(training.run(tmp_path / str(number), way), exact, strict=True):
+            assert all(map(torch.equal, ours.losses, other.losses))
+            assert all(map(torch.equal, ours.norms, other.norms))
+            assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+
+
+@pytest.mark.parametrize("forward", ["exact", "int8"])
+@pytest.mark.parametrize("backward", ["world", "node"])
+@pytest.mark.parametrize(("num_ranks", "num_local"), BOXES)
+def test_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward: str, tmp_path: Path) -> None:
+    """A rank sends its part to each other box: whenever the block is loaded, or once for each state of it."""
+    training = Training(num_ranks, num_local, num_steps=3)
+    trained = training.run(tmp_path, {"forward": forward, "backward": backward})
+    for rank, ours in enumerate(trained):
+        expected = exact = 0
+        for block in ours.layout.blocks:
+            numel = part_numel(block, rank)
+            message_bytes = WEIGHTS_INT8.message_bytes(numel) if forward == "int8" else numel * 4
+            num_loads = ours.num_loads[block.name]
+            if backward == "node":
+                assert num_loads >= training.num_steps
+                num_loads = ours.num_states[block.name]
+            expected += num_loads * (training.num_boxes - 1) * message_bytes
+            exact += num_loads * (training.num_boxes - 1) * numel * 4
+        assert ours.sent[Lane.WEIGHTS] == expected
+        if forward == "int8":
+            assert ours.figures["coded"]["weights"]["sent_bytes"] == expected
+            assert ours.figures["coded"]["weights"]["exact_bytes"] == exact
+    of_one_pass = sum(part_numel(block, rank) for block in trained[0].layout.blocks for rank in range(num_ranks))
+    assert of_one_pass == sum(block.numel for block in trained[0].layout.blocks)
+
+
+def test_backward_asks_other_boxes_for_nothing(tmp_path: Path) -> None:
+    """There are more loads than what is sent: those of backward."""
+    ours = Training(2, 1, num_steps=3).run(tmp_path, {"backward": "node"})[0]
+    assert sum(ours.num_loads.values()) > sum(ours.num_states.values())
+    assert all(num_states <= 4 for num_states in ours.num_states.values()), "one a step, and one that is foreseen"
+
+
+def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
+    training = Training(2, 1, num_steps=4, dtype=torch.bfloat16, lr=1e-5)
+    kept = training.run(tmp_path / "kept", {"backward": "node"})
+    changes = training.run(tmp_path / "changes", {"forward": "delta"})
+    for ours, other in zip(changes, kept, strict=True):
+        figures = ours.figures["coded"]["weights"]
+        assert figures["exact_bytes"] == other.sent[Lane.WEIGHTS]
+        assert figures["sent_bytes"] == ours.sent[Lane.WEIGHTS]
+        of_first = sum(2 * part_numel(block, ours.rank) for block in ours.layout.blocks)
+        of_later = other.sent[Lane.WEIGHTS] - of_first
+        assert of_later > 0
+        assert ours.sent[Lane.WEIGHTS] - of_first < of_later / 3
+
+
+def test_too_little_memory_to_keep_weights_is_refused(tmp_path: Path) -> None:
+    training = Training(2, 1, cpu_memory="1MiB")
+    with pytest.raises(BudgetError, match=r"kept as collectives=.* asks; raise it, or set collectives to exact"):
+        training.layout(tiny_model("llama", hidden_size=256), 0, tmp_path, {"forward": "delta"})

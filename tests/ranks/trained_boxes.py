@@ -63,6 +63,7 @@ class Training:
         return layout, config
 
     def run(self, folder: Path, collectives: Any) -> list[Trained]:
+        folder.mkdir(exist_ok=True)  # on one drive here, where boxes would have their own
         return run_ranks(
             self.num_ranks, lambda links: self.train_rank(links, folder, collectives), num_local=self.num_local
         )
@@ -76,7 +77,7 @@ class Training:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
         before = dict(links.sent_bytes)
         engine = OffloadEngine(model, layout, tiers, config)
-        found = Trained(layout)
+        found = Trained(layout, rank)
         try:
             optimizer = OffloadAdamW(model.parameters(), lr=self.lr, weight_decay=0.1, engine=engine)
             for step in range(self.num_steps):
@@ -92,6 +93,10 @@ class Training:
                         found.losses.append(model(**batch(step, rank + 100)).loss)
             engine.settle()
             found.num_loads = {block.name: engine._ring.num_loads(block) for block in layout.blocks}
+            ring = engine._ring
+            for block in layout.blocks:  # a step changes all of them, and some are loaded for the next one
+                assert ring.version_of(block) == self.num_steps
+                found.num_states[block.name] = self.num_steps + ring.is_here(block)
             found.sent = quiet_bytes(links, before)
             found.figures = tiers.coded.figures()
             found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
@@ -105,12 +110,15 @@ class Trained:
     """What a rank's run leaves."""
 
     layout: OffloadLayout
+    rank: int
     weights: dict[str, Tensor] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
     sent: dict[Lane, int] = field(default_factory=dict)
     """Bytes of payloads, without those of the loading before and the reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
+    num_states: dict[str, int] = field(default_factory=dict)
+    """By block, in how many states of it it was loaded."""
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -266,7 +266,7 @@ class MeetingSource:
         self._has_news = False
         self.failed: BaseException | None = None
 
-    def begin(self, number: int, block: Block, is_wanted: Callable[[], bool]) -> bool:
+    def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         with self._meeting.lock:
             if not self._meeting.has_room(number):
                 return False

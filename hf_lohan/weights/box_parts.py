@@ -1,0 +1,159 @@
+"""How a rank's part of a block goes to other boxes, and what this box keeps of theirs.
+
+A part goes as it is, or rounded by a codec: then all ranks compute with the rounded weights, those of its own box as
+well, and only the store has the exact ones. Each part passes through one rank of a box, which may keep it: as long as
+no update has changed the block it need not come again. What is kept over a step is changed by what the step changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from hf_lohan.model import Block, ranges
+from hf_lohan.planning import kept_ranks, part_bytes
+from hf_lohan.ranks import CodedBytes, CodedLane, PayloadReader, Ranks, StepDelta
+
+PIECE_NUMEL = 256 * 1024
+"""Coded at a time: whole blocks of the codec."""
+_RAW, _CODED, _CHANGES = range(3)
+"""What a message of a part is."""
+_DELTA = StepDelta()
+_DELTA_DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_part(block: Block, rank: int) -> bool:
+    first, last = block.rank_ranges[rank]
+    return first < last
+
+
+def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
+    first, last = block.rank_ranges[rank]
+    return entry[first:last]
+
+
+class BoxParts:
+    """Of one rank. Loads begin on one thread, `receive` is called on others."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        blocks: Sequence[Block],
+        *,
+        coded: CodedLane | None = None,
+        changes: CodedBytes | None = None,
+        kept: Tensor | None = None,
+        version_of: Callable[[Block], int] = lambda block: 0,
+    ) -> None:
+        """``coded``: parts are rounded by it. ``changes``: of a block that was sent before, what changed is sent, and
+        counted there. ``kept``: uint8, room for all parts of `kept_ranks`. ``version_of`` says how often a block was
+        changed, as all ranks count."""
+        assert changes is None or kept is not None, "changes are of what was kept"
+        self._ranks = ranks
+        self._coded = coded
+        self._changes = changes
+        self._version_of = version_of
+        self._versions: dict[Block, int] = {}
+        """What is kept of, or comes."""
+        self._kept: dict[tuple[Block, int], Tensor] = {}
+        if kept is not None:
+            names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, keeps_own=changes is not None)]
+            sizes = [part_bytes(block, rank) for block, rank in names]
+            for (block, rank), (first, last) in zip(names, pairwise(accumulate(sizes, initial=0)), strict=True):
+                self._kept[block, rank] = kept[first:last].view(block.master.working_dtype)
+        self.keeps = kept is not None
+        """Whether a block need not come again that nobody changed."""
+        self._sent: set[Block] = set()
+        """Of which the other boxes have what `kept` has of this rank's part."""
+
+    def senders(self, block: Block) -> set[int]:
+        """Ranks of other boxes whose parts come to this one."""
+        return {rank for rank in self._ranks.counterparts if has_part(block, rank)}
+
+    def recipients(self, block: Block) -> list[int]:
+        """Ranks of other boxes to which this one's part goes."""
+        return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
+
+    def put_kept(self, block: Block, version: int, entry: Tensor) -> bool:
+        """Put what is kept of other boxes into a whole block. False where that is of another version: then all boxes
+        send theirs, and what comes will be kept."""
+        if not self.keeps:
+            return False
+        if self._versions.get(block) != version:
+            self._versions[block] = version
+            return False
+        for rank in self.senders(block):
+            part_of(block, rank, entry).copy_(self._kept[block, rank])
+        return True
+
+    def matters(self, block: Block, version: int) -> bool:
+        """Whether another load may take what comes now of that version."""
+        return self.keeps and self._version_of(block) == version
+
+    # This rank's part.
+
+    def make_own(self, block: Block, entry: Tensor, *, sends: bool) -> tuple[int, Tensor]:
+        """Make this rank's part in ``entry`` what all ranks compute with. Returns the form in which it is sent, and
+        what is sent."""
+        part = part_of(block, self._ranks.rank, entry)
+        if self._coded is not None:
+            return _CODED, self._round(part, self._coded)
+        old = self._kept.get((block, self._ranks.rank))
+        if not sends or self._changes is None or old is None:
+            return _RAW, part
+        form, message = _RAW, part
+        if block in self._sent and part.dtype in _DELTA_DTYPES:
+            message = torch.empty(_DELTA.max_bytes(part.numel()), dtype=torch.uint8)
+            form, message = _CHANGES, message[: _DELTA.encode(old, part, message)]
+        old.copy_(part)
+        self._sent.add(block)
+        return form, message
+
+    def count(self, block: Block, message: Tensor) -> None:
+        """The part went to another box as ``message``."""
+        for counted in (self._coded, self._changes):
+            if counted is not None:
+                counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
+
+    @staticmethod
+    def _round(part: Tensor, coded: CodedLane) -> Tensor:
+        """The message of a part, piece by piece. The part becomes what it brings."""
+        message = torch.empty(coded.codec.message_bytes(part.numel()), dtype=torch.uint8)
+        for piece, place in _pieces(part, coded):
+            coded.codec.decode(coded.encode(piece, message[place]), piece)
+        return message
+
+    # The parts of others.
+
+    def receive(self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor) -> None:
+        """Put a part that comes from another box into ``entry``."""
+        part, kept = part_of(block, rank, entry), self._kept.get((block, rank))
+        if form == _CHANGES:
+            assert kept is not None
+            message = torch.empty(payload.num_bytes, dtype=torch.uint8)
+            payload.read_into(message)
+            _DELTA.apply_(kept, message)
+            part.copy_(kept)
+            return
+        if form == _CODED:
+            assert self._coded is not None
+            scratch = torch.empty(self._coded.codec.message_bytes(min(PIECE_NUMEL, part.numel())), dtype=torch.uint8)
+            for piece, place in _pieces(part, self._coded):
+                message = scratch[: place.stop - place.start]
+                payload.read_into(message)
+                self._coded.codec.decode(message, piece)
+        else:
+            payload.read_into(part)
+        if kept is not None:
+            kept.copy_(part)
+
+
+def _pieces(part: Tensor, coded: CodedLane) -> Iterator[tuple[Tensor, slice]]:
+    """Of a part, and where the message of each lies in that of the part."""
+    end = 0
+    for start, stop in ranges(part.numel(), PIECE_NUMEL):
+        begin, end = end, end + coded.codec.message_bytes(stop - start)
+        yield part[start:stop], slice(begin, end)
