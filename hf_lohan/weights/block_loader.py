@@ -10,7 +10,7 @@ from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights.schedule import LoadSchedule
+from hf_lohan.weights.schedule import NEVER, LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
@@ -18,10 +18,11 @@ class BlockLoader(ABC):
     """One thread brings blocks into slots, as far as it can ahead of their use. What that means is said by those who
     derive from this."""
 
-    def __init__(self, ring: SlotRing, forward_order: Sequence[Block]) -> None:
+    def __init__(self, ring: SlotRing, forward_order: Sequence[Block], *, max_ahead: int = NEVER) -> None:
+        """``max_ahead``: see `LoadSchedule`."""
         self._ring = ring
         num_slots = {size_class: len(slots) for size_class, slots in ring.slots.items()}
-        self._schedule = LoadSchedule(forward_order, num_slots)
+        self._schedule = LoadSchedule(forward_order, num_slots, max_ahead=max_ahead)
         self._failure: BaseException | None = None
         self._thread_ended_by: BaseException | None = None
         self._is_closed = False

@@ -11,10 +11,16 @@ from torch import Tensor
 
 from hf_lohan.device import Event
 from hf_lohan.model import Block
+from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import RankFailedError
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.fixed_order import FixedOrder, OrderedLoad
 from hf_lohan.weights.slot_ring import SlotRing
+
+_MORE_AHEAD = 2
+"""A load comes so many uses further ahead of its own than there are slots for layers. No load overtakes another here,
+so one that waits for its block's update keeps all behind it waiting. Updates run in forward order: the head, which has
+a slot of its own from the beginning, is updated last, and must not be asked for first."""
 
 
 class JointSource(Protocol):
@@ -56,7 +62,8 @@ class LockstepPrefetcher(BlockLoader):
     """
 
     def __init__(self, ring: SlotRing, source: JointSource, forward_order: Sequence[Block]) -> None:
-        super().__init__(ring, forward_order)
+        max_ahead = len(ring.slots[SizeClass.LAYER]) + _MORE_AHEAD
+        super().__init__(ring, forward_order, max_ahead=max_ahead)
         self._source = source
         self._order = FixedOrder(self._schedule, ring)
         self._ordered: deque[OrderedLoad] = deque()

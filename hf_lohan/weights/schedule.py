@@ -17,12 +17,12 @@ NEVER = 1 << 60
 class _PassOrder:
     """One kind of pass: its uses by place, and the places in the order in which their blocks are loaded."""
 
-    def __init__(self, uses: Sequence[Block], num_slots: Mapping[SizeClass, int]) -> None:
+    def __init__(self, uses: Sequence[Block], num_slots: Mapping[SizeClass, int], max_ahead: int) -> None:
         self.uses = list(uses)
         self.places: dict[Block, list[int]] = defaultdict(list)
         for place, block in enumerate(self.uses):
             self.places[block].append(place)
-        self.loads = self._order_loads(num_slots)
+        self.loads = self._order_loads(num_slots, max_ahead)
 
     def next_use(self, block: Block, place: int) -> int:
         """The first use at ``place`` or behind it."""
@@ -30,9 +30,10 @@ class _PassOrder:
         index = bisect_left(places, place)
         return places[index] if index < len(places) else NEVER
 
-    def _order_loads(self, num_slots: Mapping[SizeClass, int]) -> list[int]:
-        """Each load in its turn: as soon as a slot of its class has been used for the last time before it. Where
-        several have, the one is given up that is needed last (Belady)."""
+    def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
+        """Each load in its turn: as soon as a slot of its class has been used for the last time before it, but no more
+        than ``max_ahead`` uses ahead of its own. Where several have, the one is given up that is needed last
+        (Belady)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
         free_since: dict[SizeClass, int] = defaultdict(int)
@@ -43,7 +44,7 @@ class _PassOrder:
                     since = free_since[size_class] = max(min(held.values()) + 1, free_since[size_class])
                     gone = [other for other, used in held.items() if used < since]
                     del held[max(gone, key=lambda other: self.next_use(other, place))]
-                loads.append((free_since[size_class], place))
+                loads.append((max(free_since[size_class], place - max_ahead), place))
             held[block] = place
         return [place for _, place in sorted(loads)]
 
@@ -55,13 +56,17 @@ class LoadSchedule:
     ranks load in one order. Only what nobody foresaw is loaded out of turn. Whoever calls holds the slots' lock.
     """
 
-    def __init__(self, forward_order: Sequence[Block], num_slots: Mapping[SizeClass, int]) -> None:
+    def __init__(
+        self, forward_order: Sequence[Block], num_slots: Mapping[SizeClass, int], *, max_ahead: int = NEVER
+    ) -> None:
+        """``max_ahead``: how many uses ahead of its own a block's load may come, whatever slots are free."""
         self._num_slots = num_slots
+        self._max_ahead = max_ahead
         self._orders = {
-            True: _PassOrder([*forward_order, *reversed(forward_order)], num_slots),
-            False: _PassOrder(forward_order, num_slots),
+            True: self._order_of([*forward_order, *reversed(forward_order)]),
+            False: self._order_of(forward_order),
         }
-        self._nothing = _PassOrder((), num_slots)
+        self._nothing = self._order_of(())
         self._order = self._nothing
         self._is_training = False
         self._place = 0
@@ -103,7 +108,7 @@ class LoadSchedule:
     def end(self) -> None:
         """The pass is complete: the next one of its kind follows its order."""
         if self._used and self._used != self._orders[self._is_training].uses:
-            self._orders[self._is_training] = _PassOrder(self._used, self._num_slots)
+            self._orders[self._is_training] = self._order_of(self._used)
         waiting = self._waiting
         self.cancel()
         if waiting is not None:
@@ -120,6 +125,9 @@ class LoadSchedule:
         self._again.clear()  # places in an order that is no longer followed
         self._waiting = None
         self._forget_uses()
+
+    def _order_of(self, uses: Sequence[Block]) -> _PassOrder:
+        return _PassOrder(uses, self._num_slots, self._max_ahead)
 
     def _forget_uses(self) -> None:
         self._used = []
