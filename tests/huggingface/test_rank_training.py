@@ -121,6 +121,15 @@ def test_one_rank_that_is_asked_to_end_ends_all_after_the_same_step(run: Run, fo
 
 
 @pytest.mark.slow
+def test_all_go_on_after_one_was_killed(run: Run, folder: Path) -> None:
+    run("stock")
+    told = run("killed", status=1).stderr
+    assert "RankFailedError: rank 1 (pid" in told and "ended while rank 0 waited for" in told
+    run("after_kill")  # from its last step, or its last checkpoint, whichever is newer
+    assert_as_stock(folder, "after_kill")
+
+
+@pytest.mark.slow
 def test_what_one_rank_raises_ends_the_others_with_its_words(run: Run) -> None:
     told = run("fails", status=1).stderr
     assert "RankFailedError: rank 1 (pid" in told

@@ -23,7 +23,10 @@ NUM_STEPS = 6
 OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1}
 
 
-_FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "asked", "last_step": "asked"}
+_FOLDERS = {"stock": "stock", "alone": "alone", "fails": "failing", "asked": "asked", "last_step": "asked"} | {
+    "killed": "killed",
+    "after_kill": "killed",
+}
 """Where what writes its checkpoints, if not in "run"."""
 
 
@@ -61,15 +64,15 @@ def arguments(output_dir: Path, *, is_alone: bool) -> TrainingArguments:
     )
 
 
-class Asked(TrainerCallback):
-    """One rank of several is asked to end, in the middle of a step."""
+class Signalled(TrainerCallback):
+    """One rank of several gets a signal, in the middle of a step."""
 
-    def __init__(self, rank: int, step: int) -> None:
-        self._asked = rank, step
+    def __init__(self, number: signal.Signals) -> None:
+        self._number = number
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if (args.process_index, state.global_step) == self._asked:
-            os.kill(os.getpid(), signal.SIGTERM)
+        if (args.process_index, state.global_step) == (1, 3):
+            os.kill(os.getpid(), self._number)
 
 
 class Fails(TrainerCallback):
@@ -123,10 +126,16 @@ def main(folder: Path, what: str) -> None:
     if what == "stock":
         trainer = Trainer(model, args, **data)
     else:
-        callbacks = {"asked": [Asked(1, 3)], "fails": [Fails()]}.get(what, [])
+        callbacks: list[Any] = {
+            "asked": [Signalled(signal.SIGTERM)],
+            "killed": [Signalled(signal.SIGKILL)],
+            "fails": [Fails()],
+        }.get(what, [])
         trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=OFFLOAD)
     checkpoint = str(folder / "run" / "checkpoint-4")
-    resume: Any = {"last_step": "last_step", "checkpoint": checkpoint, "alone": checkpoint}.get(what)
+    resume: Any = {"last_step": "last_step", "after_kill": True, "checkpoint": checkpoint, "alone": checkpoint}.get(
+        what
+    )
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(str(folder / what))
     if args.process_index == 0:
