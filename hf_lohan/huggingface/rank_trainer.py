@@ -60,6 +60,16 @@ class TrainsWithRanks(_TrainerBase):
             self._links.fail(error)
             raise
 
+    # Upstream's collectives name no rank, and may not see at once that one is gone: who waits long waits before them.
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        self._links.barrier("the next batch")
+        return super()._get_num_items_in_batch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._links.barrier("the end of the step")
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
     def _agree_on_resume(self, point: ResumePoint) -> None:
         """Raises RanksDisagreeError if ranks would go on from different places."""
         found = self._links.gather("where to go on from", _place(point).encode())

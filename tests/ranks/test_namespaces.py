@@ -1,4 +1,4 @@
-"""Two boxes, each a network namespace with one rank: what the kernel counts on the link is what `Links` say they sent."""
+"""Two boxes, each a network namespace with one rank: the kernel counts on their link what `Links` say they sent."""
 
 from __future__ import annotations
 
