@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import StorageWeakRef, aliases_count_versions, version_of
-from hf_lohan.device import Event
+from hf_lohan.device import Event, HostRead
 from hf_lohan.files import IoRequest
 
 
@@ -107,8 +107,8 @@ class SwappedTensor:
     """See `witness_of`."""
     version: int
     """Of the tensor when it was given away: whoever writes to it later must wait until it is stored."""
-    free: Callable[[], None]
-    """Frees its place. May be called from a destructor."""
+    free: Callable[[HostRead | None], None]
+    """Frees its place, from which a copy may still read. May be called from a destructor."""
     later: Callable[[Callable[[], object]], None]
     """Runs something on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
@@ -121,6 +121,8 @@ class SwappedTensor:
     """Whether its memory was seen to be safe to write to. Set by the compute thread."""
     landed: Tensor | None = None
     ready: Event | None = None
+    last_read: HostRead | None = None
+    """The copy that read it from RAM last."""
     error: BaseException | None = None
 
     def check_unchanged(self) -> None:
@@ -133,17 +135,18 @@ class SwappedTensor:
             )
 
     def __del__(self) -> None:
-        if self.ready is None and all(request.done() for request in self.writes):
-            self.free()
+        was_read = self.last_read is not None or self.region is None
+        if self.ready is None and was_read and all(request.done() for request in self.writes):
+            self.free(self.last_read)
         else:  # dropped before its time: bytes are still on their way to or from its place
-            self.later(partial(_free_when_quiet, self.writes, self.ready, self.free))
+            self.later(partial(_free_when_quiet, self.writes, self.ready or self.stored, self.free))
 
 
-def _free_when_quiet(writes: list[IoRequest], ready: Event | None, free: Callable[[], None]) -> None:
+def _free_when_quiet(writes: list[IoRequest], last: Event | None, free: Callable[[HostRead | None], None]) -> None:
     with contextlib.suppress(Exception):  # told to whoever wanted the tensor
         for request in writes:
             with contextlib.suppress(Exception):
                 request.wait()
-        if ready is not None:
-            ready.synchronize()
-    free()
+        if last is not None:
+            last.synchronize()
+    free(None)

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 from torch import Tensor
 
 from hf_lohan.activations.swapped_tensor import SwappedTensor, TensorForm, alias_of, as_bytes, storage_of, witness_of
 from hf_lohan.compat.torch_private import version_of
-from hf_lohan.device import Buffer, BufferPool, Device, Event, HostStack, IntervalStack, Lane
+from hf_lohan.device import Buffer, BufferPool, Device, Event, HostRead, HostStack, IntervalStack, Lane
 from hf_lohan.planner import Placement
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles
 from hf_lohan.threads import FirstFailure, WorkThread
@@ -21,6 +21,9 @@ from hf_lohan.timeline import COMPUTE_WAITS
 
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
+
+_Place: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
+"""Memory, or else where on the SSD, and what frees it."""
 
 
 @dataclass(eq=False)
@@ -38,9 +41,11 @@ class ActivationSwapper:
     Used by the computing thread (on CUDA, autograd's too, one at a time); the copies and the I/O run on its own.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, ram: HostStack | None = None) -> None:
+        """``ram``: whose bottom it uses; somebody else may use its top."""
         self._device = device
-        self._ram = HostStack(device, 0)
+        self._ram = ram or HostStack(device)
+        self._num_reads = 0
         self._spill: _Spill | None = None
         self._is_closed = False
         self.swapped_bytes = 0
@@ -52,13 +57,20 @@ class ActivationSwapper:
 
     def take_ram(self, num_bytes: int) -> None:
         """Reserve host memory for swapped activations, once. Call it only while nothing is swapped."""
-        assert not self._ram.bytes_in_use, "activations are in the memory that would be replaced"
-        self._ram = HostStack(self._device, num_bytes)
+        self._ram.take(num_bytes)
 
     def take_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
         """Use ``num_bytes`` of `files` for what RAM does not hold, through ``staging``."""
         assert staging.num_buffers and staging.buffer_bytes % GRANULE_NUMEL == 0
         self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL))
+
+    def begin_forward(self) -> None:
+        """What the one before needed of RAM does not count any more."""
+        self._ram.forget_marks()
+
+    def mark(self, where: str) -> None:
+        """The forward is behind ``where``: note how much RAM it needed so far."""
+        self._ram.mark(where)
 
     @property
     def ram_bytes(self) -> int:
@@ -162,21 +174,21 @@ class ActivationSwapper:
 
     # Places.
 
-    def _place(self, num_bytes: int, placement: Placement) -> tuple[Tensor | None, int, partial[None]] | None:
+    def _place(self, num_bytes: int, placement: Placement) -> _Place | None:
         first, second = self._in_ram, self._on_ssd
         if placement is Placement.SSD:
             first, second = second, first
         return first(num_bytes) or second(num_bytes)
 
-    def _in_ram(self, num_bytes: int) -> tuple[Tensor | None, int, partial[None]] | None:
+    def _in_ram(self, num_bytes: int) -> _Place | None:
         place = self._ram.push(num_bytes)
         return None if place is None else (place[1], 0, partial(self._ram.free, place[0]))
 
-    def _on_ssd(self, num_bytes: int) -> tuple[Tensor | None, int, partial[None]] | None:
+    def _on_ssd(self, num_bytes: int) -> _Place | None:
         if self._spill is None:
             return None
         start = self._spill.places.push(num_bytes)
-        return None if start is None else (None, start, partial(self._spill.places.free, start))
+        return None if start is None else (None, start, partial(_free_on_ssd, self._spill.places, start))
 
     # The swapper's thread.
 
@@ -223,6 +235,9 @@ class ActivationSwapper:
             else:
                 self._read_back(swapped, flat)
             swapped.landed, swapped.ready = landing, self._device.record(Lane.H2D)
+            if swapped.region is not None:
+                self._num_reads += 1
+                swapped.last_read = HostRead(self._num_reads, swapped.ready)
         except BaseException as error:
             swapped.error = error
         finally:
@@ -280,3 +295,7 @@ class ActivationSwapper:
 
 def _release(buffer: Buffer, _request: object) -> None:
     buffer.release()
+
+
+def _free_on_ssd(places: IntervalStack, start: int, _read: HostRead | None) -> None:
+    places.free(start)

@@ -15,7 +15,7 @@ from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.trace import LayerTrace, bytes_of
 from hf_lohan.compat.torch_private import tree_leaves
-from hf_lohan.device import Device
+from hf_lohan.device import Device, HostStack
 from hf_lohan.planner import ActivationPlacements, Placement
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
@@ -40,11 +40,11 @@ class ActivationTiers:
     recomputation, without a mode that sees each operation.
     """
 
-    def __init__(self, device: Device, layer_names: Mapping[nn.Module, str]) -> None:
-        """``layer_names``: the name of each layer's block."""
+    def __init__(self, device: Device, layer_names: Mapping[nn.Module, str], ram: HostStack | None = None) -> None:
+        """``layer_names``: the name of each layer's block; ``ram``: see `ActivationSwapper`."""
         self._device = device
         self._layer_names = layer_names
-        self.swapper = ActivationSwapper(device)
+        self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
         self._trace: dict[str, LayerTrace] | None = None
         """Filled while it is not None."""
@@ -100,12 +100,14 @@ class ActivationTiers:
             self._saving = None
         # What the model gets it may write to, where nobody sees it.
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
+        self.swapper.mark(name)
         return output
 
     def begin_forward(self) -> None:
         """What became of earlier ones does not count: somebody may still have their losses, or their errors."""
         self._saving = None
         self._forward_number += 1
+        self.swapper.begin_forward()
 
     def expect_backward(self) -> None:
         """The forward is over: what its last layer put away comes back first."""

@@ -93,7 +93,13 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
         console.print()
         console.print(table)
     console.print()
-    for line in (*_records(planned), *_wear(planned), hiding(planned), *what_hides(planned.plan)):
+    for line in (
+        *_records(planned),
+        *_gradients(planned),
+        *_wear(planned),
+        hiding(planned),
+        *what_hides(planned.plan),
+    ):
         console.print(line, soft_wrap=True)
     if planned.plan.in_memory.fits:
         console.print(Text(without_offloading(planned), style="bold green"), soft_wrap=True)
@@ -215,6 +221,14 @@ def _records(planned: PlannedRun) -> Iterable[str]:
     weights, states = (len(planned.plan.resident_blocks(*of)) for of in (["param"], kinds))
     if weights or states:
         yield f"In RAM stay the weights of {weights} and optimizer states of {states} of {num_blocks} blocks."
+
+
+def _gradients(planned: PlannedRun) -> Iterable[str]:
+    """Those that are held and have no buffers."""
+    all_bytes, spilled_bytes = planned.setup.spilled_gradient_bytes, planned.plan.prediction.spilled_gradient_bytes
+    if all_bytes:
+        held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
+        yield f"Of the gradients without buffers, {held} wait in RAM that activations leave, {spilled} on the SSDs."
 
 
 def _wear(planned: PlannedRun) -> Iterable[str]:

@@ -10,7 +10,7 @@ from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
 from hf_lohan.device.host_memory import available_host_memory_bytes, mapped_empty, mapped_file
-from hf_lohan.device.host_stack import HostStack, IntervalStack
+from hf_lohan.device.host_stack import HostRead, HostStack, IntervalStack, TopPlace
 
 __all__ = [
     "COPY_LANES",
@@ -19,11 +19,13 @@ __all__ = [
     "CpuDevice",
     "Device",
     "Event",
+    "HostRead",
     "HostStack",
     "IntervalStack",
     "Lane",
     "PoolAborted",
     "Stamp",
+    "TopPlace",
     "available_host_memory_bytes",
     "default_torch_device",
     "device_for",

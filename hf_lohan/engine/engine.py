@@ -90,6 +90,8 @@ class OffloadEngine:
                 num_arrival_buffers=layout.plan.num_arrival_buffers,
                 spilled_blocks=frozenset(layout.plan.spilled_blocks),
                 spill=tiers.spill,
+                num_held_chunks=layout.num_held_chunks,
+                shared_ram=tiers.shared_ram if is_alone else None,
                 keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
                 open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
@@ -123,7 +125,9 @@ class OffloadEngine:
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
         names = {module: name for name, module in model.named_modules()}
-        self.activations = ActivationTiers(self.device, {layer: names[layer] for layer in layout.model_blocks.layers})
+        self.activations = ActivationTiers(
+            self.device, {layer: names[layer] for layer in layout.model_blocks.layers}, tiers.shared_ram
+        )
         self.planned_memory = PlannedMemory(self.activations, config.activations, tiers, layout)
         self._plan = FollowedPlan(
             events, self.planned_memory, self._pipeline, self._step, self.clip_history, self.commits

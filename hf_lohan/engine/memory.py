@@ -12,7 +12,8 @@ from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
 from hf_lohan.config import Activations, OffloadConfig
-from hf_lohan.device import BufferPool, Device
+from hf_lohan.device import BufferPool, Device, HostStack
+from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.coded_lanes import CodedLanes
 from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
@@ -41,6 +42,8 @@ class Tiers:
     states: BufferPool
     gradients: BufferPool
     recall: BufferPool
+    shared_ram: HostStack
+    """For swapped activations, and for gradients where they leave room. Taken with the plan."""
     links: Links
     """To the other ranks. They outlive this."""
     coded: CodedLanes
@@ -129,6 +132,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             pool("states", plan.num_state_buffers),
             pool("gradients", plan.num_gradient_buffers, of_this_rank),
             pool("recall", plan.num_recall_buffers),
+            HostStack(device),
             links,
             coded,
             shared_gradients,
@@ -253,11 +257,11 @@ class PlannedMemory:
         self._end_watching()
         ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
-        swapper = self._activations.swapper
-        if (ram_bytes or ssd_bytes) and not swapper.ram_bytes:
-            swapper.take_ram(min(self.layout.activation_ram_bytes, int(all_bytes * _HEADROOM)))
-        if ssd_bytes and not swapper.ssd_bytes:
-            self._take_ssd(int(all_bytes * _HEADROOM))
+        room_bytes, gradient_bytes = int(all_bytes * _HEADROOM), self._gradient_bytes()
+        if (ram_bytes or ssd_bytes or gradient_bytes) and not self._tiers.shared_ram.num_bytes:
+            self._tiers.shared_ram.take(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
+        if ssd_bytes and not self._activations.swapper.ssd_bytes:
+            self._take_ssd(room_bytes)
         self._activations.follow(placements)
         logger.info(
             "of %s that the layers leave for backward, %s are swapped to RAM and %s to the SSD",
@@ -265,6 +269,13 @@ class PlannedMemory:
             format_bytes(ram_bytes),
             format_bytes(ssd_bytes),
         )
+
+    def _gradient_bytes(self) -> int:
+        """What gradients would take of the RAM for activations if none of them had to go to the SSD."""
+        if not self.layout.held_gradients():
+            return 0
+        num_chunks = len(self.layout.chunks()) - self.layout.num_held_chunks
+        return sum(record.num_bytes for record in self.layout.spill_records()) + num_chunks * CACHE_LINE_BYTES
 
     def _take_ssd(self, num_bytes: int) -> None:
         if self.layout.activation_staging_bytes < GRANULE_NUMEL:

@@ -53,6 +53,7 @@ from hf_lohan.planner.pool_plan import (
 )
 from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
 from hf_lohan.planner.rank_search import plan_over_ranks
+from hf_lohan.planner.shared_ram import BlockGradient
 from hf_lohan.planner.unit_cuts import cut_units
 
 __all__ = [
@@ -63,6 +64,7 @@ __all__ = [
     "TWICE_THE_RAM",
     "ActivationPlacements",
     "Activations",
+    "BlockGradient",
     "BlockProfile",
     "BlockShape",
     "BudgetError",

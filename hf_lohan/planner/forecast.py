@@ -28,6 +28,7 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
         swapped_bytes=np.array([float(before.swapped_bytes)]),
         spilled_bytes=np.array([float(before.spilled_bytes)]),
         recompute_s=np.array([recompute_s]),
+        spilled_gradient_bytes=np.array([float(before.spilled_gradient_bytes)]),
     )
     own = replace(setup, commit_every_steps=plan.commit_every_steps)
     decided = {name: getattr(before, name) for name in _DECIDED}

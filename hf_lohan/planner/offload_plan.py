@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan, RecordTraffic, choose_resident_records
+from hf_lohan.planner.shared_ram import BlockGradient
 
 MOST_LOST_S = 600.0
 """No more time is between two commits, if nobody asks for that."""
@@ -92,7 +93,12 @@ class TrainingSetup:
     as `commit_every_s` says, or as the plan chooses."""
     commit_every_s: float | None = None
     spilled_gradient_bytes: int = 0
-    """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`)."""
+    """Gradients that wait for the norm on the SSD (those of `PoolPlan.spilled_blocks`), if they find no room beside
+    activations."""
+    gradients: tuple[BlockGradient, ...] = ()
+    """All that are held, in forward order; none if those on the SSD are to find no room in RAM."""
+    num_held_chunks: int = 0
+    """Of them, that have buffers."""
     turnaround_bytes: int = 0
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
     cluster: Cluster = ALONE
@@ -185,6 +191,8 @@ class StepPrediction:
     """A, of one micro-batch."""
     spilled_bytes: int
     """aA: the part of it that goes on to the SSDs."""
+    spilled_gradient_bytes: int
+    """Gradients of a step's last backward that wait for its end on the SSDs."""
     recomputed_flops: float
     """FLOP_r of a step: products and attention made again in backward."""
     ssd_read_bytes_per_step: int

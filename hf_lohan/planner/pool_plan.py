@@ -10,6 +10,8 @@ buffers and nothing fragments. Pools with fixed shares cannot starve one another
   that stays in 2 bytes an element takes half a buffer;
 * recall buffers, into which gradients that had to be spilled to the SSD come back, and in which they are summed where
   a step was not expected to sum any.
+
+What RAM swapped activations leave serves gradients that have no buffers, too (`shared_ram`). Nobody ever waits for it.
 """
 
 from __future__ import annotations

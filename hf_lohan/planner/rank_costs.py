@@ -112,8 +112,8 @@ class RankStepCosts(StepCosts):
             )
         )
 
-    def _update(self) -> Load:
-        load = super()._update()
+    def _update(self, choice: Choice) -> Load:
+        load = super()._update(choice)
         # The optimizer reads what the drives brought or RAM has, and gradients; it writes all but the gradients.
         worked_bytes = self._update_read_bytes + self._update_write_bytes + SUM_BYTES * self._num_updated_params
         return self._passing_ram(replace(load, host_bytes=load.host_bytes + worked_bytes))

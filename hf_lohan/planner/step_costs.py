@@ -44,6 +44,8 @@ class Choice:
     """aA: the part of it that goes on to the SSD."""
     recompute_s: Values
     """Of the operations that backward makes again (FLOP_r/THP_G)."""
+    spilled_gradient_bytes: Values
+    """Of the last backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,18 +171,19 @@ class StepCosts:
     def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
         """The step's forwards and backwards, and which of them the updates run under."""
         forward, backward = self._forward(choice), self._backward(choice)
+        last = self._last_backward(choice)
         count = self._setup.num_micro_batches
         if clip == "defer":
             updating = self._forward_under_update(choice)
-            loads = [(1, True, updating), (count - 1, True, forward), (count, False, backward)]
+            loads = [(1, True, updating), (count - 1, True, forward), (count - 1, False, backward), (1, False, last)]
         else:
-            update = self._update() + self._lent()
-            loads = [(count, True, forward), (count - 1, False, backward), (1, False, backward + update)]
+            update = self._update(choice) + self._lent()
+            loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
         return [Phase(*load) for load in loads if load[0]]
 
     def _forward_under_update(self, choice: Choice) -> Load:
         """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
-        load = self._forward(choice) + self._update()
+        load = self._forward(choice) + self._update(choice)
         if not self._setup.hands_over:
             return load
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
@@ -275,6 +278,7 @@ class StepCosts:
             floor_by_resource_s=self._floors_s(whole),
             swapped_bytes=int(choice.swapped_bytes.item()),
             spilled_bytes=int(choice.spilled_bytes.item()),
+            spilled_gradient_bytes=int(choice.spilled_gradient_bytes.item()),
             ssd_read_bytes_per_step=round(whole.ssd_read_bytes.item()),
             ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
             ssd_hidden_step_s=self._ssd_hidden_step_s(choice, clip),
@@ -381,8 +385,14 @@ class StepCosts:
     def _backward_read_bytes(self) -> float:
         return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
 
-    def _update(self) -> Load:
-        read_bytes = self._update_read_bytes - self._resident_update_read_bytes + self._spilled_gradient_bytes
+    def _last_backward(self, choice: Choice) -> Load:
+        """Its gradients may wait where activations have been."""
+        load, spilled_bytes = self._backward(choice), self._num_local * choice.spilled_gradient_bytes
+        return replace(load, ssd_write_bytes=load.ssd_write_bytes - self._spilled_gradient_bytes + spilled_bytes)
+
+    def _update(self, choice: Choice) -> Load:
+        spilled_bytes = self._num_local * choice.spilled_gradient_bytes
+        read_bytes = self._update_read_bytes - self._resident_update_read_bytes + spilled_bytes
         return _load(
             ssd_read_bytes=read_bytes,
             ssd_write_bytes=self._update_write_bytes,

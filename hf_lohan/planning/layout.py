@@ -24,6 +24,7 @@ from hf_lohan.model import (
     stored_form,
 )
 from hf_lohan.planner import (
+    BlockGradient,
     BudgetError,
     PoolPlan,
     PoolRequest,
@@ -128,13 +129,33 @@ class OffloadLayout(StoredForm):
         """All chunks with optimizer states, in forward order."""
         return [chunk for block in self.blocks for chunk in block.cut(self.plan.chunk_numel)]
 
+    @property
+    def num_held_chunks(self) -> int:
+        """Chunks whose gradients have a place in the pool while they wait."""
+        held = set(self.plan.held_blocks)
+        return sum(len(block.cut(self.plan.chunk_numel)) for block in self.blocks if block.name in held)
+
     def spill_records(self) -> tuple[RecordSpec, ...]:
         """Scratch records for the gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
+        return tuple(self._gradient_record(block) for block in self.blocks if block.name in spilled)
+
+    def _gradient_record(self, block: Block) -> RecordSpec:
+        """As it waits for the end of the step."""
+        return _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
+
+    def held_gradients(self) -> tuple[BlockGradient, ...]:
+        """Of all blocks, in forward order, if RAM beside activations is to hold what the pool cannot. Of several ranks
+        it is not: they read each other's gradients in the pool."""
+        if not self.plan.spilled_blocks or self.ranks.num_ranks > 1:
+            return ()
         return tuple(
-            _gradient_record(block, block.master.working_dtype if self.keeps_gradient_dtypes else torch.float32)
+            BlockGradient(
+                block=block.name,
+                num_bytes=self._gradient_record(block).num_bytes if block.state_numel else 0,
+                num_chunks=len(block.cut(self.plan.chunk_numel)),
+            )
             for block in self.blocks
-            if block.name in spilled
         )
 
     def spill_records_of_sums(self) -> tuple[RecordSpec, ...]:

@@ -286,6 +286,8 @@ def training_setup(
         commit_every_steps=config.commit_every if isinstance(config.commit_every, int) else None,
         commit_every_s=interval_s(config.commit_every),
         spilled_gradient_bytes=sum(record.num_bytes for record in layout.spill_records()),
+        gradients=layout.held_gradients(),
+        num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.param_bytes for block in in_slots),
     )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_lohan.device import Buffer, Event
+from hf_lohan.device import Buffer, Event, TopPlace
 from hf_lohan.files import IoRequest
 from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
 from hf_lohan.optim import widen_in_place
@@ -55,10 +55,10 @@ class ArrivedChunk:
 
 @dataclass(eq=False)
 class ChunkGradient:
-    """The gradient of one chunk, summed over a step's backwards: in a buffer, or spilled to the SSD."""
+    """The gradient of one chunk, summed over a step's backwards: in RAM, or spilled to the SSD."""
 
     chunk: Chunk
-    buffer: Buffer | None
+    buffer: Buffer | TopPlace | None
     slices: set[ParamSlice]
     """Parameters that have a gradient in it."""
     dtype: torch.dtype = torch.float32

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import logging
 from collections.abc import Iterable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from hf_lohan.device import Buffer, TopPlace
 from hf_lohan.model import Chunk
 from hf_lohan.optim import widen_in_place
 from hf_lohan.store import RecordFiles, RecordRead
@@ -17,6 +20,9 @@ from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.setup import UpdateSetup
 
 logger = logging.getLogger(__name__)
+
+Key: TypeAlias = tuple[int, int]
+"""A chunk's place in the forward: its block's, and its own in it."""
 
 
 class HeldGradients:
@@ -30,17 +36,23 @@ class HeldGradients:
         self._spilled_blocks = setup.spilled_blocks
         self._recall = setup.recall
         self._others_read_sums = setup.exchange_norms is not None
+        self._gradients = setup.gradients
+        self._num_held_chunks = setup.num_held_chunks
+        self._shared_ram = setup.shared_ram
         self._norms = norms
+        self._blocks = setup.blocks
         self._position = {block: index for index, block in enumerate(setup.blocks)}
-        self._held: dict[tuple[int, int], ChunkGradient] = {}
-        self._unmeasured: set[tuple[int, int]] = set()
+        self._held: dict[Key, ChunkGradient] = {}
+        self._unmeasured: set[Key] = set()
+        self._in_buffers: set[Key] = set()
+        """Of those that are held, where there is other RAM for them."""
+        self._may_be_spilled: list[Key] = []
+        """A heap of the negated keys of those in buffers that have room on the SSD, and of some that are gone."""
 
     def add(self, arrived: ArrivedChunk) -> ChunkGradient:
         """Add an arrived chunk to what is held of it. The result is not held any more."""
         slices = {piece.param_slice for piece in arrived.pieces}
-        key = self._key(arrived.chunk)
-        gradient = self._held.pop(key, None)
-        self._unmeasured.discard(key)
+        gradient = self._take(self._key(arrived.chunk))
         if gradient is not None or arrived.dtype != arrived.held_dtype:
             use_all_cores()  # there is more to do than to hold it, and sums are to be measured as torch would
         values = arrived.wait()
@@ -64,7 +76,7 @@ class HeldGradients:
         """Of that with the sum and that in which the last part of it arrived. What other ranks are to read lies where
         gradients arrive: the buffers for what comes back are needed here before they have read it."""
         assert gradient.buffer is not None
-        if self._others_read_sums and gradient.buffer.pool is self._recall:
+        if self._others_read_sums and isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._recall:
             values.copy_(gradient.values)
             gradient.buffer.release()
             gradient.buffer = arrived.buffer
@@ -81,40 +93,101 @@ class HeldGradients:
     def measure_rest(self) -> None:
         """Measure what no final backward has announced (loops that do not say which backward is the last)."""
         for key in sorted(self._unmeasured):
-            gradient = self._held.pop(key)
+            gradient = self._take(key)
+            assert gradient is not None
             self._bring_back_now(gradient)
             self.measure(gradient)
             self.hold(gradient)
-        self._unmeasured.clear()
 
-    def hold(self, gradient: ChunkGradient) -> None:
-        """Let it wait. What is spilled gives its buffer back when it is written."""
-        key, chunk = self._key(gradient.chunk), gradient.chunk
+    def hold(self, gradient: ChunkGradient, *, is_final: bool = False) -> None:
+        """Let it wait. What is spilled gives its buffer back when it is written. `is_final`: it waits for no more than
+        the step's end and its update, so its place may be one that the next forward will want."""
+        key = self._key(gradient.chunk)
         self._held[key] = gradient
         if gradient.summed and not gradient.is_measured:
             self._unmeasured.add(key)
-        spill = self._spill_for(gradient)
-        if spill is not None:
-            assert gradient.buffer is not None
-            buffer = gradient.buffer
-            write = spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
-            write.add_done_callback(lambda request: buffer.release())
-            gradient.spill_write, gradient.spilled_to, gradient.buffer = write, spill, None
-
-    def _spill_for(self, gradient: ChunkGradient) -> RecordFiles | None:
-        """Where it waits on the SSD; None: in RAM. A sum of what was to come once has no place in RAM."""
         block = gradient.chunk.block
-        if not (self._keeps_dtypes and gradient.dtype != block.master.working_dtype):
-            return self._spill if block.name in self._spilled_blocks else None
+        if self._keeps_dtypes and gradient.dtype != block.master.working_dtype:
+            # A sum of what was to come once has no place in RAM.
+            self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
+        elif self._spilled_blocks and self._shared_ram is not None and self._shared_ram.num_bytes:
+            self._hold_where_there_is_room(key, is_final=is_final)
+        elif block.name in self._spilled_blocks:
+            self._write(gradient, self._spill)
+
+    def _hold_where_there_is_room(self, key: Key, *, is_final: bool) -> None:
+        """In a buffer, else in what activations leave, else one is spilled: the one that is needed last. Activations
+        leave more the later it is, so buffers take what comes first, and give it up for what comes later."""
+        gradient = self._held[key]
+        if isinstance(gradient.buffer, TopPlace):
+            return
+        assert gradient.buffer is not None
+        may_stay = gradient.buffer.pool is self._gradients  # not one in which spilled gradients come back
+        if may_stay and len(self._in_buffers) < self._num_held_chunks:
+            self._stay_in_buffer(key)
+        elif is_final and self._move_to_shared_ram(gradient):
+            return
+        elif may_stay and (last := self._last_in_buffers()) is not None and last > key:
+            self._in_buffers.remove(last)
+            self._write(self._held[last], self._spill)
+            self._stay_in_buffer(key)
+        else:
+            self._write(gradient, self._spill)
+
+    def _stay_in_buffer(self, key: Key) -> None:
+        if not self._in_buffers:
+            self._may_be_spilled.clear()
+        self._in_buffers.add(key)
+        if self._held[key].chunk.block.name in self._spilled_blocks:
+            heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
+
+    def _last_in_buffers(self) -> Key | None:
+        """Of those that may be spilled, the one that is needed last. Others are no more than may stay, so where all
+        that may stay are in buffers, and one of those others comes, there is one."""
+        while self._may_be_spilled:
+            position, index = self._may_be_spilled[0]
+            if (-position, -index) in self._in_buffers:
+                return -position, -index
+            heapq.heappop(self._may_be_spilled)
+        return None
+
+    def _move_to_shared_ram(self, gradient: ChunkGradient) -> bool:
+        """If there is room, and the next forward will leave it until the gradient is applied: when it comes to the
+        block, it has put away what the last one had there. So it finds room in RAM whenever the last one did."""
+        ram, values = self._shared_ram, gradient.values
+        assert ram is not None and gradient.buffer is not None
+        position = self._position[gradient.chunk.block]
+        put_away = max(ram.marks.get(block.name, 0) for block in self._blocks[: position + 1])
+        place = ram.push_top(values.nbytes, leave=put_away)
+        if place is None:
+            return False
+        place.view(values.dtype, values.numel()).copy_(values)
+        gradient.buffer.release()
+        gradient.buffer = place
+        return True
+
+    def _write(self, gradient: ChunkGradient, spill: RecordFiles | None) -> None:
+        assert spill is not None and isinstance(gradient.buffer, Buffer)
+        chunk, buffer = gradient.chunk, gradient.buffer
+        write = spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
+        write.add_done_callback(lambda request: buffer.release())
+        gradient.spill_write, gradient.spilled_to, gradient.buffer = write, spill, None
+
+    def _opened_spill_of_sums(self, dtype: torch.dtype) -> RecordFiles:
         if self._spill_of_sums is None:
             assert self._open_spill_of_sums is not None
             logger.warning(
                 "gradients of %s are summed over several backwards, but memory was taken for one backward a step, so "
                 "sums wait on the SSD; where you can, say gradient_accumulation_steps before the model is offloaded",
-                block.master.working_dtype,
+                dtype,
             )
             self._spill_of_sums = self._open_spill_of_sums()
         return self._spill_of_sums
+
+    def _take(self, key: Key) -> ChunkGradient | None:
+        self._unmeasured.discard(key)
+        self._in_buffers.discard(key)
+        return self._held.pop(key, None)
 
     @property
     def chunks(self) -> set[Chunk]:
@@ -129,21 +202,22 @@ class HeldGradients:
                 f"the gradient of {chunk} waits on the SSD and other ranks need it, but which backward is a step's "
                 "last was not said; say it by gradient_accumulation_steps or announce_backward"
             )
-        self._unmeasured.discard(key)
-        return self._held.pop(key)
+        gradient = self._take(key)
+        assert gradient is not None
+        return gradient
 
     def take_all(self) -> Iterator[ChunkGradient]:
         """All of them, in forward order; they are not held any more."""
         for key in sorted(self._held):
-            yield self._held.pop(key)
-        self._unmeasured.clear()
+            gradient = self._take(key)
+            assert gradient is not None
+            yield gradient
 
     def forget(self, chunks: Iterable[Chunk]) -> None:
         """They are not wanted any more."""
         for chunk in chunks:
-            key = self._key(chunk)
-            gradient = self._held.pop(key)
-            self._unmeasured.discard(key)
+            gradient = self._take(self._key(chunk))
+            assert gradient is not None
             if gradient.buffer is not None:
                 gradient.buffer.release()
             elif gradient.spill_write is not None:
@@ -185,5 +259,5 @@ class HeldGradients:
         for read in self.bring_back(gradient):
             read.wait()
 
-    def _key(self, chunk: Chunk) -> tuple[int, int]:
+    def _key(self, chunk: Chunk) -> Key:
         return self._position[chunk.block], chunk.index

@@ -135,7 +135,7 @@ class UpdateQueue:
         writes = self._updater.finish(update, group_of, clip_coefficient)
         self._writes.extend((update.gradient.chunk, write) for write in writes)
         if update.is_guess:
-            self._held.hold(update.gradient)
+            self._held.hold(update.gradient, is_final=True)
         while self._writes and self._writes[0][1].done():
             self._writes.popleft()[1].wait()
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 from hf_lohan.config import Schedule
-from hf_lohan.device import BufferPool, Device
+from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.threads import Command
@@ -49,7 +49,12 @@ class UpdateSetup:
     has_groups: Callable[[], bool] = lambda: True
     """Whether there are hyperparameters: before an optimizer is made nothing is guessed."""
     spilled_blocks: frozenset[str] = frozenset()
-    """Their held gradients wait on the SSD, in `spill`."""
+    """Their held gradients wait on the SSD, in `spill`, unless there is room in `shared_ram`."""
+    num_held_chunks: int = 0
+    """Of the other blocks. Never more are held in `gradients`."""
+    shared_ram: HostStack | None = None
+    """At its bottom lie swapped activations. What they leave, gradients may take as long as it lasts; None with several
+    ranks, which read each other's gradients in buffers."""
     spill: RecordFiles | None = None
     keeps_gradient_dtypes: bool = False
     """One backward a step is to be expected. What it brings in 2 bytes an element is kept so, in half a buffer. Sums of

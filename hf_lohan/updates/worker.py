@@ -96,7 +96,7 @@ class UpdateWorker:
         elif self._guess.decide(may_guess and self._begin_updates()):
             self._queue.update(gradient, self._guess.group_of, loan=loan, is_guess=True)
         else:
-            self._held.hold(gradient)
+            self._held.hold(gradient, is_final=True)
 
     def _begin_updates(self) -> bool:
         """Called before each update in backward. Returns whether the step can be undone: else other drafts would go

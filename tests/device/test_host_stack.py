@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_lohan.device import CpuDevice, HostStack, IntervalStack
+from hf_lohan.device import CpuDevice, Event, HostRead, HostStack, IntervalStack, TopPlace
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 
 CAPACITY = 64
@@ -130,3 +130,92 @@ def test_no_memory_lends_nothing() -> None:
     stack = HostStack(CpuDevice(), 0)
     assert stack.num_bytes == 0
     assert stack.push(1) is None
+
+
+# Both ends.
+
+
+@given(
+    actions=st.lists(st.tuples(st.sampled_from(["bottom", "top", "free"]), st.integers(1, 500), st.integers(0, 900))),
+    capacity=st.integers(0, 1000),
+)
+def test_places_of_both_ends_never_overlap(actions: list[tuple[str, int, int]], capacity: int) -> None:
+    """Any of them may be given back at any time; a place at the top is above what is to be left at the bottom."""
+    stack = HostStack(CpuDevice(), capacity)
+    memory = stack._memory.data_ptr()
+    lent: dict[int, tuple[int, int | TopPlace]] = {}
+    for what, num_bytes, leave in actions:
+        if what == "free":
+            if lent:
+                start = sorted(lent)[num_bytes % len(lent)]
+                place = lent.pop(start)[1]
+                stack.free(place) if isinstance(place, int) else place.release()
+            continue
+        found: tuple[int | TopPlace, torch.Tensor] | None
+        if what == "bottom":
+            found = stack.push(num_bytes)
+        else:
+            top = stack.push_top(num_bytes, leave=leave)
+            found = None if top is None else (top, top.bytes)
+        if found is None:
+            needed = -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
+            below = max(stack.bytes_in_use, leave if what == "top" else 0)
+            assert below + needed + stack.top_bytes_in_use > capacity // CACHE_LINE_BYTES * CACHE_LINE_BYTES
+            continue
+        start, stop = found[1].data_ptr() - memory, found[1].data_ptr() - memory + num_bytes
+        assert 0 <= start < stop <= capacity and found[1].numel() == num_bytes
+        assert what == "bottom" or start >= leave
+        assert all(stop <= other or other_stop <= start for other, (other_stop, _) in lent.items())
+        lent[start] = stop, found[0]
+    assert stack.high_water_bytes <= capacity
+    for _, place in lent.values():
+        stack.free(place) if isinstance(place, int) else place.release()
+    assert stack.bytes_in_use == stack.top_bytes_in_use == 0
+
+
+class NotedEvent(Event):
+    def __init__(self) -> None:
+        self.num_waits = 0
+
+    def synchronize(self) -> None:
+        self.num_waits += 1
+
+
+def test_the_host_writes_only_behind_the_last_copy_from_what_was_there() -> None:
+    """However the places were given back; once that copy is done, it need not be waited for again."""
+    stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
+    events = [NotedEvent() for _ in range(3)]
+    lent = [stack.push(CACHE_LINE_BYTES) for _ in events]
+    for number in (1, 2, 0):
+        place = lent[number]
+        assert place is not None
+        stack.free(place[0], HostRead(number, events[number]))
+    assert [event.num_waits for event in events] == [0, 0, 0]
+    copied_to = stack.push(CACHE_LINE_BYTES)  # by the device, which keeps its own order
+    assert copied_to is not None and [event.num_waits for event in events] == [0, 0, 0]
+    first = stack.push_top(9 * CACHE_LINE_BYTES)
+    assert first is not None and [event.num_waits for event in events] == [0, 0, 1]
+    first.release()
+    assert stack.push_top(9 * CACHE_LINE_BYTES) is not None and events[2].num_waits == 1
+
+
+def test_reads_that_nobody_asks_for_are_not_kept() -> None:
+    stack = HostStack(CpuDevice(), CACHE_LINE_BYTES)
+    for number in range(100):
+        place = stack.push(1)
+        assert place is not None
+        stack.free(place[0], HostRead(number, NotedEvent()))
+    assert len(stack._reads) <= 2
+
+
+def test_other_memory_is_taken_only_while_nothing_is_lent() -> None:
+    stack = HostStack(CpuDevice())
+    stack.take(2 * CACHE_LINE_BYTES)
+    assert stack.num_bytes == 2 * CACHE_LINE_BYTES
+    top = stack.push_top(1)
+    assert top is not None
+    with pytest.raises(AssertionError):
+        stack.take(CACHE_LINE_BYTES)
+    top.release()
+    stack.take(CACHE_LINE_BYTES)
+    assert stack.push_top(CACHE_LINE_BYTES + 1) is None

@@ -36,9 +36,11 @@ MODES: dict[str, dict[str, Any]] = {
 """Lent: with a slot more, updates in backward take the weights from the slot that backward is using."""
 BOUND_MEMORY = ("drain",)
 """Without these waits numbers are right, but nothing holds the forward back while activations leave the device."""
-SHOWN_APART = ("_free_copied",)
+SHOWN_APART = ("_free_copied", "push_top")
 """In these runs a buffer is hardly ever used again in time. In tests/updates/test_handover.py it is at once:
-`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`."""
+`test_what_waits_to_be_written_is_copied_and_stays_until_it_is`. Compute waits for copies on the host here, so what it
+has read is never under way any more. In tests/device/test_host_stack.py it may be:
+`test_the_host_writes_only_behind_the_last_copy_from_what_was_there`."""
 Outcome = dict[str, Tensor]
 
 

@@ -29,6 +29,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vertical": ("qwen3_moe", {**WIDE, **TOGETHER}, {"gradient_accumulation_steps": 4}),
     "vertical, not clipped": ("llama", {**WIDE, **TOGETHER}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 4}),
     "swap": ("qwen3_moe", {**WIDE, "activations": "swap"}, {}),
+    "gradients beside activations": ("llama", {**TIGHT, "activations": "swap", "resident_records": "none"}, {}),
     "recompute": ("llama", {**TIGHT, "activations": "recompute", "resident_records": "none"}, {"bf16": True}),
     "half in RAM": ("llama", {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "commit_every": "10min"}, {}),
     "keep, two drives": ("llama", {**WIDE, "activations": "keep", "ssd": ["one", "two"]}, {}),
@@ -98,4 +99,9 @@ def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path
         }
     copies = engine.tiers.store.ram.copies
     assert [[*name] for name in copies] == followed["resident"]
+    spilled_bytes = sum(record.num_bytes for record in layout.spill_records())
+    assert 0 <= followed["spilled_gradient_bytes"] <= spilled_bytes
+    if "beside" in name:
+        assert followed["spilled_gradient_bytes"] < spilled_bytes
+        assert engine.tiers.shared_ram.num_bytes > 0
     assert engine.clip_history.speculates == (followed["clip"] == "speculate")
