@@ -259,9 +259,9 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
     monkeypatch.setattr(norms, "set_summed", lambda *args: num_threads["summed"].add(torch.get_num_threads()))
     hold = held.hold
 
-    def holding(gradient: ChunkGradient) -> None:
+    def holding(gradient: ChunkGradient, **asked: Any) -> None:
         num_threads["held"].add(torch.get_num_threads())
-        hold(gradient)
+        hold(gradient, **asked)
 
     monkeypatch.setattr(held, "hold", holding)
     bench.submit_all(is_final=False)
