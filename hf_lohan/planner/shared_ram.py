@@ -73,6 +73,6 @@ def held_beside(
             continue
         num_in_buffers = min(num_buffers, gradient.num_chunks)
         num_buffers -= num_in_buffers
-        rest_bytes = gradient.num_bytes * (1 - num_in_buffers / gradient.num_chunks)
+        rest_bytes = gradient.num_bytes * (gradient.num_chunks - num_in_buffers) / gradient.num_chunks
         held = held + np.clip(ram_bytes - behind - held, 0.0, rest_bytes)
     return held
