@@ -49,7 +49,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
     if num_ranks > 1:
         raise ValueError(
             f"the model lies in the stores of {num_ranks} ranks in {paths[0]}; make them one with lohan reshard {run} "
-            "--ranks 1, delete those of the ranks, and export that"
+            "--ranks 1 --remove-old, and export that"
         )
     io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
     try:

@@ -22,6 +22,11 @@ def directory_of(folder: str, num_ranks: int) -> str:
     return folder if num_ranks == 1 else os.path.dirname(folder)
 
 
+def folder_of_all(directory: str) -> str:
+    """The directory that all ranks are given, from that or the folder of one of them."""
+    return os.path.dirname(directory) if _NAME.fullmatch(os.path.basename(directory)) else directory
+
+
 def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
     """(rank, folder) of each store under a directory, in the order of ranks, by the number of ranks that made them."""
     found: dict[int, list[tuple[int, str]]] = {}

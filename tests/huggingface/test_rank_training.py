@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from hf_lohan.cli import app
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
@@ -94,6 +98,24 @@ def test_a_checkpoint_has_a_part_of_each_rank_and_is_made_once(run: Run, folder:
     assert stores == ["rank-0-of-2", "rank-1-of-2"]
     summary = json.loads((folder / "run" / "lohan" / "summary.json").read_text())
     assert summary["is_finished"] and summary["num_steps"] == 6
+
+
+def test_their_last_step_is_cut_for_three_ranks_and_for_one(run: Run, folder: Path, tmp_path: Path) -> None:
+    run("whole")
+    copy = shutil.copytree(folder / "run", tmp_path / "run")
+
+    def lohan(*args: object) -> str:
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    for num_ranks in (3, 1):
+        assert lohan("reshard", copy, "--ranks", num_ranks, "--remove-old").startswith("step 6 of ")
+        assert "every checksum is right" in lohan("verify", copy)
+    lohan("export", copy, tmp_path / "out")
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(folder, "whole")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
 
 def test_one_process_goes_on_from_two_ranks_checkpoint(run: Run, folder: Path) -> None:
