@@ -31,6 +31,7 @@ OVERRIDDEN = {
     "_prepare_for_training": "def ",
     "_push_from_checkpoint": "def _save_checkpoint",
     "_run_epoch": "def ",
+    "_save": "def save_model",
     "_save_checkpoint": "def _maybe_log_save_evaluate",
     "_save_optimizer_and_scheduler": "def _save_checkpoint",
     "_save_rng_state": "def _save_checkpoint",
