@@ -49,6 +49,11 @@ class CodedLanes:
             self.weights = CodedLane("weights", WEIGHTS_INT8)
         elif collectives.forward == "delta":
             self.changes = CodedBytes("weights")
+            if collectives.backward == "world":
+                logger.info(
+                    "collectives: with forward 'delta' each machine keeps all weights, and backward takes them from "
+                    "there, as with backward 'node'"
+                )
         if collectives.gradients != "exact":
             self.gradients = CodedLane("gradients", _GRADIENT_CODECS[collectives.gradients])
         for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):

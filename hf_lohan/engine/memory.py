@@ -21,6 +21,7 @@ from hf_lohan.planning import OffloadLayout, PlannedStep
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.ranks import CommitAgreement, Links, SharedRegion, one_rank_at_a_time
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
+from hf_lohan.weights import KeptInRam, KeptOnSsd, KeptParts
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 _HEADROOM = 1.25
 """Batches differ in length: room for somewhat more than the first one left."""
 SPILL_NAME = "activations"
+KEPT_NAME = "kept_weights"
 
 
 @dataclass
@@ -52,7 +54,7 @@ class Tiers:
     """Where there are several ranks, the memory of the buffers in which gradients arrive, of all ranks of this box."""
     shared_weights: SharedRegion | None = None
     """And that through which blocks pass to them."""
-    kept_weights: Tensor | None = None
+    kept_weights: KeptParts | None = None
     """Where weights of other boxes are kept."""
 
     @property
@@ -101,7 +103,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
                 model=layout.identity,
                 engine=io,
                 durability=config.durability,
-                scratch=layout.spill_records(),
+                scratch=(*layout.spill_records(), *layout.kept_records),
             )
     except BaseException:
         io.close()
@@ -137,7 +139,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             coded,
             shared_gradients,
             shared_weights,
-            device.host_empty(layout.kept_weight_bytes) if layout.kept_weight_bytes else None,
+            _kept_weights(layout, config, device, store),
         )
     except BaseException:
         store.close()
@@ -145,6 +147,18 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         raise
     _announce(layout, tiers)
     return tiers
+
+
+def _kept_weights(
+    layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store
+) -> KeptParts | None:
+    """In RAM, or on the SSD where the layout says so."""
+    if layout.kept_records:
+        return KeptOnSsd(store.scratch(layout.kept_records, KEPT_NAME))
+    if layout.kept_weight_bytes:
+        memory = device.host_empty(layout.kept_weight_bytes)
+        return KeptInRam(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
+    return None
 
 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:

@@ -5,7 +5,7 @@ of the batch's shapes on fake tensors and puts both together with what the hardw
 run's first forward and once more when its first steps were timed.
 """
 
-from hf_lohan.planning.kept_weights import kept_ranks, part_bytes
+from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import why_in_turn
 from hf_lohan.planning.run_plan import RunPlan
@@ -18,6 +18,7 @@ __all__ = [
     "StepShape",
     "chunked_loss_of",
     "kept_ranks",
+    "kept_record_name",
     "lay_out",
     "part_bytes",
     "plan_step",

@@ -33,7 +33,7 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
-from hf_lohan.planning.kept_weights import kept_bytes, message_bytes
+from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
 from hf_lohan.ranks import ALONE, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, RecordSpec
@@ -46,6 +46,8 @@ _SHARED_BLOCKS = 2
 """So many blocks as large as the largest pass to the ranks of a box at a time: one comes while another is copied."""
 _ACTIVATION_SHARE = 4
 """Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
+_KEPT_SHARE = 4
+"""Weights of other boxes are kept in RAM if that takes at most one part in so many of `cpu_memory`."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 """What a plan may choose instead, of what pools leave."""
 _LOGITS_SHARE = 16
@@ -80,6 +82,8 @@ class OffloadLayout(StoredForm):
     """Host memory of a box through which blocks pass to all its ranks."""
     kept_weight_bytes: int = 0
     """Host memory of each rank for weights of other boxes that it keeps."""
+    kept_records: tuple[RecordSpec, ...] = ()
+    """Or scratch records for them, where that is too little."""
     weight_message_bytes: int = 0
     """And for what it sends them."""
 
@@ -228,12 +232,15 @@ def lay_out(
     assert isinstance(config.prefetch_blocks, int)
     kept = kept_bytes(blocks, ranks, config.collectives)
     messages = message_bytes(blocks, ranks, config.collectives)
+    on_ssd: tuple[RecordSpec, ...] = ()
+    if kept > config.cpu_memory // _KEPT_SHARE:
+        kept, on_ssd = 0, kept_records(blocks, ranks, config.collectives)
     of_other_ranks = shared_bytes // ranks.num_local + kept + messages
     if of_other_ranks >= config.cpu_memory:
         raise BudgetError(
-            f"cpu_memory={format_bytes(config.cpu_memory)} is less than the {format_bytes(of_other_ranks)} that the "
-            f"weights of other ranks take, {format_bytes(kept)} of them kept as collectives="
-            f"{config.collectives.to_setting()} asks; raise it, or set collectives to exact"
+            f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(of_other_ranks)} that "
+            f"blocks take that pass between ranks ({format_bytes(messages)} of it for messages, as collectives="
+            f"{config.collectives.to_setting()} asks); raise it"
         )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
@@ -268,6 +275,7 @@ def lay_out(
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
         kept_weight_bytes=kept,
+        kept_records=on_ssd,
         weight_message_bytes=messages,
     )
 

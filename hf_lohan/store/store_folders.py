@@ -17,7 +17,7 @@ from hf_lohan.store.versions import Versions
 
 HOME_NAMES = ("records-0.bin", "records-1.bin")
 SCRATCH_NAME = "gradients"
-SCRATCH_NAMES = (SCRATCH_NAME, "gradient_sums", "activations")
+SCRATCH_NAMES = (SCRATCH_NAME, "gradient_sums", "activations", "kept_weights")
 
 
 def scratch_file_name(name: str) -> str:

@@ -11,6 +11,7 @@ from hf_lohan.weights.absent_parameter import gathered_parameters
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.box_parts import BoxParts
+from hf_lohan.weights.kept_parts import KeptInRam, KeptOnSsd, KeptParts
 from hf_lohan.weights.lockstep_prefetcher import JointSource, LockstepPrefetcher
 from hf_lohan.weights.prefetcher import Prefetcher
 from hf_lohan.weights.saved_weights import saved_weight_hooks
@@ -24,6 +25,9 @@ __all__ = [
     "BlocksInUse",
     "BoxParts",
     "JointSource",
+    "KeptInRam",
+    "KeptOnSsd",
+    "KeptParts",
     "LoadSchedule",
     "LocalWeights",
     "LockstepPrefetcher",

@@ -8,14 +8,15 @@ no update has changed the block it need not come again. What is kept over a step
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from hf_lohan.model import Block, ranges
-from hf_lohan.planning import kept_ranks, part_bytes
+from hf_lohan.planning import part_bytes
 from hf_lohan.ranks import CodedBytes, CodedLane, PayloadReader, Ranks, StepDelta
+from hf_lohan.store import RecordRead
+from hf_lohan.weights.kept_parts import KeptParts
 
 PIECE_NUMEL = 256 * 1024
 """Coded at a time: whole blocks of the codec."""
@@ -45,11 +46,11 @@ class BoxParts:
         *,
         coded: CodedLane | None = None,
         changes: CodedBytes | None = None,
-        kept: Tensor | None = None,
+        kept: KeptParts | None = None,
         version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
         """``coded``: parts are rounded by it. ``changes``: of a block that was sent before, what changed is sent, and
-        counted there. ``kept``: uint8, room for all parts of `kept_ranks`. ``version_of`` says how often a block was
+        counted there. ``kept``: room for the parts of `kept_ranks`. ``version_of`` says how often a block was
         changed, as all ranks count."""
         assert changes is None or kept is not None, "changes are of what was kept"
         self._ranks = ranks
@@ -58,12 +59,7 @@ class BoxParts:
         self._version_of = version_of
         self._versions: dict[Block, int] = {}
         """What is kept of, or comes."""
-        self._kept: dict[tuple[Block, int], Tensor] = {}
-        if kept is not None:
-            names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, keeps_own=changes is not None)]
-            sizes = [part_bytes(block, rank) for block, rank in names]
-            for (block, rank), (first, last) in zip(names, pairwise(accumulate(sizes, initial=0)), strict=True):
-                self._kept[block, rank] = kept[first:last].view(block.master.working_dtype)
+        self._kept = kept
         self.keeps = kept is not None
         """Whether a block need not come again that nobody changed."""
         self._sent: set[Block] = set()
@@ -77,17 +73,19 @@ class BoxParts:
         """Ranks of other boxes to which this one's part goes."""
         return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
 
-    def put_kept(self, block: Block, version: int, entry: Tensor) -> bool:
-        """Put what is kept of other boxes into a whole block. False where that is of another version: then all boxes
-        send theirs, and what comes will be kept."""
-        if not self.keeps:
-            return False
-        if self._versions.get(block) != version:
-            self._versions[block] = version
-            return False
+    def is_kept(self, block: Block, version: int) -> bool:
+        """Whether this box has that version, as then all boxes have. If not, all send theirs, and it will be kept."""
+        is_kept = self.keeps and self._versions.get(block) == version
+        self._versions[block] = version
+        return is_kept
+
+    def begin_read(self, block: Block, entry: Tensor, piece_numel: int) -> list[RecordRead]:
+        """Put what is kept of other boxes into a whole block, by reads that may go on."""
+        reads: list[RecordRead] = []
         for rank in self.senders(block):
-            part_of(block, rank, entry).copy_(self._kept[block, rank])
-        return True
+            assert self._kept is not None
+            reads += self._kept.begin_read(block, rank, part_of(block, rank, entry), piece_numel)
+        return reads
 
     def matters(self, block: Block, version: int) -> bool:
         """Whether another load may take what comes now of that version."""
@@ -101,14 +99,14 @@ class BoxParts:
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
             return _CODED, self._round(part, self._coded)
-        old = self._kept.get((block, self._ranks.rank))
-        if not sends or self._changes is None or old is None:
+        if not sends or self._changes is None or self._kept is None:
             return _RAW, part
         form, message = _RAW, part
         if block in self._sent and part.dtype in _DELTA_DTYPES:
+            old = self._kept.values(block, self._ranks.rank)
             message = torch.empty(_DELTA.max_bytes(part.numel()), dtype=torch.uint8)
             form, message = _CHANGES, message[: _DELTA.encode(old, part, message)]
-        old.copy_(part)
+        self._kept.write(block, self._ranks.rank, part)
         self._sent.add(block)
         return form, message
 
@@ -130,15 +128,14 @@ class BoxParts:
 
     def receive(self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor) -> None:
         """Put a part that comes from another box into ``entry``."""
-        part, kept = part_of(block, rank, entry), self._kept.get((block, rank))
+        part = part_of(block, rank, entry)
         if form == _CHANGES:
-            assert kept is not None
+            assert self._kept is not None
             message = torch.empty(payload.num_bytes, dtype=torch.uint8)
             payload.read_into(message)
-            _DELTA.apply_(kept, message)
-            part.copy_(kept)
-            return
-        if form == _CODED:
+            self._kept.read(block, rank, part)
+            _DELTA.apply_(part, message)
+        elif form == _CODED:
             assert self._coded is not None
             scratch = torch.empty(self._coded.codec.message_bytes(min(PIECE_NUMEL, part.numel())), dtype=torch.uint8)
             for piece, place in _pieces(part, self._coded):
@@ -147,8 +144,8 @@ class BoxParts:
                 self._coded.codec.decode(message, piece)
         else:
             payload.read_into(part)
-        if kept is not None:
-            kept.copy_(part)
+        if self._kept is not None:
+            self._kept.write(block, rank, part)
 
 
 def _pieces(part: Tensor, coded: CodedLane) -> Iterator[tuple[Tensor, slice]]:

@@ -135,7 +135,7 @@ class SharedWeights:
             return False
         self._places.take(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
-        is_kept = self._parts.put_kept(block, version, entry)
+        is_kept = self._parts.is_kept(block, version)
         missing = set() if is_kept else self._parts.senders(block)
         load = _Load(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
@@ -225,9 +225,11 @@ class SharedWeights:
         for start, stop in _within(delivery.ranges_to_read(), first, last):
             for low, high in ranges(stop - start, self._read_numel(load.block)):
                 view = load.entry[start + low : start + high]
-                read = self._store.read(load.block.name, "param", start + low, view, is_urgent=True)
-                load.reads.append(read)
-                read.when_done(self.notify)
+                load.reads.append(self._store.read(load.block.name, "param", start + low, view, is_urgent=True))
+        if not load.sends and self._parts.keeps:
+            load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
+        for read in load.reads:
+            read.when_done(self.notify)
         delivery.when_ended(lambda error: self._end_delivery(load, error))
 
     def _read_numel(self, block: Block) -> int:

@@ -9,9 +9,7 @@ import pytest
 import torch
 from trained_boxes import Oracle, Trained, Training, gradient_numels, part_numel
 
-from hf_lohan.planner import BudgetError
 from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Lane, RanksDisagreeError
-from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
 BOXES = [(2, 1), (4, 2), (3, 1)]
@@ -184,7 +182,18 @@ def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
         assert ours.sent[Lane.WEIGHTS] - of_first < of_later / 3
 
 
-def test_too_little_memory_to_keep_weights_is_refused(tmp_path: Path) -> None:
-    training = Training(2, 1, cpu_memory="1MiB")
-    with pytest.raises(BudgetError, match=r"kept as collectives=.* asks; raise it, or set collectives to exact"):
-        training.layout(tiny_model("llama", hidden_size=256), 0, tmp_path, {"forward": "delta"})
+@pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
+@pytest.mark.parametrize("way", [{"backward": "node"}, {"forward": "delta"}, {"forward": "int8", "backward": "node"}])
+def test_what_ram_has_no_room_for_is_kept_on_the_ssd(
+    way: dict[str, str], num_ranks: int, num_local: int, tmp_path: Path
+) -> None:
+    in_ram = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True)
+    on_ssd = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True, keeps_on_ssd=True)
+    expected = in_ram.run(tmp_path / "ram", way)
+    for ours, other in zip(on_ssd.run(tmp_path / "ssd", way), expected, strict=True):
+        assert other.layout.kept_weight_bytes > 0
+        assert ours.layout.kept_weight_bytes == 0
+        assert sum(record.num_bytes for record in ours.layout.kept_records) > 0
+        assert all(map(torch.equal, ours.losses, other.losses))
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
+        assert ours.sent == other.sent
