@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, Device, Lane
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
+from hf_lohan.planner import SizeClass
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.loan import WeightLoan
@@ -84,13 +86,23 @@ class GradientArrivals:
         if arrived is None:
             keeps_dtype = self._keeps_dtypes and flat.dtype.itemsize < torch.float32.itemsize
             with self._device.timeline.task(COMPUTE_WAITS, "a gradient buffer", block=piece.chunk.block.name):
-                buffer = self._pool.acquire(half=keeps_dtype, waiting=self._pipeline.while_waiting)
+                buffer = self._pool.acquire(half=keeps_dtype, waiting=partial(self._while_waiting, piece.chunk.block))
             arrived = self._open[piece.chunk] = ArrivedChunk(piece.chunk, buffer, flat.dtype, keeps_dtype=keeps_dtype)
         source = flat[piece.start_in_slice : piece.start_in_slice + piece.numel]
         self._device.copy(Lane.D2H, arrived.landing[piece.start_in_chunk : piece.stop_in_chunk], source)
         arrived.events.append(self._device.record(Lane.D2H))
         arrived.pieces.append(piece)
         return arrived
+
+    def _while_waiting(self, block: Block, since_s: float) -> None:
+        """No buffer comes back. Layers in which something gets no gradient (an expert that no token went to) may keep
+        them all: what is open of other layers than this is taken as complete."""
+        others = [arrived for arrived in self._open.values() if arrived.chunk.block is not block]
+        for arrived in others:
+            if arrived.chunk.block.size_class is SizeClass.LAYER:
+                self._close(arrived)
+        if self._pipeline.while_waiting is not None:
+            self._pipeline.while_waiting(since_s)
 
     def _close(self, arrived: ArrivedChunk) -> None:
         pipeline = self._pipeline

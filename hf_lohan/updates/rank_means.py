@@ -122,6 +122,8 @@ class RankMeans:
             return
         self._is_finished = True
         mine = _DROP if drops else _STEP
+        if not drops:  # others may wait for buffers that wait for this
+            self._exchange.publish_none([key for chunk, key in self._key_of.items() if chunk not in self._given])
         ends = self._links.gather("the end of a step's backwards", mine)
         for rank, end in enumerate(ends):
             if end != mine:
