@@ -100,7 +100,8 @@ class RankRun:
         if fault == "hangs":
             woken_s = time.monotonic()
             there.send_signal(signal.SIGCONT)
-            in_time.append(self._ends_until(there, woken_s + ENDS_WITHIN_S))
+            # If it hung within a collective of torch's, that goes on to the end of its own time.
+            in_time.append(self._ends_until(there, woken_s + NET_TIMEOUT_S + ENDS_WITHIN_S))
             print(f"the rank that hung ended {time.monotonic() - woken_s:.2f} s after it was woken: ", end="")
         codes = [child.end() for child in children]
         if fault == "disk full":
