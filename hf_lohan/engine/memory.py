@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from hf_lohan.activations import LayerTrace
@@ -152,13 +153,14 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
 def _kept_weights(
     layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store
 ) -> KeptParts | None:
-    """In RAM, or on the SSD where the layout says so."""
+    """In RAM, or on the SSD where the layout says so. A rank to which no parts come counts what the others keep."""
+    if layout.ranks.num_nodes == 1 or not config.collectives.keeps_weights:
+        return None
     if layout.kept_records:
         return KeptOnSsd(store.scratch(layout.kept_records, KEPT_NAME))
-    if layout.kept_weight_bytes:
-        memory = device.host_empty(layout.kept_weight_bytes)
-        return KeptInRam(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
-    return None
+    num_bytes = layout.kept_weight_bytes
+    memory = device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
+    return KeptInRam(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
 
 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:

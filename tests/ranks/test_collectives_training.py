@@ -190,10 +190,11 @@ def test_what_ram_has_no_room_for_is_kept_on_the_ssd(
     in_ram = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True)
     on_ssd = Training(num_ranks, num_local, dtype=torch.bfloat16, evaluates=True, keeps_on_ssd=True)
     expected = in_ram.run(tmp_path / "ram", way)
-    for ours, other in zip(on_ssd.run(tmp_path / "ssd", way), expected, strict=True):
+    found = on_ssd.run(tmp_path / "ssd", way)
+    assert any(ours.layout.kept_records for ours in found)  # not all: no part of any block may come to a rank
+    for ours, other in zip(found, expected, strict=True):
         assert other.layout.kept_weight_bytes > 0
         assert ours.layout.kept_weight_bytes == 0
-        assert sum(record.num_bytes for record in ours.layout.kept_records) > 0
         assert all(map(torch.equal, ours.losses, other.losses))
         assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
         assert ours.sent == other.sent
