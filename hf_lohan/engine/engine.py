@@ -19,7 +19,7 @@ from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_nothing
+from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
@@ -119,7 +119,7 @@ class OffloadEngine:
             measures=is_alone,
             is_final_backward=events.is_final_backward,
             before_updates=self.commits.keep_what_was_loaded,
-            lend=self._ring.lend if is_alone else lend_nothing,
+            lend=partial(lend_own, self._ring, tiers),
         )
         self.clip_history = ClipHistory("speculate" if config.clip == "speculate" else "defer")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)

@@ -12,7 +12,7 @@ from hf_lohan.engine.memory import Tiers
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links
-from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans
+from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans, WeightLoan
 from hf_lohan.weights import (
     BlockLoader,
     BoxParts,
@@ -65,8 +65,11 @@ def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., Gradi
     )
 
 
-def lend_nothing(_block: Block) -> None:
-    """Where a chunk's gradient waits for other ranks, its block's weights do not stay for that."""
+def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> WeightLoan | None:
+    """The weights of a chunk's block for its update, if that is this rank's and they are not rounded. Another rank's
+    backward may come to the block later; it waits for no load but those before the block's."""
+    is_own = chunk.owner == tiers.links.ranks.rank
+    return ring.lend(chunk.block) if is_own and tiers.coded.weights is None else None
 
 
 def agree(links: Links, what: str, wish: bool) -> bool:

@@ -35,12 +35,12 @@ class GradientArrivals:
         measures: bool = True,
         is_final_backward: Callable[[], bool] = lambda: True,
         before_updates: Callable[[], None] = lambda: None,
-        lend: Callable[[Block], WeightLoan | None] = lambda _block: None,
+        lend: Callable[[Chunk], WeightLoan | None] = lambda _chunk: None,
     ) -> None:
         """`keeps_dtypes`: see `UpdateSetup`; `measures`: norms are of what arrives here, and not of a mean of several
         ranks; `is_final_backward` is asked in backward whether the step's last one is
         running; `before_updates` is called before what may be updated in backward; `lend` gives the optimizer the
-        weights of a block that backward uses."""
+        weights of a chunk's block, which backward uses."""
         self._device = device
         self._pool = pool
         self._pipeline = pipeline
@@ -116,7 +116,7 @@ class GradientArrivals:
         loan = None
         if not pipeline.holds_gradients or pipeline.speculates:
             self._before_updates()
-            loan = self._lend(arrived.chunk.block) if is_final else None
+            loan = self._lend(arrived.chunk) if is_final else None
         del self._open[arrived.chunk]
         pipeline.submit(arrived, is_final=is_final, loan=loan)
 

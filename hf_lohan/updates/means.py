@@ -31,9 +31,9 @@ class GradientMeans(Protocol):
     def when_none_was_given(self, apply: Apply) -> None:
         """What is called with a mean that is this rank's to update, and of which it had no gradient itself."""
 
-    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+    def give(self, gradient: ChunkGradient, apply: Apply, unwanted: Callable[[], object]) -> None:
         """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
-        with the mean, if this rank is to have it."""
+        with the mean, if this rank is to have it; else ``unwanted``."""
 
     def finish(self, *, drops: bool = False) -> None:
         """No more comes of this step's gradients; ``drops``: nobody wants it. Returns when all means that are this
@@ -62,7 +62,7 @@ class OwnGradients:
     def when_none_was_given(self, apply: Apply) -> None:
         """There is no such mean."""
 
-    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+    def give(self, gradient: ChunkGradient, apply: Apply, unwanted: Callable[[], object]) -> None:
         """It is the mean."""
         apply(gradient)
 

@@ -46,7 +46,12 @@ class RankMeans:
         self._buffer_bytes = buffers.buffer_bytes
         self._chunks = chunks
         self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
-        self._given: dict[Chunk, tuple[ChunkGradient, Apply]] = {}
+        self._given: set[Chunk] = set()
+        self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
+        """This rank's own, whose means have not come."""
+        self._dropped_steps: set[int] = set()
+        """Of the exchange's count."""
+        self._put = put
         self._apply_unexpected: Apply = _refuse
         self._is_finished = False
         self._exchange = GradientExchange(
@@ -68,14 +73,14 @@ class RankMeans:
     @property
     def given(self) -> Set[Chunk]:
         """See `GradientMeans`."""
-        return self._given.keys()
+        return self._given
 
     def while_waiting(self, since_s: float) -> None:
         """See `GradientMeans`."""
         keepers = {chunk.owner for chunk in list(self._given)} - {self._rank}
         self._links.refuse_silence("its gradients to be added up", keepers, since_s)
 
-    def give(self, gradient: ChunkGradient, apply: Apply) -> None:
+    def give(self, gradient: ChunkGradient, apply: Apply, unwanted: Callable[[], object]) -> None:
         """See `GradientMeans`."""
         chunk = gradient.chunk
         if chunk in self._given or self._is_finished:
@@ -86,19 +91,24 @@ class RankMeans:
         for piece in chunk.pieces:
             if piece.param_slice not in gradient.slices:
                 gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # it held anything
-        self._given[chunk] = gradient, apply
-        is_own = chunk.owner == self._rank  # then the mean will lie in its buffer
-        lent = None if is_own else gradient.buffer
+        self._given.add(chunk)
+        lent = gradient.buffer
+        if chunk.owner == self._rank:  # the mean will lie in that
+            self._waiting[chunk], lent = (gradient, apply, unwanted), None
+        else:
+            unwanted()
         self._exchange.publish(self._key_of[chunk], gradient.values, _bits_of(gradient), lent)
 
     def _apply_mean(self, complete: CompleteGradient) -> None:
         """All ranks have said what they have of a chunk that is this rank's. On the worker's thread."""
-        if complete.numel == 0:
+        if complete.numel == 0 or complete.step in self._dropped_steps:
             complete.release()
             return
         chunk = self._chunks[complete.key]
-        found = self._given.get(chunk)
-        gradient, apply = found or (ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected)
+        if chunk in self._waiting:
+            gradient, apply, _ = self._waiting.pop(chunk)
+        else:
+            gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
         use_all_cores()  # it is measured as torch would
         complete.sum_into(gradient.values)
         complete.release()
@@ -133,9 +143,19 @@ class RankMeans:
                     "skips"
                 )
         if drops:
+            self._dropped_steps.add(self._exchange.step)
             self._exchange.abandon()
+            self._put(self._forget_waiting)
         else:
             self._exchange.wait_until_complete(self._exchange.end_backward())
+
+    def _forget_waiting(self) -> None:
+        """No mean comes for them."""
+        for gradient, _, unwanted in self._waiting.values():
+            assert gradient.buffer is not None
+            gradient.buffer.release()
+            unwanted()
+        self._waiting.clear()
 
     def end_step(self) -> None:
         """See `GradientMeans`."""

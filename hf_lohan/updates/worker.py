@@ -74,7 +74,8 @@ class UpdateWorker:
             self.undo_guesses()
         gradient = self._held.add(arrived)
         if is_final:
-            self._means.give(gradient, partial(self._apply_or_hold, may_guess=may_guess, loan=loan))
+            apply = partial(self._apply_or_hold, may_guess=may_guess, loan=loan)
+            self._means.give(gradient, apply, partial(give_back, loan))
         else:
             self._held.hold(gradient)
             give_back(loan)
@@ -114,7 +115,8 @@ class UpdateWorker:
         if not self._means.are_of_many:
             return
         for chunk in self._held.chunks - self._means.given:
-            self._means.give(self._held.take(chunk), partial(self._apply_or_hold, may_guess=False, loan=None))
+            apply = partial(self._apply_or_hold, may_guess=False, loan=None)
+            self._means.give(self._held.take(chunk), apply, partial(give_back, None))
 
     def undo_guesses(self) -> None:
         """Undo what the step has updated on a guess, and hold the rest of its gradients."""
