@@ -181,8 +181,8 @@ def test_what_lies_in_buffers_where_no_gradient_came_is_not_judged(
     pool = twins.engine.tiers.gradients
     acquire = pool.acquire
 
-    def acquire_dirty(*, half: bool = False) -> Buffer:
-        buffer = acquire(half=half)
+    def acquire_dirty(*, half: bool = False, **how: Any) -> Buffer:
+        buffer = acquire(half=half, **how)
         buffer.bytes.fill_(0xFF)  # NaN, as somebody may have left behind
         return buffer
 
