@@ -20,6 +20,7 @@ from hf_lohan.engine import ParameterAccess, drain_model, open_tiers
 from hf_lohan.model import Block, ModelBlocks, discover_blocks, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import lay_out
+from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates.arrival import GradientArrivals
@@ -75,6 +76,7 @@ def open_stored(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
                 parameter_slices=slices,
                 step_counts=dict.fromkeys(slices, 0),
                 forget_weights=lambda: None,
+                links=Links.alone(),
             )
         )
         return opened[-1]
@@ -162,6 +164,7 @@ def test_each_part_sends_its_slice_of_the_gradient() -> None:
         norms=GradientNorms(slices),
         holds_gradients=True,
         speculates=False,
+        while_waiting=None,
         submit=lambda chunk, **_options: arrived.append(chunk),
     )
     pool = BufferPool(CpuDevice(), name="gradients", num_buffers=len(chunks), buffer_bytes=4 * GRANULE_NUMEL)

@@ -235,7 +235,7 @@ def test_a_commit_that_fails_is_told_and_leaves_the_last_one(
     twins.engine.settle()
     state = state_of(twins)
 
-    def refuse(*_: Any) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
         raise StorageError("cannot write", path="the commit", errno=errno.ENOSPC, advice="free space")
 
     if cause == "no_commit_file":
