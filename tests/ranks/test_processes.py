@@ -119,6 +119,7 @@ def test_a_program_that_ends_without_closing_says_how_it_ended(ends: str, told: 
 
 
 def interrupt_itself(links: Links, report: Report) -> str:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what runs in the background may have it ignored
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     try:
         links.wait_for(lambda: False, "what never comes")
