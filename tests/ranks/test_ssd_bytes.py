@@ -54,8 +54,8 @@ def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, i
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
-def test_two_ranks_write_together_what_one_does_and_read_weights_once_more(max_norm: float, tmp_path: Path) -> None:
-    """One rank's updates in backward take the old weights from the slot in use; a rank of several reads its part."""
+def test_two_ranks_move_together_what_one_does(max_norm: float, tmp_path: Path) -> None:
+    """Updates in backward take the old weights from the slot in use where it is lent; who is late reads them."""
     [(read_alone, written_alone, _)] = run_ranks(1, lambda links: bytes_of_a_step(links, tmp_path, max_norm))
     of_ranks = run_ranks(2, lambda links: bytes_of_a_step(links, tmp_path, max_norm))
     read, written = sum(of[0] for of in of_ranks), sum(of[1] for of in of_ranks)
@@ -63,4 +63,4 @@ def test_two_ranks_write_together_what_one_does_and_read_weights_once_more(max_n
     print(f"read {read} by two, {read_alone} alone; written {written}, {written_alone}; weights {weights}")
     # With the buffers of two ranks fewer gradients are spilled.
     assert written <= 1.02 * written_alone
-    assert read <= 1.05 * (read_alone + weights)  # what a slot still holds depends on timing, alone
+    assert read <= 1.05 * read_alone + weights / 2  # 1.02 of it on a quiet machine
