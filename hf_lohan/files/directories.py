@@ -160,12 +160,14 @@ def _try_to_make(path: str, nearest: str) -> None:
     tried in a new folder, for other ranks may make theirs, or try to, under the same missing ones."""
     try:
         tried = tempfile.mkdtemp(dir=nearest, prefix="lohan-")
-        try:
-            make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
-        finally:
-            shutil.rmtree(tried)
     except OSError as error:
         raise _cannot_make(path, error) from error
+    try:
+        make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
+    except OSError as error:  # said before the folder goes, which may have the last inode
+        raise _cannot_make(path, error) from error
+    finally:
+        shutil.rmtree(tried, ignore_errors=True)
 
 
 def _cannot_make(path: str, error: OSError) -> Exception:
