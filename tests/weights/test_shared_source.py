@@ -306,7 +306,8 @@ def test_a_rank_that_is_gone_is_named_with_the_block_that_is_missing(what: str, 
     error = outcomes[0].error
     assert isinstance(error, RankFailedError)
     assert "rank 1" in str(error)
-    assert "rank 0 waited for" in str(error)
+    does = "rank 0 waited for" if what == "hang" else "while rank 0 "  # one that died may be missed when it is sent to
+    assert does in str(error)
 
 
 def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
