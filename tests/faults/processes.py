@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import multiprocessing.forkserver as forkserver
 import os
 import signal
 import sys
@@ -31,6 +32,7 @@ STEPS_GONE_ON = {signal.SIGTERM: 1.5}
 
 def start_fork_server(*, preload: str) -> None:
     """Processes are forked from one that has imported ``preload``: they need not do that again."""
+    forkserver._forkserver._stop()  # other tests may have started one that has imported something else
     CONTEXT.set_forkserver_preload([preload])
     # Python 3.11's fork server has our environment, not our `sys.path`, and is silent if it cannot import.
     with pytest.MonkeyPatch.context() as patch:
