@@ -21,6 +21,13 @@ app = typer.Typer(
 )
 
 # accelerate's own parser reads everything after `launch`: only it knows where the script's name stands.
+_Ranks = Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")]
+_Boxes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
+_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
+_Collectives = Annotated[
+    str | None,
+    typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
+]
 _AS_GIVEN = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -123,13 +130,10 @@ def plan(
     lora_rank: Annotated[
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
     ] = None,
-    ranks: Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")] = 1,
-    boxes: Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")] = 1,
-    link: Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")] = None,
-    collectives: Annotated[
-        str | None,
-        typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
-    ] = None,
+    ranks: _Ranks = 1,
+    boxes: _Boxes = 1,
+    link: _Link = None,
+    collectives: _Collectives = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
 ) -> None:
@@ -165,13 +169,10 @@ def estimate(
     hardware: Annotated[
         str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
     ] = None,
-    ranks: Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")] = 1,
-    boxes: Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")] = 1,
-    link: Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")] = None,
-    collectives: Annotated[
-        str | None,
-        typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
-    ] = None,
+    ranks: _Ranks = 1,
+    boxes: _Boxes = 1,
+    link: _Link = None,
+    collectives: _Collectives = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
