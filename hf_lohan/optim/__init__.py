@@ -8,6 +8,7 @@ from hf_lohan.optim.adamw import AdamWGroup
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
 from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
+from hf_lohan.optim.replay import Steps, replay_
 from hf_lohan.optim.rules import ADAMW, MUON, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
 from hf_lohan.optim.segments import Segment, within
 from hf_lohan.optim.update import update_records_
@@ -26,10 +27,12 @@ __all__ = [
     "OffloadAdamW",
     "OffloadOptimizer",
     "Segment",
+    "Steps",
     "UpdateRule",
     "encode_master_",
     "here",
     "master_format",
+    "replay_",
     "rule_for",
     "update_records_",
     "widen_in_place",
