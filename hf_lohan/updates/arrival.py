@@ -125,6 +125,12 @@ class GradientArrivals:
         for arrived in list(self._open.values()):
             self._close(arrived)
 
+    def reach(self, blocks: Iterable[Block]) -> None:
+        """A backward came by these blocks: see `GradientPipeline.reach`."""
+        trained = (part for block in blocks for part in block.trainable_slices if part.parameter.requires_grad)
+        pieces = (piece for part in trained for piece in self._pieces[part])
+        self._pipeline.reach(piece.chunk for piece in pieces)
+
     def abandon(self) -> None:
         """Backward broke off: give incomplete chunks' buffers back."""
         for arrived in self._open.values():

@@ -55,7 +55,8 @@ class ArrivedChunk:
 
 @dataclass(eq=False)
 class ChunkGradient:
-    """The gradient of one chunk, summed over a step's backwards: in RAM, or spilled to the SSD."""
+    """The gradient of one chunk, summed over a step's backwards: in RAM, or spilled to the SSD; or nowhere, for it is
+    of zeros."""
 
     chunk: Chunk
     buffer: Buffer | TopPlace | None
@@ -69,6 +70,14 @@ class ChunkGradient:
     """Whether the norms of those that were summed are known."""
     spill_write: IoRequest | None = None
     spilled_to: RecordFiles | None = None
+    is_zero: bool = False
+    """It has no buffer and needs none, nor has it to be measured."""
+
+    @classmethod
+    def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
+        """For all parameters of the chunk that are trained: an expert that no token went to."""
+        slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
+        return cls(chunk, None, slices, is_zero=True)
 
     @property
     def values(self) -> Tensor:
@@ -78,6 +87,8 @@ class ChunkGradient:
 
     def refuse_not_finite(self) -> None:
         """Raises NonFiniteGradientError, for where an update cannot be undone."""
+        if self.is_zero:
+            return
         for piece in self.chunk.pieces:
             has_gradient = piece.param_slice in self.slices  # else the buffer holds anything there
             if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():

@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
 from hf_lohan.model import PARAM_ALIGN_NUMEL, Chunk, ChunkPiece, ranges, round_up
-from hf_lohan.optim import Aside, MasterFormat, Segment, here, update_records_, within
+from hf_lohan.optim import Aside, MasterFormat, Segment, here, replay_, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
@@ -124,7 +124,7 @@ class ChunkUpdater:
                 self._threads,
                 form,
                 update.records,
-                gradient.values,
+                None if gradient.is_zero else gradient.values,
                 update.reads,
                 merge_segments(gradient, group_of, self._step_counts),
                 position=gradient.chunk.start,
@@ -135,8 +135,9 @@ class ChunkUpdater:
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
             )
-        assert gradient.buffer is not None
-        for buffer in update.private if update.is_guess else (gradient.buffer, *update.private):
+        if gradient.buffer is not None and not update.is_guess:
+            gradient.buffer.release()
+        for buffer in update.private:
             buffer.release()
         return self._write(update, checksums)
 
@@ -176,7 +177,7 @@ def update_in_parts(
     threads: KernelThreads,
     form: MasterFormat,
     records: Mapping[str, Tensor],
-    gradient: Tensor,
+    gradient: Tensor | None,
     reads: Sequence[RecordRead],
     segments: Sequence[Segment],
     *,
@@ -189,8 +190,8 @@ def update_in_parts(
     aside: Aside = here,
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place from its ``gradient`` [numel], scaled by ``clip_coefficient`` as
-    `update_records_` does. ``reads`` filled these; they have arrived, and are verified here. Returns checksums of the
-    records' granules by kind, but of the ``unhashed``.
+    `update_records_` does, or from one of zeros, if there is none. ``reads`` filled these; they have arrived, and are
+    verified here. Returns checksums of the records' granules by kind, but of the ``unhashed``.
 
     ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
     4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`.
@@ -212,21 +213,20 @@ def update_in_parts(
     def update(part: tuple[int, int]) -> dict[str, Checksums]:
         verify(part)
         start, stop = part
-        update_records_(
-            records_of(part),
-            gradient[start:stop],
-            within(segments, start, stop),
-            form,
-            position=position + start,
-            scale=clip_coefficient,
-            # What is left of the buffers is the last part's.
-            private=[buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private],
-        )
+        of_part, inside, at = records_of(part), within(segments, start, stop), position + start
+        # What is left of the buffers is the last part's.
+        own = [buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private]
+        if gradient is None:
+            replay_(of_part, [inside], form, position=at, private=own)
+        else:
+            of_gradient = gradient[start:stop]
+            update_records_(of_part, of_gradient, inside, form, position=at, scale=clip_coefficient, private=own)
         return hash_(part)
 
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
     parts = list(ranges(numel, part_numel))
     if form.rule.needs_whole:  # kernels large enough to share all threads
+        assert gradient is not None, "no part of a parameter that is updated whole is without a gradient"
         threads.map(verify, parts)
         use_all_cores()
         update_records_(

@@ -104,6 +104,8 @@ class HeldGradients:
         the step's end and its update, so its place may be one that the next forward will want."""
         key = self._key(gradient.chunk)
         self._held[key] = gradient
+        if gradient.is_zero:
+            return
         if gradient.summed and not gradient.is_measured:
             self._unmeasured.add(key)
         block = gradient.chunk.block
@@ -227,11 +229,11 @@ class HeldGradients:
 
     def can_bring_back(self, gradient: ChunkGradient) -> bool:
         """Whether `bring_back` finds a buffer free."""
-        return gradient.buffer is not None or self._recall.num_free > 0
+        return gradient.buffer is not None or gradient.is_zero or self._recall.num_free > 0
 
     def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
         """Reads that must be done, and verified, before its values are in its buffer again."""
-        if gradient.buffer is not None:
+        if gradient.buffer is not None or gradient.is_zero:
             return []
         assert gradient.spilled_to is not None and gradient.spill_write is not None
         gradient.spill_write.wait()

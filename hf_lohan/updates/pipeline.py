@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from torch import Tensor
@@ -37,6 +37,8 @@ class GradientPipeline:
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
+        self._reached: dict[Chunk, None] = {}
+        """What the step's backwards came by, whether or not it got a gradient."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._handover = handover = Handover(setup.copies_new_weights or setup.device)
 
@@ -65,6 +67,12 @@ class GradientPipeline:
             self._guesses.order(arrived.chunk.block, accept)
         else:
             self._thread.put(accept)
+
+    def reach(self, chunks: Iterable[Chunk]) -> None:
+        """A backward has come by these. What of them gets no gradient in the whole step, as that of an expert that no
+        token went to, has a gradient of zeros, and takes its step. Not with several ranks."""
+        assert not self._means.are_of_many, "other ranks may have a gradient of it"
+        self._reached.update(dict.fromkeys(chunks))
 
     @property
     def while_waiting(self) -> Callable[[float], object] | None:
@@ -109,16 +117,17 @@ class GradientPipeline:
         are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
         of this step also then. Call `wait_for_norms` before.
         """
-        changed = {chunk.block for chunk in self._announced}
+        of_zeros = [chunk for chunk in self._reached if chunk not in self._announced]
+        changed = {chunk.block for chunk in (*self._announced, *of_zeros)}
         of_others: set[ParamSlice] = set()
         if self._means.are_of_many:
             of_others = self.norms.with_gradient
             changed |= {self._block_of[part] for part in of_others}
-        applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of))
+        applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of, of_zeros))
         self._guesses.forget()
         self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
         # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
-        self._announced = set()
+        self._announced, self._reached = set(), {}
         self._means.end_step()
         if self._waits_for_updates:
             self.settle()
@@ -128,6 +137,7 @@ class GradientPipeline:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
         touched, and whether updates remain in them."""
         if not self._announced:
+            self._reached = {}
             self._means.end_step()
             return set(), False  # and do not wait for the last step's updates
         if self._means.are_of_many:
@@ -136,7 +146,7 @@ class GradientPipeline:
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
-        self._announced = set()
+        self._announced, self._reached = set(), {}
         self._means.end_step()
         touched, remains = self._worker.abandoned
         if self._means.are_of_many:  # each has updated others, and what all have to load again must not differ

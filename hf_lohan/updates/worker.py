@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from functools import partial
 from typing import Literal
 
-from hf_lohan.model import Block, ParamSlice
+from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.handover import Handover
 from hf_lohan.updates.held import HeldGradients
@@ -132,10 +132,12 @@ class UpdateWorker:
 
     # At the step's end.
 
-    def decide(self, clip_coefficient: float, group_of: GroupOf) -> Applied:
+    def decide(self, clip_coefficient: float, group_of: GroupOf, of_zeros: Iterable[Chunk] = ()) -> Applied:
         """How the step is applied. `apply_held` is still to come: from here on, whoever reads a block waits for what
-        is held of it."""
+        is held of it. `of_zeros`: chunks of which no gradient came, and whose gradient is zero."""
         applied = self._judge(clip_coefficient, group_of)
+        for chunk in of_zeros:
+            self._held.hold(ChunkGradient.of_zeros(chunk))
         if self._is_optimized:
             self._handover.announce(self._held.chunks)
         return applied

@@ -83,9 +83,9 @@ def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
 
 
 def in_parts(
-    store: Store, form: MasterFormat, num_threads: int, clip: float = 1.0
+    store: Store, form: MasterFormat, num_threads: int, clip: float = 1.0, *, of_zeros: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Checksums]]:
-    """The records after it, and their checksums."""
+    """The records after it, and their checksums. ``of_zeros``: without a gradient, which is one of zeros."""
     records, reads = read_all(store)
     for read in reads:
         read.arrive()
@@ -94,7 +94,7 @@ def in_parts(
         KernelThreads(num_threads),
         form,
         records,
-        values,
+        None if of_zeros else values,
         reads,
         SEGMENTS,
         position=POSITION,
@@ -156,6 +156,13 @@ def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int,
         found = records[kind]
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
         assert not torch.equal(found.view(torch.uint8), before[kind].view(torch.uint8))
+        assert checksums[kind].tolist() == store.checksums("block", kind, expected).tolist()
+
+
+def test_no_gradient_is_one_of_zeros(store: Store, form: MasterFormat) -> None:
+    records, checksums = in_parts(store, form, 2, of_zeros=True)
+    for kind, expected in in_one_piece(store, form, 0.0).items():
+        assert torch.equal(records[kind].view(torch.uint8), expected.view(torch.uint8)), kind
         assert checksums[kind].tolist() == store.checksums("block", kind, expected).tolist()
 
 
