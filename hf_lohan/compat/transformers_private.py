@@ -8,7 +8,7 @@ import functools
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 from transformers import trainer as stock_module
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """What Trainer adds up between two logs, and a checkpoint of its own forgets."""
@@ -142,6 +143,42 @@ def one_tensor_at_a_time() -> Iterator[None]:
 def groups_experts(model: Any) -> bool:
     """Whether a model's experts can run as one product."""
     return bool(model._can_set_experts_implementation())
+
+
+def register_experts(name: str, forward: Callable[..., Tensor]) -> None:
+    """Let models choose ``forward(module, hidden_states, top_k_index, top_k_weights)`` for their experts, by a name."""
+    if name not in ALL_EXPERTS_FUNCTIONS:
+        ALL_EXPERTS_FUNCTIONS.register(name, forward)
+
+
+def run_experts_by(experts: Iterable[nn.Module], name: str) -> None:
+    """Have these modules of experts compute by what was registered under ``name``."""
+    for module in experts:
+        module.config._experts_implementation = name  # type: ignore[union-attr]
+
+
+def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """All of a module's experts, as stock trains them."""
+    output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    return output
+
+
+def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """``rows`` [n, hidden] through one expert, whose weights are given by their names in the module, each [1, ...]: the
+    operations of `grouped_experts` with one group."""
+    ends = torch.tensor([rows.shape[0]], dtype=torch.int32, device=rows.device)
+    up = "gate_up_proj" if module.has_gate else "up_proj"
+
+    def linear(rows: Tensor, name: str) -> Any:
+        bias = None
+        if module.has_bias:  # by indexing, whose backward adds up one row after the other
+            bias = weights[f"{name}_bias"][torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)]
+        return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
+
+    hidden = linear(rows, up)
+    hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
+    output: Tensor = linear(hidden, "down_proj")
+    return output
 
 
 @contextlib.contextmanager

@@ -35,6 +35,7 @@ Optimizer: TypeAlias = Literal["auto", "muon"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
+Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
 
 ALL_AUTO = "lohan"
 """The word for offloading with every setting at its default, and the key to nest settings under."""
@@ -81,6 +82,12 @@ class OffloadConfig:
 
     prefetch_blocks: int | Literal["auto"] = AUTO
     """How many blocks to read ahead of the one that computes; "auto" is 2."""
+
+    experts: Experts = AUTO
+    """How the experts of a mixture come to the device: "with_layer", all of a layer at once; "streamed", one by one, so
+    that two experts must find room, not two layers. The norm that clips is then summed over experts in float64, which
+    is nearer to the true one than stock's and not the same bits. "auto" streams them where two layers and a gradient of
+    all experts of one take more than half of `gpu_memory`."""
 
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
@@ -199,8 +206,8 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`,
-        `vertical_micro_batches` and `net_timeout`."""
+        space), `resident_records`, `optimizer`, `experts`, `activations`, `chunked_loss`, `durability`, `commit_every`,
+        `clip`, `vertical_micro_batches` and `net_timeout`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -221,7 +228,7 @@ class OffloadConfig:
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
-    *("resident_records", "optimizer", "activations", "chunked_loss"),
+    *("resident_records", "optimizer", "experts", "activations", "chunked_loss"),
     *("durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
@@ -237,6 +244,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_threads": check_count,
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
+    "experts": partial(check_choice, allowed=get_args(Experts)),
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),

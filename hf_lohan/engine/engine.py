@@ -21,6 +21,7 @@ from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
 from hf_lohan.engine.weight_reads import WeightReads
+from hf_lohan.experts import ComputeExpert, ExpertParts, StreamedExperts
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -57,7 +58,9 @@ class OffloadEngine:
         tiers: Tiers,
         config: OffloadConfig,
         events: EngineEvents | None = None,
+        compute_expert: ComputeExpert | None = None,
     ) -> None:
+        """``compute_expert``: needed where experts stream one by one."""
         self.model = model
         self.tiers = tiers
         self.config = config
@@ -146,6 +149,20 @@ class OffloadEngine:
         )
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
+        self.experts: dict[nn.Module, StreamedExperts] = {}
+        """Of modules whose experts stream one by one: what is to be called in their place."""
+        if layout.model_blocks.experts:
+            assert compute_expert is not None, "experts are blocks of their own, and nobody says how to compute them"
+            of_experts = ExpertParts(
+                ring=self._ring,
+                loader=self._prefetcher,
+                compute=compute_expert,
+                forward_pass=self._hooks.current_forward_pass,
+            )
+            self.experts = {
+                module: StreamedExperts(module, blocks, of_experts)
+                for module, blocks in layout.model_blocks.experts.items()
+            }
         self._reads = WeightReads(
             layout.blocks,
             parts,

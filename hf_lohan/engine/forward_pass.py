@@ -34,6 +34,10 @@ class ForwardPass(Protocol):
         """That module has run."""
 
     @property
+    def number(self) -> int:
+        """Which of several forwards that share the model runs."""
+
+    @property
     def is_saving(self) -> bool:
         """Whether a forward of this thread notes what it saves."""
 
@@ -55,6 +59,9 @@ class ForwardPass(Protocol):
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+        """What the backward of the forward of that number has for one expert's part of a parameter is complete."""
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for the backward."""
@@ -90,6 +97,10 @@ class OneForward:
             self._pass.in_use.leave(block)
 
     @property
+    def number(self) -> int:
+        return 0
+
+    @property
     def is_saving(self) -> bool:
         return self._pass.is_saving
 
@@ -112,6 +123,10 @@ class OneForward:
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         self._pass.begin_backward()
         self._pass.take_gradient(part, parameter)
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+        self._pass.begin_backward()
+        self._pass.send_gradient(part, gradient)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         return self._pass.in_use.fetch_in_backward(block)

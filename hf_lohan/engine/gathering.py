@@ -86,9 +86,9 @@ class Gathering:
         return _hash_of(weights.cpu()) != before
 
     def _store(self, parameter: nn.Parameter) -> None:
-        block, part = self._place[parameter]
+        _, part = self._place[parameter]
         self._access.write_parameter(part.name, parameter.data)
-        self._parts.ring.forget([block])
+        self._parts.ring.forget([block for block, _ in self._access.parts[part.name]])
         self._pass.note_changed_weight(part.name)
 
 

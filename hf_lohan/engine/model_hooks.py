@@ -58,7 +58,7 @@ class ModelHooks:
     def _attach(self, model: nn.Module, model_blocks: ModelBlocks) -> None:
         for block in model_blocks.blocks:
             self._parts.ring.hide(block)
-            for part in block.trainable_slices:
+            for part in (part for part in block.trainable_slices if part.is_whole):
                 on_gradient = partial(_told(self._on_gradient), part)
                 self._handles.append(part.parameter.register_post_accumulate_grad_hook(on_gradient))
         for buffer_owner in model.modules():

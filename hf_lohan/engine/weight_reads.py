@@ -47,9 +47,11 @@ class WeightReads:
         self._settle = settle
         self._forward_pass = forward_pass
         self._saving = saving
-        self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {
-            part.parameter: (block, part) for block in blocks for part in block.slices
-        }
+        self._place: dict[nn.Parameter, tuple[Block, ParamSlice]] = {}
+        """Of those that lie in several blocks, the first."""
+        for block in blocks:
+            for part in block.slices:
+                self._place.setdefault(part.parameter, (block, part))
         self._gathering = Gathering(self._place, parts, model_pass, access, settle)
 
     def note_view(self, view: Tensor, view_of: ViewOf) -> None:
@@ -85,7 +87,12 @@ class WeightReads:
                 stack.enter_context(self._saving())
             for parameter in parameters:
                 block, part = self._place[parameter]
-                if block in brought.blocks:
+                if not part.is_whole and parameter.requires_grad and torch.is_grad_enabled() and not is_in_backward:
+                    raise RuntimeError(
+                        f"{part.name} was read with gradients on by an operation that is not its experts' own, and its "
+                        "experts stream one by one; read it under torch.no_grad(), or set experts: with_layer"
+                    )
+                if block in brought.blocks and part.is_whole:
                     brought.put(parameter, forward_pass.weight(part))
                 elif is_in_forward and part.is_whole and self._parts.ring.has_room_for(block):
                     forward_pass.enter_to_read(block)

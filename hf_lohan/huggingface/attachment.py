@@ -36,6 +36,7 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
+from hf_lohan.huggingface.experts import compute_expert, stream_experts
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
@@ -172,7 +173,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         plan_order=functools.partial(_plan_order, plan),
         step_began=lambda steps: plan.step_began(steps.clip_rate),
     )
-    engine = OffloadEngine(model, layout, tiers, config, events)
+    engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
+    stream_experts(engine.experts)
     global _num_attached
     _num_attached += 1
     _attached.add(engine)

@@ -133,6 +133,10 @@ class JointForward:
                 self._ring.hide(block)  # it stays in its slot, but what reads its weights needs a leaf
 
     @property
+    def number(self) -> int:
+        return self._lockstep.running
+
+    @property
     def is_saving(self) -> bool:
         return self._lockstep.running in self._saving
 
@@ -200,6 +204,11 @@ class JointForward:
             f"an autograd function was given {part.name} itself, so what the micro-batches contribute to its gradient "
             "cannot be told apart; set vertical_micro_batches: false"
         )
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+        self.enter_backward()
+        self._ring.gradients_away.note()
+        self._sums.add_gradient(number, part, gradient)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         if self._is_in_forward:

@@ -150,6 +150,10 @@ class GradientSums:
         """Take the gradient of the micro-batch's last leaf, with what was kept of others."""
         self._add_in_order(micro_batch, part, self._taken(micro_batch, part, leaf))
 
+    def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
+        """Take all that a micro-batch has for a part of a parameter."""
+        self._add_in_order(micro_batch, part, gradient)
+
     def _taken(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None

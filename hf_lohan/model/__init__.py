@@ -25,6 +25,7 @@ from hf_lohan.model.discovery import (
     hidden_matrices,
     muon_for_matrices,
 )
+from hf_lohan.model.experts import FusedExperts, find_experts
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.model.profile import TracedModel, trace_model
 from hf_lohan.model.stored_form import StoredForm, dtype_name, records_of_rank, stored_form
@@ -38,6 +39,7 @@ __all__ = [
     "ChunkedHead",
     "ChunkedLoss",
     "DiscoveryError",
+    "FusedExperts",
     "ModelBlocks",
     "Operation",
     "ParamSlice",
@@ -50,6 +52,7 @@ __all__ = [
     "chunked_head_of",
     "discover_blocks",
     "dtype_name",
+    "find_experts",
     "has_foreign_forward",
     "hidden_matrices",
     "lay_out_block",

@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
 from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
+from hf_lohan.model.experts import FusedExperts, find_experts
 from hf_lohan.optim import ADAMW, MUON, MasterFormat, MomentDtype, UpdateRule, master_format
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RECORD_ALIGN_NUMEL
@@ -46,6 +47,9 @@ class ModelBlocks:
     blocks: list[Block]
     needs: dict[nn.Module, tuple[Block, ...]]
     layers: list[nn.Module]
+    experts: dict[nn.Module, tuple[Block, ...]] = field(default_factory=dict)
+    """Of modules whose experts stream one by one, the block of each expert. No hooked module needs these: who computes
+    with an expert asks for it."""
 
     @property
     def shared(self) -> list[Block]:
@@ -148,8 +152,11 @@ def discover_blocks(
     working_dtype: torch.dtype | None = None,
     moment_dtype: MomentDtype = "float32",
     rules: Rules = adamw_everywhere,
+    *,
+    streams_experts: bool = False,
 ) -> ModelBlocks:
-    """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them.
+    """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them. Fused
+    experts lie in the block of their layer, or, with `streams_experts`, each in one of its own.
 
     `working_dtype` is that of all parameters; None: each has its own. Parameters of several dtypes or rules are not
     mixed in a block: the fewer have one of their own. Raises DiscoveryError, or ValueError for a dtype that cannot be
@@ -168,6 +175,9 @@ def discover_blocks(
     adapters = _adapters(list(names), layers)
     shared = _in_several(layers, set(adapters))
     owned: set[nn.Parameter] = {*adapters, *shared}
+    fused = _inside(layers, find_experts(model), owned) if streams_experts else {}
+    in_experts = {parameter for experts in fused.values() for parameter in experts.parameters.values()}
+    owned |= in_experts
     blocks: list[Block] = []
 
     def add(name: str, size_class: SizeClass, parameters: list[nn.Parameter]) -> None:
@@ -210,10 +220,36 @@ def discover_blocks(
         add("shared", SizeClass.RESIDENT, shared)
     if adapters:
         add("adapters", SizeClass.RESIDENT, adapters)
+    for name, experts in fused.items():
+        own = {names[parameter]: parameter for parameter in experts.parameters.values()}
+        form = form_of(next(iter(own.values())))
+        for number in range(experts.num_experts):
+            parts = {param_name: experts.part(parameter, number) for param_name, parameter in own.items()}
+            blocks.append(lay_out_block(f"{name}.{number}", SizeClass.EXPERT, own, form, parts=parts))
 
     blocks = with_good_granules(blocks)
-    block_of = {part.parameter: block for block in blocks for part in block.slices}
-    return ModelBlocks(_in_forward_order(blocks, model), _needs(model, layers, outer, block_of), list(layers.values()))
+    by_name = {block.name: block for block in blocks}
+    block_of = {part.parameter: block for block in blocks for part in block.slices if part.is_whole}
+    return ModelBlocks(
+        _in_forward_order(blocks, model),
+        _needs(model, layers, outer, block_of),
+        list(layers.values()),
+        {
+            experts.module: tuple(by_name[f"{name}.{number}"] for number in range(experts.num_experts))
+            for name, experts in fused.items()
+        },
+    )
+
+
+def _inside(
+    layers: dict[str, nn.Module], experts: dict[str, FusedExperts], others: set[nn.Parameter]
+) -> dict[str, FusedExperts]:
+    """Those experts that lie in a layer, with weights that are not among the others."""
+    return {
+        name: one
+        for name, one in experts.items()
+        if any(name.startswith(f"{layer}.") for layer in layers) and others.isdisjoint(one.parameters.values())
+    }
 
 
 def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
@@ -264,7 +300,7 @@ def _needs(
 ) -> dict[nn.Module, tuple[Block, ...]]:
     needs: dict[nn.Module, tuple[Block, ...]] = {}
     for name, module in layers.items():
-        needed = dict.fromkeys(owned[p] for p in module.parameters())
+        needed = dict.fromkeys(owned[p] for p in module.parameters() if p in owned)  # but for experts
         needs[module] = tuple(sorted(needed, key=lambda block: block.size_class is not SizeClass.LAYER))
         assert sum(block.size_class is SizeClass.LAYER for block in needs[module]) <= 1, f"{name} needs other layers"
     for name, module in outer.items():

@@ -12,6 +12,8 @@ Operation: TypeAlias = OpOverload | HigherOrderOperator
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "linear", "convolution"})
 _ATTENTION_KERNELS = "_scaled_dot_product_"
 _ATTENTION = "scaled_dot_product_attention"
+_OURS = "lohan"
+"""All experts of a layer are one operation, `lohan::experts`."""
 _FLEX_ATTENTION = frozenset({"flex_attention"})
 
 
@@ -28,4 +30,4 @@ def anchor_name(operation: Operation) -> str | None:
     name = operation_name(operation)
     if name.startswith(_ATTENTION_KERNELS):
         return None if name.endswith("_backward") else f"{operation.namespace}.{_ATTENTION}"
-    return f"{operation.namespace}.{name}" if name in _PRODUCTS else None
+    return f"{operation.namespace}.{name}" if name in _PRODUCTS or operation.namespace == _OURS else None

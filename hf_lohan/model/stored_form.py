@@ -51,10 +51,12 @@ def stored_form(
     working_dtype: torch.dtype | None,
     moment_dtype: MomentDtype,
     rules: Rules = adamw_everywhere,
+    *,
+    streams_experts: bool = False,
 ) -> StoredForm:
-    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; `working_dtype` and `rules`: see
+    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; for the rest see
     `discover_blocks`. Raises DiscoveryError, or ValueError for a working dtype that cannot be trained."""
-    model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules)
+    model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules, streams_experts=streams_experts)
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
         numels[block.master] += sum(part.numel for part in block.slices)

@@ -45,14 +45,12 @@ from hf_lohan.planner.pool_plan import (
     BudgetError,
     PoolPlan,
     PoolRequest,
-    RecordTraffic,
     SizeClass,
-    choose_resident_records,
     plan_pools,
-    step_traffic,
 )
 from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
 from hf_lohan.planner.rank_search import plan_over_ranks
+from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records, step_traffic
 from hf_lohan.planner.shared_ram import BlockGradient
 from hf_lohan.planner.unit_cuts import cut_units
 

@@ -12,7 +12,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
 from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
-from hf_lohan.planner.pool_plan import BudgetError, PoolPlan, RecordTraffic, choose_resident_records
+from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
+from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
 from hf_lohan.planner.shared_ram import BlockGradient
 
 MOST_LOST_S = 600.0

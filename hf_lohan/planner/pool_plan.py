@@ -1,5 +1,5 @@
 """Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step; what is left of RAM is for
-copies of records, those that save the most SSD reads for their bytes.
+copies of records (`record_traffic`).
 
 Host memory is paged: every host buffer has the same size and holds one *chunk* of a record, so a budget is a number of
 buffers and nothing fragments. Pools with fixed shares cannot starve one another, which rules deadlock out:
@@ -17,8 +17,7 @@ What RAM swapped activations leave serves gradients that have no buffers, too (`
 from __future__ import annotations
 
 import enum
-from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -45,6 +44,11 @@ NUM_RECALL_BUFFERS = 2
 MIN_SLOTS_TO_LEND = 3
 """With fewer, a slot that is lent to an update is missing to the layer that computes."""
 
+MIN_EXPERT_SLOTS = 2
+"""One computes, the next one comes."""
+GOOD_EXPERT_SLOTS = 8
+"""So many, where there is room when layers have theirs: the turn from forward to backward finds some again."""
+
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
 
@@ -57,6 +61,7 @@ class SizeClass(enum.Enum):
     """Which set of device slots a block streams through."""
 
     LAYER = "layer"
+    EXPERT = "expert"
     OUTER = "outer"
     RESIDENT = "resident"
 
@@ -163,7 +168,7 @@ class PoolPlan:
 def plan_pools(request: PoolRequest) -> PoolPlan:
     """Choose chunk size, pool sizes and slots for the budgets. Raises BudgetError where they cannot serve."""
     slot_bytes, num_slots = _plan_slots(request)
-    _check_cpu_memory(request, two_blocks_bytes=2 * slot_bytes[SizeClass.LAYER])
+    _check_cpu_memory(request, two_blocks_bytes=2 * max(slot_bytes[SizeClass.LAYER], slot_bytes[SizeClass.EXPERT]))
     chunk_numel = _choose_chunk_numel(request)
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes
@@ -197,8 +202,10 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
 
     slot_bytes = {size_class: max(sizes(size_class), default=0) for size_class in SizeClass}
     num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
+    num_experts = len(sizes(SizeClass.EXPERT))
     num_slots = {
         SizeClass.LAYER: min(2, num_layers),
+        SizeClass.EXPERT: min(MIN_EXPERT_SLOTS, num_experts),
         SizeClass.OUTER: min(1, num_outer),
         SizeClass.RESIDENT: len(sizes(SizeClass.RESIDENT)),
     }
@@ -207,8 +214,9 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
     if minimum > request.gpu_memory_bytes:
         raise BudgetError(
             f"gpu_memory of {request.gpu_memory_bytes} bytes is smaller than two blocks of this model "
-            f"({num_slots[SizeClass.LAYER]} x {slot_bytes[SizeClass.LAYER]} bytes) and the embeddings or head "
-            f"({slot_bytes[SizeClass.OUTER]} bytes) that must be there with them; set gpu_memory to at least {minimum}"
+            f"({num_slots[SizeClass.LAYER]} x {slot_bytes[SizeClass.LAYER]} bytes"
+            f"{_expert_slots(slot_bytes, num_slots)}) and the embeddings or head ({slot_bytes[SizeClass.OUTER]} "
+            f"bytes) that must be there with them; set gpu_memory to at least {minimum}"
         )
     spare = request.gpu_memory_bytes - minimum
     if slot_bytes[SizeClass.LAYER]:
@@ -216,9 +224,19 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
         more = max(0, min(wanted, spare // slot_bytes[SizeClass.LAYER]))
         num_slots[SizeClass.LAYER] += more
         spare -= more * slot_bytes[SizeClass.LAYER]
+    if slot_bytes[SizeClass.EXPERT]:
+        wanted = min(GOOD_EXPERT_SLOTS, num_experts) - num_slots[SizeClass.EXPERT]
+        more = max(0, min(wanted, spare // slot_bytes[SizeClass.EXPERT]))
+        num_slots[SizeClass.EXPERT] += more
+        spare -= more * slot_bytes[SizeClass.EXPERT]
     if slot_bytes[SizeClass.OUTER]:
         num_slots[SizeClass.OUTER] += min(num_outer - 1, spare // slot_bytes[SizeClass.OUTER])
     return slot_bytes, num_slots
+
+
+def _expert_slots(slot_bytes: dict[SizeClass, int], num_slots: dict[SizeClass, int]) -> str:
+    number = num_slots[SizeClass.EXPERT]
+    return f", and {number} x {slot_bytes[SizeClass.EXPERT]} bytes for experts" if number else ""
 
 
 def _check_cpu_memory(request: PoolRequest, *, two_blocks_bytes: int) -> None:
@@ -299,95 +317,3 @@ def _choose_held(
         else:
             spilled.append(block.name)
     return tuple(held), tuple(spilled), num_held
-
-
-PARAM = "param"
-"""The kind of the records that passes read; updates read these and all others."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RecordTraffic:
-    """One record: what a copy of it takes, and what it saves."""
-
-    block: str
-    kind: str
-    num_bytes: int
-    read_bytes_per_step: int
-    """What a step reads of it from the SSD if it has no copy. Writes are not saved: commits need them."""
-    update_read_bytes: int = 0
-    """The part of it that the optimizer reads."""
-
-
-def step_traffic(
-    blocks: Sequence[BlockShape],
-    *,
-    param_itemsize: int,
-    state_itemsizes: Mapping[str, float],
-    num_slots: Mapping[SizeClass, int],
-    num_micro_batches: int = 1,
-) -> list[RecordTraffic]:
-    """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per parameter by kind.
-
-    A pass reads a block unless the slots hold it still: the blocks that end a forward begin the backward, and those
-    that end a backward begin the next forward, if they were not updated in between. An update reads all once more.
-    """
-    layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
-    num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
-    num_kept = num_slots[SizeClass.LAYER]
-    at_start, at_end = set(layers[:num_kept]), set(layers[max(0, len(layers) - num_kept) :])
-
-    def num_pass_reads(block: BlockShape) -> int:
-        is_new = block.num_trainable_params > 0
-        if block.size_class is SizeClass.LAYER:
-            in_forward = num_micro_batches if block.name not in at_start else int(is_new)
-            return in_forward + (num_micro_batches if block.name not in at_end else 0)
-        stays = block.size_class is SizeClass.RESIDENT or num_slots[SizeClass.OUTER] >= num_outer
-        return int(is_new) if stays else num_micro_batches
-
-    records = []
-    for block in blocks:
-        state_numel = sum(block.unit_numels)
-        trained_bytes = state_numel * param_itemsize
-        kinds = {PARAM: (block.param_bytes, num_pass_reads(block) * block.param_bytes, trained_bytes)}
-        if state_numel:
-            sizes = {kind: int(state_numel * itemsize) for kind, itemsize in state_itemsizes.items()}
-            kinds |= {kind: (size, 0, size) for kind, size in sizes.items()}
-        records += [
-            RecordTraffic(
-                block=block.name,
-                kind=kind,
-                num_bytes=num_bytes,
-                read_bytes_per_step=fetched_bytes + update_bytes,
-                update_read_bytes=update_bytes,
-            )
-            for kind, (num_bytes, fetched_bytes, update_bytes) in kinds.items()
-        ]
-    return records
-
-
-def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
-    """The records to keep in `free_bytes` of RAM.
-
-    Most reads saved per byte come first, and equals evenly spread over the model: then what is still read from the SSD
-    is spread as well, and reads of one block hide behind the computation of its neighbours. With more memory, never
-    fewer reads are saved.
-    """
-    by_benefit: dict[float, list[RecordTraffic]] = defaultdict(list)
-    for record in records:
-        if record.read_bytes_per_step:
-            by_benefit[record.read_bytes_per_step / record.num_bytes].append(record)
-    room_bytes = free_bytes
-    chosen = set()
-    for benefit in sorted(by_benefit, reverse=True):
-        for index in _spread(len(by_benefit[benefit])):
-            record = by_benefit[benefit][index]
-            if record.num_bytes <= room_bytes:
-                room_bytes -= record.num_bytes
-                chosen.add(record)
-    return tuple(record for record in records if record in chosen)
-
-
-def _spread(count: int) -> list[int]:
-    """0 to `count` - 1 in an order whose every beginning is spread evenly: by their bits, read backwards."""
-    num_bits = count.bit_length()
-    return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
-from hf_lohan.planner.pool_plan import PARAM
+from hf_lohan.planner.record_traffic import PARAM
 
 Values: TypeAlias = npt.NDArray[np.float64]
 """One number, or one for each candidate; they broadcast."""

@@ -19,6 +19,7 @@ from hf_lohan.model import (
     Rules,
     StoredForm,
     adamw_everywhere,
+    find_experts,
     muon_for_matrices,
     records_of_rank,
     stored_form,
@@ -29,6 +30,7 @@ from hf_lohan.planner import (
     PoolPlan,
     PoolRequest,
     RecordTraffic,
+    SizeClass,
     choose_resident_records,
     plan_pools,
     step_traffic,
@@ -54,6 +56,9 @@ _LOGITS_SHARE = 16
 """Logits, in float32, that take more than one part in so many of `gpu_memory` are taken in chunks."""
 _SMALL_LOGITS_BYTES = 64 << 20
 """Never a reason to change the order of a sum."""
+_WHOLE_LAYERS_SHARE = 2
+"""Experts come with their layers where two of these, and a gradient of all experts of one, take at most one part in so
+many of `gpu_memory`."""
 _CHUNK_SHARE = 64
 _MOST_CHUNK_BYTES = 256 << 20
 """A chunk's logits in float32 take one part in so many of `gpu_memory`, and at most so much: larger products are not
@@ -220,6 +225,8 @@ def lay_out(
     """
     rules = rules or (muon_for_matrices if config.optimizer == "muon" else adamw_everywhere)
     form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
+    if streams_experts(model, form, config, ranks):
+        form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules, streams_experts=True)
     blocks = form.model_blocks.blocks
     if ranks.num_ranks > 1:
         sums_gradients = True  # over the ranks, in float32
@@ -278,6 +285,33 @@ def lay_out(
         kept_records=on_ssd,
         weight_message_bytes=messages,
     )
+
+
+def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
+    """Whether experts are to come one by one, where ``form`` has them with their layers. Raises ValueError where that
+    was asked for and cannot be."""
+    if config.experts == "with_layer" or (ranks.num_ranks > 1 and config.experts == "auto"):
+        return False
+    found = find_experts(model)
+    if config.experts == "streamed":
+        if not found:
+            raise ValueError(
+                f"experts: streamed was asked for, but {type(model).__name__} has no experts that could come one by "
+                "one: fused tensors of modules that transformers calls through its registry of implementations; set "
+                "experts to auto"
+            )
+        if ranks.num_ranks > 1:
+            raise ValueError(
+                f"experts: streamed was asked for with {ranks.num_ranks} ranks, which load blocks in one order, and "
+                "each rank's tokens go to other experts; set experts to with_layer"
+            )
+        return True
+    assert isinstance(config.gpu_memory, int)
+    fused = [parameter for experts in found.values() for parameter in experts.parameters.values()]
+    itemsize = form.master.working_dtype.itemsize
+    layer_bytes = max(block.param_bytes for block in form.model_blocks.blocks if block.size_class is SizeClass.LAYER)
+    gradient_bytes = max((parameter.numel() * itemsize for parameter in fused), default=0)
+    return bool(found) and 2 * layer_bytes + gradient_bytes > config.gpu_memory // _WHOLE_LAYERS_SHARE
 
 
 def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[RecordTraffic, ...]:

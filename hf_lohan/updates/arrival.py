@@ -68,10 +68,12 @@ class GradientArrivals:
         self.send(param_slice, gradient)
 
     def send(self, param_slice: ParamSlice, gradient: Tensor) -> None:
-        """Move to the host what a slice has of its parameter's gradient, which is given whole."""
+        """Move to the host what a slice has of its parameter's gradient: the whole one is given, or just that."""
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
-        flat = gradient.contiguous().view(-1)[param_slice.first : param_slice.last]
+        flat = gradient.contiguous().view(-1)
+        if flat.numel() != param_slice.numel:
+            flat = flat[param_slice.first : param_slice.last]
         if self._measures:
             self._pipeline.norms.set_first(param_slice, flat)
         self._device.wait(Lane.D2H, self._device.record(Lane.COMPUTE, flat))

@@ -25,21 +25,23 @@ class ParamGroups:
         every parameter that requires a gradient in a group, and every one in a group with states in the store: those
         that the group's rule needs."""
         index: dict[ParamSlice, int] = {}
-        by_parameter = {part.parameter: part for part in self._slices}
+        by_parameter: dict[Any, list[ParamSlice]] = {}
+        for part in self._slices:
+            by_parameter.setdefault(part.parameter, []).append(part)
         for number, group in enumerate(param_groups):
             for parameter in group["params"]:
-                part = by_parameter.get(parameter)
-                if part is None:
+                parts = by_parameter.get(parameter)
+                if parts is None:
                     raise ValueError(
                         f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
                         "embeddings to the model before it is offloaded"
                     )
-                if part.trainable:
-                    self._rules[part].settings_of(group)
-                    index[part] = number
+                if parts[0].trainable:
+                    self._rules[parts[0]].settings_of(group)
+                    index.update(dict.fromkeys(parts, number))
                 elif parameter.requires_grad:  # else it stays as it is, as under torch
                     raise ValueError(
-                        f"{part.name} was frozen when the model was offloaded and has no optimizer state; let it "
+                        f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; let it "
                         "require a gradient before the model is offloaded"
                     )
         for part in self._slices:

@@ -90,9 +90,9 @@ class GradientPipeline:
         return self.has_gradients and not self.holds_gradients
 
     def has_begun_to_update(self, part: ParamSlice) -> bool:
-        """Whether backward has updated a parameter in a step that is not finished."""
+        """Whether backward has updated a parameter, or some of it, in a step that is not finished."""
         pieces = (piece for chunk in self._announced for piece in chunk.pieces)
-        return self.has_begun_updates and any(piece.param_slice is part for piece in pieces)
+        return self.has_begun_updates and any(piece.param_slice.parameter is part.parameter for piece in pieces)
 
     @property
     def is_past_undoing(self) -> bool:

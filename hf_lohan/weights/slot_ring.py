@@ -122,10 +122,10 @@ class SlotRing:
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
-        """Make the parameters placeholders."""
+        """Make the parameters placeholders. One that lies in several blocks is hidden once, and stays so."""
         for part in block.slices:
-            assert part.is_whole, f"{part.name} is in several blocks, none of which can hide it"
-            AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
+            if not part.first:
+                AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
 
     def has_room_for(self, block: Block) -> bool:
         """Whether it can be pinned though nothing is unpinned before."""

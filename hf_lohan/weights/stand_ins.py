@@ -44,7 +44,8 @@ class StandIns:
         if found is None:
             found = self._one_nan(block.master.working_dtype).expand(part.shape)
             self._placeholders[id(part)] = found
-            self._note(found, StandIn(block, part))
+            if part.is_whole:  # else there is no block whose weights autograd could have in its place
+                self._note(found, StandIn(block, part))
         return found
 
     def _one_nan(self, dtype: torch.dtype) -> Tensor:

@@ -17,6 +17,7 @@ from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import FileBackend, IoEngine
 from hf_lohan.huggingface.attachment import enable_checkpointing, enable_recompute
+from hf_lohan.huggingface.experts import compute_expert, stream_experts
 from hf_lohan.huggingface.optimizers import rules_of, take_over
 from hf_lohan.model import Rules, adamw_everywhere
 from hf_lohan.optim import OffloadAdamW
@@ -36,6 +37,7 @@ def make_config(tmp_path: Path) -> ConfigFactory:
             "cpu_memory": "3MiB",
             "gpu_memory": "1MiB",
             "prefetch_blocks": 1,
+            "experts": "with_layer",
             "ssd": str(tmp_path / "store"),
             "io_threads": 2,
             "io_piece_bytes": 1 << 20,
@@ -79,7 +81,8 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         )
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
-        engines.append(OffloadEngine(model, layout, tiers, config, events))
+        engines.append(OffloadEngine(model, layout, tiers, config, events, compute_expert))
+        stream_experts(engines[-1].experts)
         return engines[-1]
 
     yield build

@@ -1,0 +1,228 @@
+"""The experts of one module, computed as they come.
+
+Rows are sorted by expert with the call that transformers makes, on the ids as they are, so that rows of one expert
+stand in the same order as there. A group of a grouped product is one product on the CPU, so each expert can be computed
+apart, in any order.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.model import Block, ParamSlice
+from hf_lohan.weights import BlockLoader, Slot, SlotRing
+
+ComputeExpert: TypeAlias = Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor]
+"""(module of experts, rows [n, hidden] of one expert, its weights by their names in the module, each [1, ...]) to what
+the expert makes of the rows, [n, hidden], before routing weights."""
+
+
+class ForwardUnderWay(Protocol):
+    """The forward that runs, or whose backward does."""
+
+    @property
+    def number(self) -> int:
+        """Which of several forwards that share the model runs."""
+
+    def enter_backward(self) -> None:
+        """A backward begins, or goes on."""
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+        """What the backward of the forward of that number has for one expert's part of a parameter is complete."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertParts:
+    """What all modules of experts have in common."""
+
+    ring: SlotRing
+    loader: BlockLoader
+    compute: ComputeExpert
+    forward_pass: Callable[[], ForwardUnderWay]
+
+
+class StreamedExperts:
+    """A module's experts, each of which comes to a slot when rows are there for it."""
+
+    def __init__(self, module: nn.Module, blocks: Sequence[Block], parts: ExpertParts) -> None:
+        """``blocks``: of each expert, by its number."""
+        self._module = weakref.ref(module)
+        self._blocks = list(blocks)
+        self._parts = parts
+        self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
+        """Has autograd record the operation also where neither rows nor routing need a gradient."""
+        self.handle = next(_handles)
+        """By which an operation, which takes numbers and tensors, names it."""
+        _known[self.handle] = self
+
+    @property
+    def forward_number(self) -> int:
+        """Of the forward that runs."""
+        return self._parts.forward_pass().number
+
+    def forward(self, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
+        """See `run_experts`."""
+        routed = _Routed(top_k_index, len(self._blocks))
+        outputs = [
+            self._with_weights(expert, of_expert)
+            for expert, of_expert in zip(routed.experts, routed.split(rows[routed.token]), strict=True)
+        ]
+        if not outputs:
+            return torch.zeros_like(rows)
+        weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[routed.order].unsqueeze(-1)
+        in_place = weighted[routed.place]
+        return in_place.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(rows.dtype)
+
+    def _with_weights(self, expert: int, rows: Tensor) -> Tensor:
+        block = self._blocks[expert]
+        slot = self._parts.loader.acquire(block)
+        try:
+            return self._compute(rows, _weights_in(slot, block))
+        finally:
+            self._parts.ring.unpin(block)
+
+    def _compute(self, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+        module = self._module()
+        assert module is not None, "the model holds its modules"
+        return self._parts.compute(module, rows, weights)
+
+    def backward(
+        self,
+        forward_number: int,
+        gradient: Tensor,
+        rows: Tensor,
+        top_k_weights: Tensor,
+        top_k_index: Tensor,
+        *,
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Gradients of ``rows`` and of ``top_k_weights``, as far as they are needed; those of the weights go to the
+        forward pass, of one expert after the other, descending: the last of the forward are still in their slots.
+
+        An expert without rows has a gradient of zeros, as part of a tensor that has one: it takes that step.
+        """
+        self._parts.forward_pass().enter_backward()
+        routed, k = _Routed(top_k_index, len(self._blocks)), top_k_index.shape[-1]
+        weights = top_k_weights.reshape(-1)
+        dtype = torch.promote_types(self._blocks[0].master.working_dtype, weights.dtype)
+        # Of `sum`, then of the indexing by `place`.
+        spread = gradient.to(dtype).unsqueeze(1).expand(-1, k, -1).reshape(-1, gradient.shape[-1])
+        spread = torch.zeros_like(spread).index_put_((routed.place,), spread, accumulate=True)
+        of_each = zip(
+            routed.experts,
+            routed.split(rows[routed.token]),
+            routed.split(weights[routed.order]),
+            routed.split(spread),
+            strict=True,
+        )
+        waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
+        made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
+        for expert in reversed(range(len(self._blocks))):
+            if expert in waiting:
+                made[expert] = self._backward_of(expert, forward_number, waiting.pop(expert), needs)
+            else:
+                self._send_zeros(expert, forward_number)
+        in_order = [made[expert] for expert in routed.experts]
+        of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in in_order]) if needs[0] else None
+        of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in in_order])
+        return of_all_rows, of_all_weights.view_as(top_k_weights) if needs[1] else None
+
+    def _backward_of(
+        self,
+        expert: int,
+        forward_number: int,
+        given: tuple[Tensor, Tensor, Tensor],
+        needs: Sequence[bool],
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """``given``: the expert's rows, their routing weights, and the gradient of what they become."""
+        rows, weights, gradient = given
+        block = self._blocks[expert]
+        slot = self._parts.loader.acquire(block)
+        try:
+            with torch.enable_grad():
+                leaves = [
+                    rows.detach().requires_grad_(needs[0]),
+                    weights.detach().requires_grad_(needs[1]),
+                ]
+                own = {name: weight.detach() for name, weight in _weights_in(slot, block).items()}
+                for part in _trained(block):
+                    own[_name_in_module(part)].requires_grad_()
+                made = self._compute(leaves[0], own) * leaves[1].unsqueeze(-1)
+                wanted = [leaf for leaf in (*leaves, *own.values()) if leaf.requires_grad]
+                found = dict(zip(map(id, wanted), torch.autograd.grad(made, wanted, gradient), strict=True))
+            for part in _trained(block):
+                of_part = found[id(own[_name_in_module(part)])]
+                self._parts.forward_pass().take_part(forward_number, part, of_part)
+            return found.get(id(leaves[0])), found.get(id(leaves[1]))
+        finally:
+            self._parts.ring.unpin(block)
+
+    def _send_zeros(self, expert: int, forward_number: int) -> None:
+        for part in _trained(self._blocks[expert]):
+            weight = part.parameter
+            zeros = torch.zeros(1, *part.shape[1:], dtype=weight.dtype, device=weight.device)
+            self._parts.forward_pass().take_part(forward_number, part, zeros)
+
+
+class _Routed:
+    """Which rows go to which expert: (token, choice) pairs, sorted by expert."""
+
+    def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
+        sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
+        """Of pairs as sorted, their place in (token, choice) order."""
+        counts = torch.bincount(sorted_ids, minlength=num_experts).tolist()
+        if len(counts) > num_experts:
+            raise ValueError(
+                f"a router chose expert {len(counts) - 1} of {num_experts}; experts that other processes have (expert "
+                "parallelism) cannot stream"
+            )
+        self.experts = [expert for expert, count in enumerate(counts) if count]
+        self._counts = [count for count in counts if count]
+        self.token = self.order // top_k_index.shape[-1]
+        self.place = torch.empty_like(self.order)
+        self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
+
+    def split(self, pairs: Tensor) -> list[Tensor]:
+        """What of sorted pairs is each expert's, of those in `experts`."""
+        return list(torch.split(pairs, self._counts)) if self._counts else []
+
+
+def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
+    """The gradient of a tensor from those of its rows at ``index``, given expert by expert: as that of an indexing."""
+    gradient = torch.zeros_like(like)
+    found = [part for part in parts if part is not None]
+    return gradient.index_put_((index,), torch.cat(found), accumulate=True) if found else gradient
+
+
+def _weights_in(slot: Slot, block: Block) -> dict[str, Tensor]:
+    """One expert's weights by their names in the module: views into its slot, of the form [1, ...]."""
+    return {
+        _name_in_module(part): slot.weights[part.start : part.stop].view(1, *part.shape[1:]) for part in block.slices
+    }
+
+
+def _name_in_module(part: ParamSlice) -> str:
+    return part.name.rpartition(".")[2]
+
+
+def _trained(block: Block) -> list[ParamSlice]:
+    return [part for part in block.trainable_slices if part.parameter.requires_grad]
+
+
+_handles = itertools.count()
+_known: weakref.WeakValueDictionary[int, StreamedExperts] = weakref.WeakValueDictionary()
+
+
+def experts_of(handle: int) -> StreamedExperts:
+    """Whose `StreamedExperts.handle` it is. Raises RuntimeError if they are gone."""
+    found = _known.get(handle)
+    if found is None:
+        raise RuntimeError("the model is gone whose experts these are; keep it until its backward has run")
+    return found

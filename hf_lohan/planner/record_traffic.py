@@ -1,0 +1,101 @@
+"""What a step reads of each record, and which of them are to have a copy in RAM: those that save the most SSD reads for
+their bytes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from hf_lohan.planner.pool_plan import BlockShape, SizeClass
+
+PARAM = "param"
+"""The kind of the records that passes read; updates read these and all others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RecordTraffic:
+    """One record: what a copy of it takes, and what it saves."""
+
+    block: str
+    kind: str
+    num_bytes: int
+    read_bytes_per_step: int
+    """What a step reads of it from the SSD if it has no copy. Writes are not saved: commits need them."""
+    update_read_bytes: int = 0
+    """The part of it that the optimizer reads."""
+
+
+def step_traffic(
+    blocks: Sequence[BlockShape],
+    *,
+    param_itemsize: int,
+    state_itemsizes: Mapping[str, float],
+    num_slots: Mapping[SizeClass, int],
+    num_micro_batches: int = 1,
+) -> list[RecordTraffic]:
+    """What one step reads of each record, blocks in forward order; `state_itemsizes` are bytes per parameter by kind.
+
+    A pass reads a block unless the slots hold it still: the blocks that end a forward begin the backward, and those
+    that end a backward begin the next forward, if they were not updated in between. An update reads all once more.
+    """
+    layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
+    num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
+    num_kept = num_slots[SizeClass.LAYER]
+    at_start, at_end = set(layers[:num_kept]), set(layers[max(0, len(layers) - num_kept) :])
+
+    def num_pass_reads(block: BlockShape) -> int:
+        is_new = block.num_trainable_params > 0
+        if block.size_class is SizeClass.LAYER:
+            in_forward = num_micro_batches if block.name not in at_start else int(is_new)
+            return in_forward + (num_micro_batches if block.name not in at_end else 0)
+        stays = block.size_class is SizeClass.RESIDENT or num_slots[SizeClass.OUTER] >= num_outer
+        return int(is_new) if stays else num_micro_batches
+
+    records = []
+    for block in blocks:
+        state_numel = sum(block.unit_numels)
+        trained_bytes = state_numel * param_itemsize
+        kinds = {PARAM: (block.param_bytes, num_pass_reads(block) * block.param_bytes, trained_bytes)}
+        if state_numel:
+            sizes = {kind: int(state_numel * itemsize) for kind, itemsize in state_itemsizes.items()}
+            kinds |= {kind: (size, 0, size) for kind, size in sizes.items()}
+        records += [
+            RecordTraffic(
+                block=block.name,
+                kind=kind,
+                num_bytes=num_bytes,
+                read_bytes_per_step=fetched_bytes + update_bytes,
+                update_read_bytes=update_bytes,
+            )
+            for kind, (num_bytes, fetched_bytes, update_bytes) in kinds.items()
+        ]
+    return records
+
+
+def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int) -> tuple[RecordTraffic, ...]:
+    """The records to keep in `free_bytes` of RAM.
+
+    Most reads saved per byte come first, and equals evenly spread over the model: then what is still read from the SSD
+    is spread as well, and reads of one block hide behind the computation of its neighbours. With more memory, never
+    fewer reads are saved.
+    """
+    by_benefit: dict[float, list[RecordTraffic]] = defaultdict(list)
+    for record in records:
+        if record.read_bytes_per_step:
+            by_benefit[record.read_bytes_per_step / record.num_bytes].append(record)
+    room_bytes = free_bytes
+    chosen = set()
+    for benefit in sorted(by_benefit, reverse=True):
+        for index in _spread(len(by_benefit[benefit])):
+            record = by_benefit[benefit][index]
+            if record.num_bytes <= room_bytes:
+                room_bytes -= record.num_bytes
+                chosen.add(record)
+    return tuple(record for record in records if record in chosen)
+
+
+def _spread(count: int) -> list[int]:
+    """0 to `count` - 1 in an order whose every beginning is spread evenly: by their bits, read backwards."""
+    num_bits = count.bit_length()
+    return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))
