@@ -18,11 +18,13 @@ class BlockLoader(ABC):
     """One thread brings blocks into slots, as far as it can ahead of their use. What that means is said by those who
     derive from this."""
 
-    def __init__(self, ring: SlotRing, forward_order: Sequence[Block], *, max_ahead: int = NEVER) -> None:
-        """``max_ahead``: see `LoadSchedule`."""
+    def __init__(
+        self, ring: SlotRing, forward_order: Sequence[Block], *, max_ahead: int = NEVER, carries_on: bool = False
+    ) -> None:
+        """``max_ahead``, ``carries_on``: see `LoadSchedule`."""
         self._ring = ring
         num_slots = {size_class: len(slots) for size_class, slots in ring.slots.items()}
-        self._schedule = LoadSchedule(forward_order, num_slots, max_ahead=max_ahead)
+        self._schedule = LoadSchedule(forward_order, num_slots, max_ahead=max_ahead, carries_on=carries_on)
         self._failure: BaseException | None = None
         self._thread_ended_by: BaseException | None = None
         self._is_closed = False

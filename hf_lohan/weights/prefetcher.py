@@ -22,7 +22,7 @@ class Prefetcher(BlockLoader):
     """
 
     def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
-        super().__init__(ring, forward_order)
+        super().__init__(ring, forward_order, carries_on=True)
         self._source = source
         self._next_load = NextLoad(self._schedule, ring.slots, ring.is_here, lambda slot: slot.is_claimable)
         self._start()

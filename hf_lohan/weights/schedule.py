@@ -17,8 +17,16 @@ NEVER = 1 << 60
 class _PassOrder:
     """One kind of pass: its uses by place, and the places in the order in which their blocks are loaded."""
 
-    def __init__(self, uses: Sequence[Block], num_slots: Mapping[SizeClass, int], max_ahead: int) -> None:
-        self.uses = list(uses)
+    def __init__(
+        self,
+        own_uses: Sequence[Block],
+        num_slots: Mapping[SizeClass, int],
+        max_ahead: int,
+        followed_by: Sequence[Block] = (),
+    ) -> None:
+        """``followed_by``: uses of the pass that comes behind it, whose loads may begin in this one."""
+        self.own_uses = list(own_uses)
+        self.uses = [*own_uses, *followed_by]
         self.places: dict[Block, list[int]] = defaultdict(list)
         for place, block in enumerate(self.uses):
             self.places[block].append(place)
@@ -57,16 +65,24 @@ class LoadSchedule:
     """
 
     def __init__(
-        self, forward_order: Sequence[Block], num_slots: Mapping[SizeClass, int], *, max_ahead: int = NEVER
+        self,
+        forward_order: Sequence[Block],
+        num_slots: Mapping[SizeClass, int],
+        *,
+        max_ahead: int = NEVER,
+        carries_on: bool = False,
     ) -> None:
-        """``max_ahead``: how many uses ahead of its own a block's load may come, whatever slots are free."""
+        """``max_ahead``: how many uses ahead of its own a block's load may come, whatever slots are free.
+        ``carries_on``: behind an evaluation another one is foreseen, as where a model generates: it begins where this
+        one ends, so the last blocks compute while the first ones come."""
         self._num_slots = num_slots
         self._max_ahead = max_ahead
+        self._carries_on = carries_on
         self._orders = {
-            True: self._order_of([*forward_order, *reversed(forward_order)]),
-            False: self._order_of(forward_order),
+            True: self._order_of([*forward_order, *reversed(forward_order)], is_training=True),
+            False: self._order_of(forward_order, is_training=False),
         }
-        self._nothing = self._order_of(())
+        self._nothing = self._order_of((), is_training=False)
         self._order = self._nothing
         self._is_training = False
         self._place = 0
@@ -97,7 +113,7 @@ class LoadSchedule:
         self._last_use[block] = len(self._used)
         self._used.append(block)
         place = self.next_use(block)
-        if place != NEVER:
+        if place < len(self._order.own_uses):
             self._place = place + 1
 
     def use_for_operation(self, block: Block) -> None:
@@ -107,10 +123,12 @@ class LoadSchedule:
 
     def end(self) -> None:
         """The pass is complete: the next one of its kind follows its order."""
-        if self._used and self._used != self._orders[self._is_training].uses:
-            self._orders[self._is_training] = self._order_of(self._used)
+        if self._used and self._used != self._orders[self._is_training].own_uses:
+            self._orders[self._is_training] = self._order_of(self._used, is_training=self._is_training)
         waiting = self._waiting
         self.cancel()
+        if waiting is None and self._carries_on and not self._is_training:
+            self.foresee(is_training=False)
         if waiting is not None:
             self._order, self._place, self._used, self._last_use = waiting
             self._is_training = True
@@ -126,8 +144,9 @@ class LoadSchedule:
         self._waiting = None
         self._forget_uses()
 
-    def _order_of(self, uses: Sequence[Block]) -> _PassOrder:
-        return _PassOrder(uses, self._num_slots, self._max_ahead)
+    def _order_of(self, uses: Sequence[Block], *, is_training: bool) -> _PassOrder:
+        followed_by = uses if self._carries_on and not is_training else ()
+        return _PassOrder(uses, self._num_slots, self._max_ahead, followed_by)
 
     def _forget_uses(self) -> None:
         self._used = []
