@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         engine_of,
         from_pretrained,
         last_step,
+        load_for_generation,
     )
     from hf_lohan.optim import OffloadAdamW
     from hf_lohan.weights import gathered_parameters
@@ -36,6 +37,7 @@ _HOMES = {
     "from_pretrained": "hf_lohan.huggingface",
     "gathered_parameters": "hf_lohan.weights",
     "last_step": "hf_lohan.huggingface",
+    "load_for_generation": "hf_lohan.huggingface",
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "from_pretrained",
     "gathered_parameters",
     "last_step",
+    "load_for_generation",
 ]
 
 

@@ -74,7 +74,7 @@ class OffloadEngine:
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
         self._groups = ParamGroups({part: block.master.rule for part, block in self._block_of.items()})
         self._optimizer: OffloadOptimizer | None = None
-        self._ring = SlotRing(self.device, layout.plan)
+        self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
         chunks = layout.chunks()
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._pipeline = GradientPipeline(

@@ -7,6 +7,7 @@ a call to the engine.
 from hf_lohan.checkpoint.resume_point import last_step
 from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
 from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.generation import load_for_generation
 from hf_lohan.huggingface.loading import from_pretrained
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
@@ -18,5 +19,6 @@ __all__ = [
     "engine_of",
     "from_pretrained",
     "last_step",
+    "load_for_generation",
     "offload_model",
 ]

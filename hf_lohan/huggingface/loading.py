@@ -90,13 +90,11 @@ def from_pretrained(
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
-    load_dtype = _load_dtype(model_config, dtype)
-    working_dtype = torch.bfloat16 if bf16 else load_dtype if peft_config is None else None
+    loaded_dtype = load_dtype(path, model_config, dtype)
+    working_dtype = torch.bfloat16 if bf16 else loaded_dtype if peft_config is None else None
 
     with torch.device("meta"):
-        skeleton = build_from_config(model_class, model_config, load_dtype)
+        skeleton = build_from_config(model_class, model_config, loaded_dtype)
         names = {name: name for name, _ in skeleton.named_parameters()}
         if peft_config is not None:
             skeleton, names = adapted_skeleton(skeleton, peft_config)
@@ -118,16 +116,11 @@ def from_pretrained(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
-        write = _writer(access, only_dtype=load_dtype)
-        with (
-            long_work(f"streaming {path}", _stored_bytes(access, names.values())),
-            streamed_to(lambda name, tensor: write(names.get(name, name), tensor)),
-        ):
-            model = model_class.from_pretrained(path, config=model_config, dtype=load_dtype, **kwargs)
+        model = stream_model(path, model_class, model_config, loaded_dtype, access, names, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
         refuse_other_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
-        _store_the_rest(model, access, names, working_dtype)
+        store_the_rest(model, access, names, working_dtype)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)
         final = lay_out_for_this(model)
@@ -140,6 +133,24 @@ def from_pretrained(
     except BaseException:
         tiers.close()
         raise
+
+
+def stream_model(
+    path: str | Path,
+    model_class: Any,
+    model_config: Any,
+    dtype: torch.dtype,
+    access: ParameterAccess,
+    names: Mapping[str, str],
+    **kwargs: Any,
+) -> Any:
+    """The model of a checkpoint, its weights in the store and on meta. ``names`` are those in the store."""
+    write = _writer(access, only_dtype=dtype)
+    with (
+        long_work(f"streaming {path}", _stored_bytes(access, names.values())),
+        streamed_to(lambda name, tensor: write(names.get(name, name), tensor)),
+    ):
+        return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
 
 
 def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
@@ -251,7 +262,10 @@ def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
-def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
+def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
+    """In which the checkpoint's weights are loaded. Raises ValueError for a quantized one."""
+    if getattr(model_config, "quantization_config", None) is not None:
+        raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
     if isinstance(dtype, torch.dtype):
         return dtype
     checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
@@ -262,7 +276,7 @@ def _load_dtype(model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
     return resolved
 
 
-def _store_the_rest(
+def store_the_rest(
     model: nn.Module, access: ParameterAccess, names: Mapping[str, str], working_dtype: torch.dtype | None
 ) -> None:
     """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder. ``names``
@@ -270,6 +284,12 @@ def _store_the_rest(
     for name, parameter in list(model.named_parameters()):
         if parameter.device.type != "meta":
             access.write_parameter(names[name], parameter)
+    make_placeholders(model, working_dtype)
+
+
+def make_placeholders(model: nn.Module, working_dtype: torch.dtype | None) -> None:
+    """Take its numbers from every parameter, be it on meta or not."""
+    for parameter in list(model.parameters()):
         placeholder = nn.Parameter(
             torch.full((1,), float("nan"), dtype=working_dtype or parameter.dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,

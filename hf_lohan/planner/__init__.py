@@ -9,6 +9,7 @@ kept, swapped and recomputed and how to clip, and predicts the step.
 from hf_lohan.planner.collectives import ChosenCollectives, Cluster, CollectiveChoice, TriedWay
 from hf_lohan.planner.fitting import fits_without_offloading
 from hf_lohan.planner.forecast import forecast, scaled_to
+from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
 from hf_lohan.planner.hardware_changes import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
@@ -72,7 +73,9 @@ __all__ = [
     "CpuProfile",
     "DeviceProfile",
     "Durability",
+    "GenerationSlots",
     "HardwareProfile",
+    "KeysAndValues",
     "Lanes",
     "LayerPlacements",
     "ModelProfile",
@@ -99,8 +102,10 @@ __all__ = [
     "plan_over_ranks",
     "plan_pools",
     "scaled_to",
+    "slots_for_generation",
     "step_traffic",
     "sweep_swapped_bytes",
+    "token_traffic",
     "units_between",
     "what_hardware_buys",
     "with_changed",

@@ -87,7 +87,7 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
     room_bytes = free_bytes
     chosen = set()
     for benefit in sorted(by_benefit, reverse=True):
-        for index in _spread(len(by_benefit[benefit])):
+        for index in spread(len(by_benefit[benefit])):
             record = by_benefit[benefit][index]
             if record.num_bytes <= room_bytes:
                 room_bytes -= record.num_bytes
@@ -95,7 +95,7 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
     return tuple(record for record in records if record in chosen)
 
 
-def _spread(count: int) -> list[int]:
+def spread(count: int) -> list[int]:
     """0 to `count` - 1 in an order whose every beginning is spread evenly: by their bits, read backwards."""
     num_bits = count.bit_length()
     return sorted(range(count), key=lambda index: int(f"{index:0{num_bits}b}"[::-1], 2))

@@ -2,9 +2,10 @@
 
 `layout` says what is fixed before a batch is seen: blocks, records, pools, copies in RAM. `step_plan` follows a forward
 of the batch's shapes on fake tensors and puts both together with what the hardware can do, and `run_plan` does so at a
-run's first forward and once more when its first steps were timed.
+run's first forward and once more when its first steps were timed. `generation` lays out a model that is not trained.
 """
 
+from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import why_in_turn
@@ -16,10 +17,12 @@ __all__ = [
     "PlannedStep",
     "RunPlan",
     "StepShape",
+    "bytes_per_token",
     "chunked_loss_of",
     "kept_ranks",
     "kept_record_name",
     "lay_out",
+    "lay_out_generation",
     "part_bytes",
     "plan_step",
     "trace_blocks",

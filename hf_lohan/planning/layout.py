@@ -91,6 +91,8 @@ class OffloadLayout(StoredForm):
     """Or scratch records for them, where that is too little."""
     weight_message_bytes: int = 0
     """And for what it sends them."""
+    kept_layers: tuple[str, ...] = ()
+    """Blocks that stay on the device once they are there."""
 
     @property
     def blocks(self) -> list[Block]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -35,11 +35,13 @@ class Slot:
     num_pins: int = 0
     num_loans: int = 0
     """To the optimizer, which copies the weights."""
+    is_kept: bool = False
+    """Whether its block stays for good."""
 
     @property
     def is_claimable(self) -> bool:
         """Whether it may be overwritten."""
-        return not (self.num_pins or self.num_loans or self.is_loading)
+        return not (self.num_pins or self.num_loans or self.is_loading or self.is_kept)
 
 
 class SlotRing:
@@ -53,8 +55,10 @@ class SlotRing:
     `changed` tells them of each other.
     """
 
-    def __init__(self, device: Device, plan: PoolPlan) -> None:
+    def __init__(self, device: Device, plan: PoolPlan, kept: Collection[str] = ()) -> None:
+        """``kept``: names of blocks that stay once they have come; two slots of their class must be left to others."""
         self.device = device
+        self._kept = frozenset(kept)
         # Entered itself, not through the condition: see `IoEngine`.
         self.lock = threading.RLock()
         self.changed = threading.Condition(self.lock)
@@ -188,7 +192,7 @@ class SlotRing:
         """Take `slot` for `block`, whose load comes next."""
         self._empty(slot)
         self._num_loads[block] += 1
-        slot.block, slot.is_loading = block, True
+        slot.block, slot.is_loading, slot.is_kept = block, True, block.name in self._kept
         slot.weights = slot.weights.view(torch.uint8).view(block.master.working_dtype)
         self._holder[block] = slot
         held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
@@ -211,4 +215,4 @@ class SlotRing:
     def _empty(self, slot: Slot) -> None:
         if slot.block is not None:
             del self._holder[slot.block]
-        slot.block, slot.ready = None, None
+        slot.block, slot.ready, slot.is_kept = None, None, False

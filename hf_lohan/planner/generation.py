@@ -1,0 +1,99 @@
+"""What stays on the device while a model generates, and what each token has to be brought.
+
+Every pass needs every block once, in one order, so a ring of slots that takes what was used longest ago would read the
+whole model a token, however large it is. Some layers stay instead, and the others pass through a small ring.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_lohan.planner.pool_plan import BlockShape, BudgetError, SizeClass
+from hf_lohan.planner.record_traffic import PARAM, RecordTraffic, spread
+from hf_lohan.wording import format_bytes, times
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KeysAndValues:
+    """What generating keeps of the tokens that it has seen."""
+
+    num_sequences: int
+    """Prompts times beams."""
+    num_tokens: int
+    """Of each sequence, with its prompt."""
+    num_bytes: int
+    """Of them all."""
+
+    def __str__(self) -> str:
+        sequences = times(self.num_sequences, "sequence")
+        return f"keys and values of {sequences} of {self.num_tokens:,} tokens ({format_bytes(self.num_bytes)})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationSlots:
+    """How the device's memory is shared by the layers."""
+
+    num_layer_slots: int
+    kept_layers: tuple[str, ...]
+    """Those that stay, evenly spread: what comes from the drives then comes while others compute."""
+
+
+def slots_for_generation(
+    blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
+) -> GenerationSlots:
+    """Share what the keys and values leave of ``gpu_memory_bytes``: a ring of ``prefetch_blocks`` + 1 slots, slots of
+    their own for the modules outside the layers, and layers that stay. Raises BudgetError where two layers, the largest
+    of those modules and the keys and values do not fit."""
+
+    def sizes(size_class: SizeClass) -> list[int]:
+        return [block.param_bytes for block in blocks if block.size_class is size_class]
+
+    layer_bytes, outer_bytes = max(sizes(SizeClass.LAYER)), max(sizes(SizeClass.OUTER), default=0)
+    num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
+    resident_bytes = max(sizes(SizeClass.RESIDENT), default=0) * len(sizes(SizeClass.RESIDENT))
+    least_slots = min(2, num_layers)
+    least_bytes = least_slots * layer_bytes + outer_bytes + resident_bytes
+    left_bytes = gpu_memory_bytes - keys_and_values.num_bytes - least_bytes
+    if left_bytes < 0:
+        needed = least_bytes + keys_and_values.num_bytes
+        raise BudgetError(
+            f"gpu_memory of {format_bytes(gpu_memory_bytes)} is too small: two layers and the embeddings or head that "
+            f"must be there with them take {format_bytes(least_bytes)}, beside {keys_and_values}; set gpu_memory to at "
+            f"least {needed} bytes ({format_bytes(needed)}), or generate fewer tokens or sequences"
+        )
+    ring = min(1 + prefetch_blocks, num_layers)
+    for_ring = min(ring - least_slots, left_bytes // layer_bytes)
+    left_bytes -= max(0, for_ring) * layer_bytes
+    other_outer_bytes = max(0, num_outer - 1) * outer_bytes
+    if other_outer_bytes <= left_bytes:
+        left_bytes -= other_outer_bytes
+    num_slots = min(num_layers, least_slots + max(0, for_ring) + left_bytes // layer_bytes)
+    layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
+    num_kept = num_layers if num_slots == num_layers else max(0, num_slots - ring)
+    kept = set(spread(num_layers)[:num_kept])
+    return GenerationSlots(
+        num_layer_slots=num_slots, kept_layers=tuple(name for index, name in enumerate(layers) if index in kept)
+    )
+
+
+def token_traffic(
+    blocks: Sequence[BlockShape], kept_layers: Sequence[str], *, num_outer_slots: int
+) -> tuple[RecordTraffic, ...]:
+    """What one token reads of each block's parameters where none of them has a copy in RAM, in forward order."""
+    num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
+    kept = set(kept_layers)
+
+    def read_bytes(block: BlockShape) -> int:
+        stays = {
+            SizeClass.LAYER: block.name in kept,
+            SizeClass.OUTER: num_outer_slots >= num_outer,
+        }.get(block.size_class, True)
+        return 0 if stays else block.param_bytes
+
+    return tuple(
+        RecordTraffic(
+            block=block.name, kind=PARAM, num_bytes=block.param_bytes, read_bytes_per_step=read_bytes(block)
+        )
+        for block in blocks
+    )

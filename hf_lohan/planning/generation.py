@@ -1,0 +1,66 @@
+"""How a model is laid out that generates and is not trained: its weights alone, with all memory for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.model import stored_form
+from hf_lohan.planner import KeysAndValues, PoolRequest, SizeClass, plan_pools, slots_for_generation, token_traffic
+from hf_lohan.planning.layout import OffloadLayout
+
+
+def lay_out_generation(
+    model: nn.Module,
+    config: OffloadConfig,
+    *,
+    working_dtype: torch.dtype | None,
+    keys_and_values: KeysAndValues,
+    memory_is_host: bool,
+) -> OffloadLayout:
+    """Lay a frozen `model` (real or on meta) out for `generate`. `config` must be resolved; `working_dtype`: see
+    `discover_blocks`; `memory_is_host`: see `Device`.
+
+    The keys and values are taken off `gpu_memory` first, a ring of slots and layers that stay have the rest. What the
+    buffers leave of `cpu_memory` is for copies of what still has to be read. Raises DiscoveryError or BudgetError.
+    """
+    assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
+    assert isinstance(config.prefetch_blocks, int)
+    form = stored_form(model, working_dtype, config.optimizer_state_dtype)
+    blocks = form.model_blocks.blocks
+    assert not any(block.state_numel for block in blocks), "freeze it first"
+    shapes = [block.shape() for block in blocks]
+    slots = slots_for_generation(
+        shapes,
+        gpu_memory_bytes=config.gpu_memory,
+        keys_and_values=keys_and_values,
+        prefetch_blocks=config.prefetch_blocks,
+    )
+    pools = plan_pools(
+        PoolRequest(
+            blocks=shapes,
+            gpu_memory_bytes=config.gpu_memory - keys_and_values.num_bytes,
+            cpu_memory_bytes=config.cpu_memory,
+            prefetch_blocks=slots.num_layer_slots - 1,
+            num_state_buffers_per_chunk=1,
+            hold_gradients=False,
+            stages_params=not memory_is_host,
+            min_chunk_numel=max(block.granule_numel for block in blocks),
+        )
+    )
+    return OffloadLayout(
+        **vars(form),
+        plan=pools,
+        holds_gradients=False,
+        records_of_a_step=token_traffic(shapes, slots.kept_layers, num_outer_slots=pools.num_slots[SizeClass.OUTER]),
+        record_bytes=config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0,
+        kept_layers=slots.kept_layers if len(slots.kept_layers) < len(form.model_blocks.layers) else (),
+        is_split=True,
+    )
+
+
+def bytes_per_token(layout: OffloadLayout) -> int:
+    """What each pass has to read from the drives: what neither the slots keep nor a copy in RAM has."""
+    in_ram = {record.block for record in layout.resident_records}
+    return sum(record.read_bytes_per_step for record in layout.records_of_a_step if record.block not in in_ram)
