@@ -195,6 +195,40 @@ def estimate(
 
 
 @app.command()
+def generate(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint folder.")],
+    prompt: Annotated[str, typer.Option(metavar="TEXT", help="What the text begins with.")],
+    max_new_tokens: Annotated[int, typer.Option(metavar="N", help="Tokens at most.")] = 128,
+    temperature: Annotated[float | None, typer.Option(metavar="T", help="Sample, at this temperature.")] = None,
+    top_p: Annotated[float | None, typer.Option(metavar="P", help="Sample from the likeliest tokens only.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="S", help="Sample, the same each time.")] = None,
+    num_beams: Annotated[int, typer.Option(metavar="B", help="Search with so many beams.")] = 1,
+    offload: Annotated[
+        str, typer.Option("--config", "--offload", metavar="X", help="lohan (everything automatic) or a YAML file.")
+    ] = "lohan",
+    ssd: Annotated[str | None, typer.Option(metavar="PATH", help="Where the weights go, and stay.")] = None,
+    cpu_memory: Annotated[str | None, typer.Option(metavar="SIZE", help="Most host memory for copies.")] = None,
+    gpu_memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Most device memory for weights, keys and values.")
+    ] = None,
+) -> None:
+    """Print what a model says, also one that fits neither RAM nor the device: its weights are read token by token."""
+    with one_line_errors():
+        from hf_lohan.cli.generation import run_generate
+        from hf_lohan.huggingface.text_generation import TextRequest
+
+        request = TextRequest(
+            prompt=prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_p=top_p,
+            seed=seed,
+            num_beams=num_beams,
+        )
+        run_generate(model, request, offload, {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory})
+
+
+@app.command()
 def report(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run.")],
     output: Annotated[

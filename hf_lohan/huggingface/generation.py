@@ -160,8 +160,8 @@ def _fingerprint(path: str | Path, dtype: torch.dtype) -> str:
 def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "a model that load_for_generation has loaded is called with gradients on, and has nowhere to put them; call "
-            "it under torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
+            "a model that load_for_generation has loaded is called with gradients on, and has nowhere to put them; "
+            "call it under torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
         )
 
 

@@ -12,7 +12,7 @@ from architectures import model_of
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
-from hf_lohan.huggingface import engine_of
+from hf_lohan.huggingface import engine_of, generation
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.timeline import SSD_READ
 
@@ -91,3 +91,103 @@ def test_tokens_and_logits_are_those_in_memory(
             for mine, others in zip(ours.logits, stocks.logits, strict=True):
                 assert torch.equal(mine, others)
         engine.close()
+
+
+def test_the_store_has_the_weights_once_and_is_used_again_while_the_files_stay_the_same(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    streamed: list[Path] = []
+    stream = generation.stream_model
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+        streamed.append(path)
+        return stream(path, *args, **kwargs)
+
+    monkeypatch.setattr(generation, "stream_model", noted)
+    first = load(checkpoint)
+    records = (tmp_path / "store").glob("*.bin")
+    param_bytes = sum(block.param_bytes for block in engine_of(first).layout.blocks)
+    assert sum(file.stat().st_size for file in records) == param_bytes
+    expected = generated(first, GREEDY).sequences
+    engine_of(first).close()
+    again = load(checkpoint, settings={"gpu_memory": "400KiB"})  # other budgets, same store
+    assert torch.equal(generated(again, GREEDY).sequences, expected)
+    assert len(streamed) == 1
+    engine_of(again).close()
+
+    torch.manual_seed(7)
+    model_of("llama", num_hidden_layers=NUM_LAYERS).save_pretrained(checkpoint)
+    other = load(checkpoint)
+    assert len(streamed) == 2
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(generated(other, GREEDY).sequences, generated(stock, GREEDY).sequences)
+
+
+def test_a_load_that_broke_off_is_not_taken_for_a_whole_one(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
+    for _ in range(2):  # over nothing, and over a whole one of other files
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                load(checkpoint)
+        model = load(checkpoint)
+        assert torch.equal(generated(model, GREEDY).sequences, expected)
+        engine_of(model).close()
+        (checkpoint / "model.safetensors").touch()
+
+
+def test_what_is_in_ram_is_read_once(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+    model = load(checkpoint_of("llama"))
+    engine = engine_of(model)
+    assert engine.layout.resident_records and bytes_per_token(engine.layout) == 0
+
+    def read_bytes() -> int:
+        return engine.timeline.totals()[SSD_READ].num_bytes
+
+    before = read_bytes()
+    generated(model, GREEDY)
+    param_bytes = sum(block.param_bytes for block in engine.layout.blocks)
+    after = read_bytes()
+    assert after - before == param_bytes
+    generated(model, GREEDY)
+    assert read_bytes() == after
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 6])
+def test_a_token_reads_what_is_missing_and_layers_that_stay_are_read_once(
+    kept: int, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    layer_kib = 40
+    gpu_memory = f"{330 + (kept - 1) * layer_kib}KiB"
+    model = load(checkpoint_of("llama"), settings={"resident_records": "none", "gpu_memory": gpu_memory})
+    engine = engine_of(model)
+    num_streamed = 0 if kept >= NUM_LAYERS - 3 else NUM_LAYERS - kept
+    assert bytes_per_token(engine.layout) == num_streamed * layer_kib * 1024
+    generated(model, GREEDY)
+    before = engine.timeline.totals()[SSD_READ].num_bytes
+    num_tokens = 40
+    for _ in range(4):
+        generated(model, GREEDY | {"max_new_tokens": 9 + 1})
+    per_token = (engine.timeline.totals()[SSD_READ].num_bytes - before) / num_tokens
+    assert abs(per_token - bytes_per_token(engine.layout)) <= 3 * layer_kib * 1024 / num_tokens
+    assert engine.peak_gpu_pool_bytes <= engine.config.gpu_memory
+
+
+def test_a_forward_with_gradients_is_refused(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+    model = load(checkpoint_of("llama"))
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad\(\), or load it with hf_lohan\.from_pretrained to train"):
+        model(input_ids=PROMPT)
+    with torch.no_grad():
+        assert model(input_ids=PROMPT).logits.shape == (2, 5, 300)
+
+
+def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama")
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path / "store")}
+    with pytest.raises(ValueError, match=r"keys and values of 2 sequences of 5,000 tokens \(.* MiB\); set gpu_memory"):
+        hf_lohan.load_for_generation(checkpoint, settings, max_length=5000, num_sequences=2, torch_device="cpu")
+    assert not (tmp_path / "store").exists()

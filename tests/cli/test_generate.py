@@ -1,0 +1,113 @@
+"""`lohan generate` prints what the model in memory says, and how near to its bound it came."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from tiny_tokenizer import tiny_tokenizer
+from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner, Result
+
+from hf_lohan.cli.application import app
+from hf_lohan.cli.generation import summary
+from hf_lohan.huggingface.text_generation import GenerationFigures
+
+PROMPT = "block 7 goes down"
+NUM_LAYERS, LAYER_KIB = 6, 168
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoint")
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_hidden_layers=NUM_LAYERS, eos_token_id=None, pad_token_id=0, **sizes
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def generate(checkpoint: Path, folder: Path, *options: str, gpu_memory: str = "1MiB", tokens: int = 9) -> Result:
+    given = ["--prompt", PROMPT, "--max-new-tokens", str(tokens), "--ssd", str(folder / "store"), *options]
+    budgets = ["--cpu-memory", "4MiB", "--gpu-memory", gpu_memory]
+    return CliRunner().invoke(app, ["generate", str(checkpoint), *given, *budgets])
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], {"do_sample": False}),
+        (["--temperature", "0.7", "--top-p", "0.9", "--seed", "3"], {"temperature": 0.7, "top_p": 0.9}),
+        (["--num-beams", "2"], {"do_sample": False, "num_beams": 2}),
+    ],
+    ids=["greedy", "sampled", "beams"],
+)
+def test_the_text_is_that_of_the_model_in_memory(
+    options: list[str], settings: dict[str, object], checkpoint: Path, tmp_path: Path
+) -> None:
+    result = generate(checkpoint, tmp_path, *options)
+    assert result.exit_code == 0, result.output
+    tokenizer = tiny_tokenizer()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    torch.manual_seed(3)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = stock.generate(**inputs, max_new_tokens=9, **{"do_sample": True, **settings})
+    expected = tokenizer.decode(tokens[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+    assert result.stdout.strip("\n") == expected.strip("\n")
+    assert "8 further tokens at" in result.stderr
+
+
+def test_what_is_read_and_what_bounds_it_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    config = tmp_path / "lohan.yaml"
+    config.write_text("resident_records: none\n")
+    result = generate(checkpoint, tmp_path, "--config", str(config), gpu_memory="850KiB")
+    assert result.exit_code == 0, result.output
+    read, missing = re.findall(r"(\d+(?:\.\d+)? KiB)", result.stderr)[:2]
+    read_kib, missing_kib = (float(size.split()[0]) for size in (read, missing))
+    assert abs(read_kib - missing_kib) <= 3 * LAYER_KIB / 8, "what is missing, and what was read ahead in the end"
+    assert re.search(r"reached \d+(\.\d+)?% of it", result.stderr)
+
+
+def test_a_budget_that_cannot_hold_the_asked_length_is_refused_before_anything_is_stored(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    result = generate(checkpoint, tmp_path, gpu_memory="1MiB", tokens=4000)
+    assert result.exit_code == 2
+    assert "keys and values of 1 sequence of 4,0" in result.stderr and "set gpu_memory to at least" in result.stderr
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--temperature", "0"], "temperature=0.0 must be above 0"),
+        (["--top-p", "1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        (["--num-beams", "0"], "num_beams=0 must both be at least 1"),
+    ],
+)
+def test_bad_values_are_one_line(options: list[str], message: str, checkpoint: Path, tmp_path: Path) -> None:
+    result = generate(checkpoint, tmp_path, *options)
+    assert result.exit_code == 2 and result.stderr.count("\n") == 1
+    assert message in result.stderr
+
+
+def test_the_bound_is_the_missing_bytes_over_the_drives_rate() -> None:
+    figures = GenerationFigures(
+        num_prompt_tokens=5,
+        num_passes=11,
+        load_s=1.0,
+        first_pass_s=0.5,
+        pass_s=0.5,
+        read_bytes=8e8,
+        missing_bytes=800_000_000,
+        drive_bytes_per_s=2e9,
+    )
+    assert figures.bound_s == 0.4
+    assert "10 further tokens at 2 tokens/s (500 ms each)" in summary(figures)[1]
+    assert "the bound: 400 ms a token" in summary(figures)[-1] and "reached 80% of it" in summary(figures)[-1]

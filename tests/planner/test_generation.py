@@ -1,0 +1,79 @@
+"""How the device's memory is shared while a model generates."""
+
+from __future__ import annotations
+
+import pytest
+
+from hf_lohan.planner import BlockShape, BudgetError, KeysAndValues, SizeClass, slots_for_generation, token_traffic
+
+LAYER, OUTER, CACHE = 100, 250, 70
+NUM_LAYERS = 10
+
+
+def block(name: str, size_class: SizeClass, num_bytes: int) -> BlockShape:
+    return BlockShape(
+        name=name, size_class=size_class, param_bytes=num_bytes, unit_numels=(), num_trainable_params=0
+    )
+
+
+MODEL = [
+    block("embedding", SizeClass.OUTER, OUTER),
+    *(block(f"layer{number}", SizeClass.LAYER, LAYER) for number in range(NUM_LAYERS)),
+    block("norm", SizeClass.RESIDENT, 10),
+    block("head", SizeClass.OUTER, OUTER),
+]
+LEAST = 2 * LAYER + OUTER + 10 + CACHE
+CACHED = KeysAndValues(num_sequences=2, num_tokens=1000, num_bytes=CACHE)
+
+
+def slots(gpu_memory_bytes: int) -> tuple[int, int]:
+    """How many slots layers have, and how many of them stay."""
+    chosen = slots_for_generation(
+        MODEL, gpu_memory_bytes=gpu_memory_bytes, keys_and_values=CACHED, prefetch_blocks=2
+    )
+    return chosen.num_layer_slots, len(chosen.kept_layers)
+
+
+@pytest.mark.parametrize(
+    ("more_bytes", "expected"),
+    [
+        (0, (2, 0)),
+        (LAYER - 1, (2, 0)),
+        (LAYER, (3, 0)),  # the ring first
+        (3 * LAYER, (5, 2)),  # embedding and head share a slot: a second one is larger than what is left
+        (LAYER + OUTER, (3, 0)),  # both have one
+        (3 * LAYER + OUTER, (5, 2)),
+        (7 * LAYER + OUTER, (9, 6)),
+        (8 * LAYER + OUTER, (10, 10)),
+        (50 * LAYER, (10, 10)),
+    ],
+)
+def test_the_ring_comes_first_then_embedding_and_head_then_layers_that_stay(
+    more_bytes: int, expected: tuple[int, int]
+) -> None:
+    assert slots(LEAST + more_bytes) == expected
+
+
+def test_less_than_the_least_is_refused_with_numbers() -> None:
+    with pytest.raises(BudgetError) as refusal:
+        slots(LEAST - 1)
+    assert str(refusal.value) == (
+        "gpu_memory of 529 B is too small: two layers and the embeddings or head that must be there with them take "
+        "460 B, beside keys and values of 2 sequences of 1,000 tokens (70 B); set gpu_memory to at least 530 bytes "
+        "(530 B), or generate fewer tokens or sequences"
+    )
+
+
+def test_layers_that_stay_are_spread_and_the_others_are_read_for_each_token() -> None:
+    chosen = slots_for_generation(
+        MODEL, gpu_memory_bytes=LEAST + 5 * LAYER + OUTER, keys_and_values=CACHED, prefetch_blocks=2
+    )
+    kept = [int(name.removeprefix("layer")) for name in chosen.kept_layers]
+    assert len(kept) == 4 and max(b - a for a, b in zip(kept, kept[1:], strict=False)) <= 4
+    traffic = token_traffic(MODEL, chosen.kept_layers, num_outer_slots=2)
+    read = {record.block: record.read_bytes_per_step for record in traffic}
+    assert {name for name, num_bytes in read.items() if num_bytes} == {
+        f"layer{number}" for number in range(NUM_LAYERS) if number not in kept
+    }
+    with_one = token_traffic(MODEL, chosen.kept_layers, num_outer_slots=1)
+    assert sum(record.read_bytes_per_step for record in with_one) == 6 * LAYER + 2 * OUTER
