@@ -50,8 +50,10 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 
     def open_model(checkpoint: Path, **options: Any) -> Any:
         settings = {
-            **{"cpu_memory": "4MiB", "gpu_memory": BUDGETS[checkpoint.name], "ssd": str(tmp_path / "store")},
-            **{"cpu_threads": torch.get_num_threads()},  # else sums have another order
+            "cpu_memory": "4MiB",
+            "gpu_memory": BUDGETS[checkpoint.name],
+            "ssd": str(tmp_path / "store"),
+            "cpu_threads": torch.get_num_threads(),  # else sums have another order
             **options.pop("settings", {}),
         }
         model = hf_lohan.load_for_generation(

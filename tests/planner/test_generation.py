@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from hf_lohan.planner import BlockShape, BudgetError, KeysAndValues, SizeClass, slots_for_generation, token_traffic
@@ -69,7 +71,7 @@ def test_layers_that_stay_are_spread_and_the_others_are_read_for_each_token() ->
         MODEL, gpu_memory_bytes=LEAST + 5 * LAYER + OUTER, keys_and_values=CACHED, prefetch_blocks=2
     )
     kept = [int(name.removeprefix("layer")) for name in chosen.kept_layers]
-    assert len(kept) == 4 and max(b - a for a, b in zip(kept, kept[1:], strict=False)) <= 4
+    assert len(kept) == 4 and max(b - a for a, b in pairwise(kept)) <= 4
     traffic = token_traffic(MODEL, chosen.kept_layers, num_outer_slots=2)
     read = {record.block: record.read_bytes_per_step for record in traffic}
     assert {name for name, num_bytes in read.items() if num_bytes} == {
