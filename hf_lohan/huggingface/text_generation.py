@@ -86,7 +86,7 @@ class GenerationFigures:
         return self.missing_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
 
 
-class PassClock(LogitsProcessor):  # type: ignore[misc]
+class PassClock(LogitsProcessor):
     """Notes when each pass has its logits, and what was read from the drives until then. Changes nothing."""
 
     def __init__(self, timeline: Timeline) -> None:
@@ -164,7 +164,7 @@ def generate_text(
         engine.close()
 
 
-class _Streamer(TextStreamer):  # type: ignore[misc]
+class _Streamer(TextStreamer):
     """Text goes to a function, not to stdout."""
 
     def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:

@@ -37,8 +37,8 @@ def slots_only(num_layer_slots: int, slot_bytes: int, *, chunk_numel: int) -> Po
         num_recall_buffers=0,
         held_blocks=(),
         spilled_blocks=(),
-        slot_bytes={SizeClass.LAYER: slot_bytes, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
-        num_slots={SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0},
+        slot_bytes=dict.fromkeys(SizeClass, 0) | {SizeClass.LAYER: slot_bytes},
+        num_slots=dict.fromkeys(SizeClass, 0) | {SizeClass.LAYER: num_layer_slots},
     )
 
 
