@@ -1,12 +1,13 @@
 """What goes where, decided before anything moves.
 
 Pure arithmetic over sizes, budgets and speeds: no torch tensors, no I/O, so every decision can be asked for without
-weights or hardware. `pool_plan` cuts the two memory budgets into pools or refuses, with the numbers that say why, and
-chooses which records have a copy in RAM. From a `HardwareProfile` and a `ModelProfile` `plan_offload` decides what is
-kept, swapped and recomputed and how to clip, and predicts the step.
+weights or hardware. `pool_plan` cuts the two memory budgets into pools or refuses, with the numbers that say why,
+and `record_traffic` says which records have a copy in RAM. From a `HardwareProfile` and a `ModelProfile`
+`plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
 from hf_lohan.planner.collectives import ChosenCollectives, Cluster, CollectiveChoice, TriedWay
+from hf_lohan.planner.experts_profile import ExpertsProfile
 from hf_lohan.planner.fitting import fits_without_offloading
 from hf_lohan.planner.forecast import forecast, scaled_to
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
@@ -31,6 +32,7 @@ from hf_lohan.planner.offload_plan import (
     ActivationPlacements,
     Activations,
     Durability,
+    ExpertPrediction,
     Lanes,
     LayerPlacements,
     OffloadPlan,
@@ -73,6 +75,8 @@ __all__ = [
     "CpuProfile",
     "DeviceProfile",
     "Durability",
+    "ExpertPrediction",
+    "ExpertsProfile",
     "GenerationSlots",
     "HardwareProfile",
     "KeysAndValues",

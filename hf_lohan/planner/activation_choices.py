@@ -8,7 +8,7 @@ from the last layer back (those are needed first).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -31,6 +31,8 @@ class OperationKind:
     seconds: float
     flops: float
     output_bytes: int
+    reloaded_bytes: float = 0.0
+    """Of experts, which to make it again loads once more."""
     places: list[tuple[int, int]] = field(default_factory=list)
 
     @property
@@ -57,6 +59,7 @@ class Candidates:
     swapped_bytes: Values
     recompute_s: Values
     recomputed_flops: Values
+    reloaded_bytes: Values
     num_recomputed: Counts
 
     def only(self, rows: npt.NDArray[np.intp]) -> Candidates:
@@ -68,18 +71,27 @@ class ActivationChoices:
     """All candidates for one model. They do not depend on budgets or bandwidths, so that more of either never takes a
     good one away."""
 
-    def __init__(self, model: ModelProfile, operation_s: Callable[[OperationProfile], float]) -> None:
+    def __init__(
+        self,
+        model: ModelProfile,
+        operation_s: Callable[[OperationProfile], float],
+        reload_bytes: Callable[[BlockProfile], float] = lambda layer: 0.0,
+    ) -> None:
         self.layers = model.layers
-        self.kinds = _group(self.layers, operation_s)
+        self.kinds = _group(self.layers, operation_s, reload_bytes)
         self._num_of_kind = np.array([len(kind.places) for kind in self.kinds], dtype=np.int64)
-        self._counts = _count_candidates(self._num_of_kind)
+        self._loads_first = sorted(range(len(self.kinds)), key=lambda index: not self.kinds[index].reloaded_bytes)
+        self._counts = _count_candidates(self._num_of_kind, self._loads_first)
         self._all_input_bytes = [layer.input_bytes for layer in self.layers]
         self.num_operations = int(self._num_of_kind.sum())
 
     def kept_choices(self, budget_bytes: int) -> list[Kept]:
-        """What the device has room for, by two orders: whole layers from the last back, which are soonest free again,
-        or first what is dearest to make again in any layer."""
-        return [self._fill(order, budget_bytes) for order in (self._last_layers_first(), self._dearest_first())]
+        """What the device has room for, by several orders: whole layers from the last back, which are soonest free
+        again, or first what is dearest to make again in any layer, in FLOPs or because it loads experts again."""
+        orders = [self._last_layers_first(), self._dearest_first(range(len(self.kinds)))]
+        if self._loads_first != list(range(len(self.kinds))):
+            orders.append(self._dearest_first(self._loads_first))
+        return [self._fill(order, budget_bytes) for order in orders]
 
     def candidates(self, kept: Kept, activations: Activations = "auto") -> Candidates:
         """The ways to swap beside `kept`; one way only unless `activations` is "auto"."""
@@ -99,6 +111,7 @@ class ActivationChoices:
             swapped @ output_bytes + sum(self._all_input_bytes[:num_swapped_inputs]),
             recomputed @ np.array([kind.seconds for kind in self.kinds], dtype=np.float64),
             recomputed @ np.array([kind.flops for kind in self.kinds], dtype=np.float64),
+            recomputed @ np.array([kind.reloaded_bytes for kind in self.kinds], dtype=np.float64),
             recomputed.sum(axis=1),
         )
 
@@ -113,12 +126,12 @@ class ActivationChoices:
             for index in of_layer[layer]:
                 yield index, self.kinds[index].output_bytes
 
-    def _dearest_first(self) -> Iterator[tuple[int | None, int]]:
+    def _dearest_first(self, order: Sequence[int]) -> Iterator[tuple[int | None, int]]:
         for input_bytes in reversed(self._all_input_bytes):
             yield None, input_bytes
-        for index, kind in enumerate(self.kinds):
-            for _ in kind.places:
-                yield index, kind.output_bytes
+        for index in order:
+            for _ in self.kinds[index].places:
+                yield index, self.kinds[index].output_bytes
 
     def _fill(self, order: Iterator[tuple[int | None, int]], budget_bytes: int) -> Kept:
         num_inputs, num_bytes = 0, 0
@@ -134,23 +147,36 @@ class ActivationChoices:
         return Kept(num_inputs, num_of_kind, num_bytes)
 
 
-def _group(layers: tuple[BlockProfile, ...], operation_s: Callable[[OperationProfile], float]) -> list[OperationKind]:
+def _group(
+    layers: tuple[BlockProfile, ...],
+    operation_s: Callable[[OperationProfile], float],
+    reload_bytes: Callable[[BlockProfile], float],
+) -> list[OperationKind]:
     """Kinds in falling order of their benefit."""
-    kinds: dict[tuple[float, float, int], OperationKind] = {}
+    kinds: dict[tuple[float, float, int, float], OperationKind] = {}
     for layer_index, layer in enumerate(layers):
         for index, operation in enumerate(layer.operations):
-            key = (operation_s(operation), operation.flops, operation.output_bytes)
+            reloaded = reload_bytes(layer) if operation.loads_experts else 0.0
+            key = (operation_s(operation), operation.flops, operation.output_bytes, reloaded)
             kinds.setdefault(key, OperationKind(*key)).places.append((layer_index, index))
     return sorted(kinds.values(), key=lambda kind: -kind.benefit)
 
 
-def _count_candidates(num_of_kind: Counts) -> Counts:
-    """[num_candidates, kinds]: the first 0, 1, 2, ... operations in falling order of benefit (Algorithm 1), and all
-    mixtures of kinds where those are few."""
-    total = int(num_of_kind.sum())
+def _count_candidates(num_of_kind: Counts, loads_first: Sequence[int]) -> Counts:
+    """[num_candidates, kinds]: the first 0, 1, 2, ... operations in falling order of benefit (Algorithm 1), the same
+    with those first that load experts, if there are any, and all mixtures of kinds where those are few."""
+    ranked = _ranked(num_of_kind)
+    found = [ranked]
+    if list(loads_first) != list(range(len(num_of_kind))):
+        other = np.empty_like(ranked)
+        other[:, loads_first] = _ranked(num_of_kind[list(loads_first)])
+        found.append(other)
+    if len(num_of_kind) and math.prod(int(number) + 1 for number in num_of_kind) <= MAX_MIXTURES:
+        axes = np.meshgrid(*(np.arange(number + 1) for number in num_of_kind), indexing="ij")
+        found.append(np.stack(axes, axis=-1).reshape(-1, len(num_of_kind)))
+    return np.concatenate(found)
+
+
+def _ranked(num_of_kind: Counts) -> Counts:
     before = np.cumsum(num_of_kind) - num_of_kind
-    ranked = np.clip(np.arange(total + 1)[:, None] - before, 0, num_of_kind)
-    if not len(num_of_kind) or math.prod(int(number) + 1 for number in num_of_kind) > MAX_MIXTURES:
-        return ranked
-    axes = np.meshgrid(*(np.arange(number + 1) for number in num_of_kind), indexing="ij")
-    return np.concatenate([ranked, np.stack(axes, axis=-1).reshape(-1, len(num_of_kind))])
+    return np.clip(np.arange(int(num_of_kind.sum()) + 1)[:, None] - before, 0, num_of_kind)

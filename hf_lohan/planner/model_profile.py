@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hf_lohan.planner.experts_profile import ExpertsProfile
 from hf_lohan.planner.pool_plan import SizeClass
 
 
@@ -20,6 +21,8 @@ class OperationProfile:
     """For people: the module within the block, "mlp.down_proj"."""
     forward_s: float | None = None
     """Measured; None until then."""
+    loads_experts: bool = False
+    """Whether to make it again loads all of the layer's experts again that tokens go to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +50,18 @@ class BlockProfile:
     """What its other operations read and write in a forward: they take the device's memory bandwidth, not its FLOPs."""
     forward_s: float | None = None
     """Measured; None until then."""
+    experts: ExpertsProfile | None = None
+    """Of a layer whose experts stream one by one. The parameters and bytes above are without them, the FLOPs with them.
+    """
+
+    @property
+    def trained_fraction(self) -> float:
+        """Of its weights, those of experts included."""
+        num_params, num_trained = self.num_params, self.num_trainable_params
+        if self.experts is not None:
+            num_params += self.experts.num_experts * self.experts.num_params
+            num_trained += self.experts.num_experts * self.experts.num_trainable_params
+        return num_trained / num_params if num_params else 1.0
 
     @property
     def output_bytes(self) -> int:
@@ -68,15 +83,32 @@ class ModelProfile:
         return tuple(block for block in self.blocks if block.size_class is SizeClass.LAYER)
 
     @property
+    def experts(self) -> tuple[ExpertsProfile, ...]:
+        """Of the layers that stream them one by one."""
+        return tuple(block.experts for block in self.blocks if block.experts is not None)
+
+    @property
     def num_params(self) -> int:
-        return sum(block.num_params for block in self.blocks)
+        own = sum(block.num_params for block in self.blocks)
+        return own + sum(experts.num_experts * experts.num_params for experts in self.experts)
 
     @property
     def num_trainable_params(self) -> int:
-        return sum(block.num_trainable_params for block in self.blocks)
+        own = self.dense_trainable_params
+        return own + sum(experts.num_experts * experts.num_trainable_params for experts in self.experts)
 
     @property
     def param_bytes(self) -> int:
+        """Of all weights."""
+        return self.dense_param_bytes + sum(experts.num_experts * experts.param_bytes for experts in self.experts)
+
+    @property
+    def dense_trainable_params(self) -> int:
+        return sum(block.num_trainable_params for block in self.blocks)
+
+    @property
+    def dense_param_bytes(self) -> int:
+        """Of those that every forward needs: all but experts that stream one by one."""
         return sum(block.param_bytes for block in self.blocks)
 
     @property

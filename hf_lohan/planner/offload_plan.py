@@ -102,6 +102,8 @@ class TrainingSetup:
     """Of them, that have buffers."""
     turnaround_bytes: int = 0
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
+    lazy_experts: bool = False
+    """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
     cluster: Cluster = ALONE
     """Budgets, records and micro-batches are those of one rank, the SSDs those of its box."""
     counts_fill: bool = True
@@ -166,6 +168,28 @@ class RankPrediction:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertPrediction:
+    """Of experts that stream one by one."""
+
+    num_layers: int
+    """That have some."""
+    num_experts: int
+    """Of all layers together."""
+    param_bytes: int
+    """Of the weights of all."""
+    hits_per_micro_batch: float
+    """Experts that it is expected to go to, of all layers."""
+    loads_per_step: float
+    """Into slots, from RAM and SSDs."""
+    loaded_bytes_per_step: float
+    active_params: int
+    """Parameters that work on a token, those outside the experts included."""
+    all_hit_from_tokens: int | None
+    """With so many tokens at once less than half an expert of a layer is expected to be left out. None: some are
+    never chosen."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class StepPrediction:
     """One step, all its micro-batches and ranks. Times are those of a step among others, not of the first."""
 
@@ -208,6 +232,8 @@ class StepPrediction:
     fits: bool
     ranks: RankPrediction | None = None
     """None: there is one rank."""
+    experts: ExpertPrediction | None = None
+    """None: none stream by themselves."""
 
     @property
     def step_s(self) -> float:
@@ -225,8 +251,9 @@ class StepPrediction:
 
     def to_mapping(self) -> dict[str, Any]:
         own = asdict(self)
-        if self.ranks is None:
-            del own["ranks"]
+        for name in ("ranks", "experts"):
+            if own[name] is None:
+                del own[name]
         return {"step_s": self.step_s, "tokens_per_s": self.tokens_per_s, "tflops": self.tflops, **own}
 
 

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from hf_lohan.planner.activation_choices import ActivationChoices, Candidates, Kept
+from hf_lohan.planner.compute_costs import operation_s
+from hf_lohan.planner.expert_costs import ExpertCosts
 from hf_lohan.planner.fitting import (
     explain_refusal,
     fits_without_offloading,
@@ -29,7 +31,7 @@ from hf_lohan.planner.offload_plan import (
 )
 from hf_lohan.planner.rank_costs import step_costs
 from hf_lohan.planner.shared_ram import held_beside, put_away_through
-from hf_lohan.planner.step_costs import Choice, Values, operation_s
+from hf_lohan.planner.step_costs import Choice, Values
 
 COMMIT_FRACTION = 0.02
 """Commits may make steps so much longer, on average, than none would."""
@@ -98,7 +100,10 @@ class _Search:
         self._setup = setup
         self._costs = step_costs(model, hardware, setup)
         self._room = measure_room(model, hardware, setup)
-        self._activations = ActivationChoices(model, lambda operation: operation_s(operation, hardware))
+        experts = ExpertCosts(model, hardware, setup)
+        self._activations = ActivationChoices(
+            model, lambda operation: operation_s(operation, hardware), experts.reload_bytes
+        )
         self._resident = setup.resident_records
         self._resident_bytes = sum(record.num_bytes for record in self._resident)
 
@@ -154,6 +159,7 @@ class _Search:
             spilled_bytes=spilled_bytes,
             recompute_s=candidates.recompute_s,
             spilled_gradient_bytes=self._spilled_gradient_bytes(candidates, spilled_bytes, cpu_bytes),
+            reloaded_bytes=candidates.reloaded_bytes,
         )
 
     def _spilled_gradient_bytes(self, candidates: Candidates, spilled_bytes: Values, cpu_bytes: int) -> Values:

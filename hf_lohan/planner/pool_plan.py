@@ -47,7 +47,11 @@ MIN_SLOTS_TO_LEND = 3
 MIN_EXPERT_SLOTS = 2
 """One computes, the next one comes."""
 GOOD_EXPERT_SLOTS = 8
-"""So many, where there is room when layers have theirs: the turn from forward to backward finds some again."""
+"""So many, where there is room when layers have theirs: while some compute others come, in reads that the drives take
+together."""
+EXPERT_SHARE = 8
+"""More slots for experts take at most one part in so many of `gpu_memory`: what is in them when forward turns into
+backward, or a recomputation into a layer's backward, is not loaded again, but kept activations save more."""
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
@@ -230,7 +234,13 @@ def _plan_slots(request: PoolRequest) -> tuple[dict[SizeClass, int], dict[SizeCl
         num_slots[SizeClass.EXPERT] += more
         spare -= more * slot_bytes[SizeClass.EXPERT]
     if slot_bytes[SizeClass.OUTER]:
-        num_slots[SizeClass.OUTER] += min(num_outer - 1, spare // slot_bytes[SizeClass.OUTER])
+        more = min(num_outer - 1, spare // slot_bytes[SizeClass.OUTER])
+        num_slots[SizeClass.OUTER] += more
+        spare -= more * slot_bytes[SizeClass.OUTER]
+    if slot_bytes[SizeClass.EXPERT]:
+        worth = min(num_experts, request.gpu_memory_bytes // EXPERT_SHARE // slot_bytes[SizeClass.EXPERT])
+        more = min(worth - num_slots[SizeClass.EXPERT], spare // slot_bytes[SizeClass.EXPERT])
+        num_slots[SizeClass.EXPERT] += max(0, more)
     return slot_bytes, num_slots
 
 
@@ -266,7 +276,19 @@ def _choose_chunk_numel(request: PoolRequest) -> int:
         chunk_numel = max(chunk_numel // 2, least)
     while chunk_numel > least and _minimum_bytes(request, chunk_numel) > request.cpu_memory_bytes:
         chunk_numel = max(chunk_numel // 2, least)
-    return chunk_numel
+    return _even_for_experts(request, chunk_numel)
+
+
+def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
+    """Where experts are most of the model: a chunk no larger that cuts one into equal parts. A chunk holds no more than
+    one block, so the last of an expert would leave most of its buffers empty."""
+    all_numel = sum(sum(block.unit_numels) for block in request.blocks)
+    experts = [sum(block.unit_numels) for block in request.blocks if block.size_class is SizeClass.EXPERT]
+    if 2 * sum(experts) <= all_numel:
+        return chunk_numel
+    num_chunks, granule = -(-max(experts) // chunk_numel), request.min_chunk_numel
+    even_numel = -(-max(experts) // num_chunks // granule) * granule
+    return max(even_numel, min(chunk_numel, max(GOOD_CHUNK_NUMEL, request.least_chunk_numel)))
 
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:

@@ -24,6 +24,8 @@ class RecordTraffic:
     """What a step reads of it from the SSD if it has no copy. Writes are not saved: commits need them."""
     update_read_bytes: int = 0
     """The part of it that the optimizer reads."""
+    is_expert_weight: bool = False
+    """Read in full only by steps whose tokens go to that expert."""
 
 
 def step_traffic(
@@ -38,6 +40,7 @@ def step_traffic(
 
     A pass reads a block unless the slots hold it still: the blocks that end a forward begin the backward, and those
     that end a backward begin the next forward, if they were not updated in between. An update reads all once more.
+    Experts are taken to be hit by every micro-batch.
     """
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
@@ -46,6 +49,8 @@ def step_traffic(
 
     def num_pass_reads(block: BlockShape) -> int:
         is_new = block.num_trainable_params > 0
+        if block.size_class is SizeClass.EXPERT:
+            return 2 * num_micro_batches
         if block.size_class is SizeClass.LAYER:
             in_forward = num_micro_batches if block.name not in at_start else int(is_new)
             return in_forward + (num_micro_batches if block.name not in at_end else 0)
@@ -67,6 +72,7 @@ def step_traffic(
                 num_bytes=num_bytes,
                 read_bytes_per_step=fetched_bytes + update_bytes,
                 update_read_bytes=update_bytes,
+                is_expert_weight=kind == PARAM and block.size_class is SizeClass.EXPERT,
             )
             for kind, (num_bytes, fetched_bytes, update_bytes) in kinds.items()
         ]
@@ -77,13 +83,14 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
     """The records to keep in `free_bytes` of RAM.
 
     Most reads saved per byte come first, and equals evenly spread over the model: then what is still read from the SSD
-    is spread as well, and reads of one block hide behind the computation of its neighbours. With more memory, never
-    fewer reads are saved.
+    is spread as well, and reads of one block hide behind the computation of its neighbours. Weights of experts come
+    behind their equals: not every batch goes to them. With more memory, never fewer reads are saved.
     """
-    by_benefit: dict[float, list[RecordTraffic]] = defaultdict(list)
+    by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:
-            by_benefit[record.read_bytes_per_step / record.num_bytes].append(record)
+            benefit = record.read_bytes_per_step / record.num_bytes
+            by_benefit[benefit, not record.is_expert_weight].append(record)
     room_bytes = free_bytes
     chosen = set()
     for benefit in sorted(by_benefit, reverse=True):

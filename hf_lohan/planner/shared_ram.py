@@ -62,17 +62,21 @@ def held_beside(
     ``gradients``: in forward order; ``put_away``: by layer, in forward order, what activations take when the forward is
     behind it. The first gradients that come, those of the last blocks, have ``num_held_chunks`` buffers.
     """
-    taken: list[Values] = []  # by activations, behind each block
-    so_far = np.zeros(1)
+    behind_all = np.zeros(1)
+    stretches: list[tuple[Values, list[BlockGradient]]] = []  # of blocks behind which activations take as much
     for gradient in gradients:
-        so_far = put_away.get(gradient.block, so_far)
-        taken.append(so_far)
+        behind = put_away.get(gradient.block, behind_all)
+        if not stretches or behind is not behind_all:
+            stretches.append((behind, []))
+        behind_all = behind
+        stretches[-1][1].append(gradient)
     held, num_buffers = np.zeros(1), num_held_chunks
-    for gradient, behind in zip(reversed(gradients), reversed(taken), strict=True):
-        if not gradient.num_chunks:
-            continue
-        num_in_buffers = min(num_buffers, gradient.num_chunks)
-        num_buffers -= num_in_buffers
-        rest_bytes = gradient.num_bytes * (gradient.num_chunks - num_in_buffers) / gradient.num_chunks
+    for behind, blocks in reversed(stretches):
+        rest_bytes = 0.0
+        for gradient in reversed(blocks):
+            if gradient.num_chunks:
+                num_in_buffers = min(num_buffers, gradient.num_chunks)
+                num_buffers -= num_in_buffers
+                rest_bytes += gradient.num_bytes * (gradient.num_chunks - num_in_buffers) / gradient.num_chunks
         held = held + np.clip(ram_bytes - behind - held, 0.0, rest_bytes)
     return held

@@ -21,8 +21,10 @@ from typing import Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
+from hf_lohan.planner.compute_costs import block_forward_s, cheap_recompute_s, experts_forward_s
+from hf_lohan.planner.expert_costs import ExpertCosts
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
 from hf_lohan.planner.record_traffic import PARAM
 
@@ -46,6 +48,8 @@ class Choice:
     """Of the operations that backward makes again (FLOP_r/THP_G)."""
     spilled_gradient_bytes: Values
     """Of the last backward."""
+    reloaded_bytes: Values
+    """Of experts that backward loads once more, for their output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +65,8 @@ class Load:
     updated_params: Values
     net_bytes: Values
     host_bytes: Values
+    wait_s: Values
+    """In which nothing of all this can be done."""
 
     def __add__(self, other: Load) -> Load:
         return Load(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
@@ -87,35 +93,6 @@ class Phase:
     load: Load
 
 
-def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
-    """To run one product or attention once."""
-    if operation.forward_s is not None:
-        return operation.forward_s
-    return operation.flops / hardware.device.flops_per_s
-
-
-def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """To run a block's forward once."""
-    if block.forward_s is not None:
-        return block.forward_s
-    return block.flops / hardware.device.flops_per_s + _elementwise_s(block, hardware)
-
-
-def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    """For what is always made again in a layer's backward: all but products and attention."""
-    operations_s = [operation.forward_s for operation in block.operations]
-    if block.forward_s is None or None in operations_s:
-        return _elementwise_s(block, hardware)
-    listed_s = sum(seconds for seconds in operations_s if seconds is not None)
-    not_listed_flops = block.flops - sum(operation.flops for operation in block.operations)
-    return max(0.0, block.forward_s - listed_s - not_listed_flops / hardware.device.flops_per_s)
-
-
-def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
-    rate = hardware.device.memory_bytes_per_s
-    return block.moved_bytes / rate if rate else 0.0
-
-
 def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
     """Of the drives, for bytes or arrays of them. Reading and writing share a drive's time (simplex), unless the mix of
     both was measured."""
@@ -137,30 +114,34 @@ class StepCosts:
         self._model = model
         self._hardware = hardware
         self._setup = setup
-        self._forward_s = sum(block_forward_s(block, hardware) for block in model.blocks)
+        forward_s = [(block_forward_s(block, hardware), block.trained_fraction) for block in model.blocks]
+        self._forward_s = sum(seconds for seconds, _ in forward_s)
         # A frozen weight needs no gradient: of the two products of its backward, one remains.
-        fractions = [b.num_trainable_params / b.num_params if b.num_params else 1.0 for b in model.blocks]
-        self._backward_s = sum(
-            block_forward_s(block, hardware) * (1 + fraction)
-            for block, fraction in zip(model.blocks, fractions, strict=True)
-        )
+        self._backward_s = sum(seconds * (1 + fraction) for seconds, fraction in forward_s)
+        # What experts make within is not put away.
+        self._backward_s += sum(experts_forward_s(block, hardware) for block in model.layers)
         if setup.activations != "keep":
             self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
         self._num_blocks = max(1, len(model.blocks))
-        self._param_bytes = model.param_bytes
+        self._param_bytes = model.dense_param_bytes
+        self._experts = ExpertCosts(model, hardware, setup)
         # Where the device's memory is the host's, what is read is where it is wanted.
-        self._copied_param_bytes = 0 if hardware.device.shares_cpu else model.param_bytes
-        trainable_bytes = model.num_trainable_params * model.param_itemsize
-        state_bytes = model.num_trainable_params * setup.state_bytes_per_param
-        self._gradient_bytes = trainable_bytes
-        self._updated_bytes: float = trainable_bytes
+        self._is_copied = not hardware.device.shares_cpu
+        self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
+        num_updated = model.num_trainable_params - self._experts.updates_left_out
+        trainable_bytes = num_updated * model.param_itemsize
+        state_bytes = num_updated * setup.state_bytes_per_param
+        dense_bytes = model.dense_trainable_params * model.param_itemsize
+        self._gradient_bytes = dense_bytes + self._experts.gradient_bytes
+        self._updated_bytes: float = dense_bytes
         self._num_local = setup.cluster.num_local
         self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
         self._update_write_bytes = state_bytes + trainable_bytes
-        self._num_updated_params: float = model.num_trainable_params
+        self._num_updated_params: float = model.num_trainable_params  # one that waits is made up for later
         self._spilled_gradient_bytes = setup.spilled_gradient_bytes
         resident = setup.resident_records
         self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
+        self._resident_param_bytes -= self._experts.resident_bytes
         self._resident_update_read_bytes: float = sum(
             record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
         )
@@ -187,8 +168,9 @@ class StepCosts:
         if not self._setup.hands_over:
             return load
         handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
+        handed_over += self._experts.from_ssd * self._experts.gradient_bytes
         # Copied they are in any case: here by the update, else by the forward, which counts it already.
-        copied_bytes = self._gradient_bytes if not self._copied_param_bytes else 0
+        copied_bytes = self._gradient_bytes if not self._is_copied else 0
         return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
 
     def _lent(self) -> Load:
@@ -250,7 +232,7 @@ class StepCosts:
             total = total if name == "link" else total + seconds  # the link is counted as its two directions
         if not self._setup.counts_fill:
             return longest
-        return longest + np.maximum(0.0, total - longest) / self._num_blocks
+        return longest + np.maximum(0.0, total - longest) / self._num_blocks + load.wait_s
 
     def busy_s(self, choice: Choice, clip: ClipMode) -> Values:
         """Of all resources together."""
@@ -284,6 +266,7 @@ class StepCosts:
             ssd_hidden_step_s=self._ssd_hidden_step_s(choice, clip),
             ssd_hides_from_tokens=self._ssd_hides_from(choice, clip, decided["num_tokens"]),
             ranks=self._of_ranks(choice, clip, decided["num_tokens"]),
+            experts=self._experts.predict(choice.reloaded_bytes.item()),
             **decided,
         )
 
@@ -358,23 +341,30 @@ class StepCosts:
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
     def _forward(self, choice: Choice) -> Load:
+        experts = self._experts
         return _load(
             compute_s=self._forward_s,
-            h2d_bytes=self._copied_param_bytes,
+            h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes,
             d2h_bytes=choice.swapped_bytes,
-            ssd_read_bytes=self._forward_read_bytes(),
+            ssd_read_bytes=self._forward_read_bytes()
+            + experts.from_ssd * experts.forward_bytes
+            + experts.catch_up_bytes,
             ssd_write_bytes=self._num_local * choice.spilled_bytes,
+            wait_s=experts.wait_s,
         )
 
     def _backward(self, choice: Choice) -> Load:
         turnaround_bytes = self._setup.turnaround_bytes
         # Each backward after the first adds to what was spilled before, so brings it back.
         brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
+        expert_bytes = self._experts.backward_bytes + choice.reloaded_bytes
+        copied_bytes = max(0, self._copied_param_bytes - turnaround_bytes) + self._is_copied * expert_bytes
+        read_bytes = self._backward_read_bytes() + self._experts.from_ssd * expert_bytes
         return _load(
             compute_s=self._backward_s + choice.recompute_s,
-            h2d_bytes=max(0, self._copied_param_bytes - turnaround_bytes) + choice.swapped_bytes,
+            h2d_bytes=copied_bytes + choice.swapped_bytes,
             d2h_bytes=self._gradient_bytes,
-            ssd_read_bytes=self._backward_read_bytes() + self._num_local * choice.spilled_bytes + brought_back,
+            ssd_read_bytes=read_bytes + self._num_local * choice.spilled_bytes + brought_back,
             ssd_write_bytes=self._spilled_gradient_bytes,
         )
 

@@ -61,7 +61,7 @@ def test_one_rank_costs_the_same_by_either_model(
 ) -> None:
     """To the last digit, though plans of one rank do not count as those of several do."""
     setup = replace(setup, records=records_of(model), record_cpu_bytes=2 * model.param_bytes)
-    choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2)))
+    choice = Choice(*(np.array([float(value)]) for value in (swapped, min(swapped, spilled), 3, spilled // 2, 0)))
     alone, ranks = (kind(model, hardware, setup) for kind in (StepCosts, RankStepCosts))
     assert isinstance(step_costs(model, hardware, setup), StepCosts)
     assert not isinstance(step_costs(model, hardware, setup), RankStepCosts)

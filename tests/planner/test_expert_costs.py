@@ -1,0 +1,203 @@
+"""Experts that stream one by one, against sums done by hand: how many are hit, what loads them, what saves a load."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from decoder_shapes import machine, paper_setup, tiny_model
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_lohan.planner import ModelProfile, Placement, PoolPlan, RecordTraffic, SizeClass, TrainingSetup, plan_offload
+from hf_lohan.planner.expert_costs import ROUTER_SYNC_S
+from hf_lohan.planner.experts_profile import ExpertsProfile, expected_hits
+
+EXPERT_BYTES = 40
+EXPERTS = ExpertsProfile(
+    num_experts=16, num_chosen=2, num_params=20, num_trainable_params=20, param_bytes=EXPERT_BYTES, num_tokens=8
+)
+HITS = 16 * (1 - (1 - 2 / 16) ** 8)
+DENSE_BYTES = 200
+OUTPUT = "lohan.experts#0"
+
+
+def moe_model(num_layers: int = 1, **changes: Any) -> ModelProfile:
+    """Layers of a product and of experts, whose output takes 10 bytes."""
+    model = tiny_model([(600.0, 100), (400.0, 10)], num_layers=num_layers)
+    experts = replace(EXPERTS, **changes)
+
+    def with_experts(block: Any) -> Any:
+        product, output = block.operations
+        return replace(
+            block, experts=experts, operations=(product, replace(output, name=OUTPUT, loads_experts=True))
+        )
+
+    return replace(model, blocks=tuple(with_experts(block) for block in model.blocks))
+
+
+def slots(number: int) -> PoolPlan:
+    no_buffers = dict.fromkeys(
+        ("num_staging_buffers", "num_state_buffers", "num_gradient_buffers", "num_arrival_buffers"), 0
+    )
+    return PoolPlan(
+        chunk_numel=1,
+        gradients_per_buffer=1,
+        num_recall_buffers=0,
+        held_blocks=(),
+        spilled_blocks=(),
+        slot_bytes={SizeClass.EXPERT: EXPERT_BYTES},
+        num_slots={SizeClass.EXPERT: number},
+        **no_buffers,
+    )
+
+
+def read_bytes(model: ModelProfile, setup: TrainingSetup) -> float:
+    return plan_offload(model, machine(), setup).prediction.ssd_read_bytes_per_step
+
+
+def kept(**changes: Any) -> TrainingSetup:
+    """All stays on the device that is worth it."""
+    return paper_setup(gpu_memory_bytes=1000, **changes)
+
+
+@given(num_experts=st.integers(1, 300), num_tokens=st.integers(1, 5000), data=st.data())
+def test_expected_hits_are_between_one_token_and_all(num_experts: int, num_tokens: int, data: st.DataObject) -> None:
+    num_chosen = data.draw(st.integers(1, num_experts))
+    hits = expected_hits(num_experts, num_chosen, num_tokens)
+    assert num_chosen * (1 - 1e-12) <= hits <= min(num_experts, num_chosen * num_tokens) * (1 + 1e-12)
+    assert hits == pytest.approx(num_experts * (1 - (1 - num_chosen / num_experts) ** num_tokens))
+
+
+def test_expected_hits_are_the_mean_of_drawn_ones() -> None:
+    """Of skewed routing, too: token by token, one expert each by its chance."""
+    weights = [2.0**-index for index in range(8)]
+    chances = [weight / sum(weights) for weight in weights]
+    draw = random.Random(0)
+    means = [len(set(draw.choices(range(8), chances, k=12))) for _ in range(20_000)]
+    assert expected_hits(8, 1, 12, chances) == pytest.approx(sum(means) / len(means), rel=0.01)
+
+
+def test_a_histogram_says_what_each_expert_is_chosen_with() -> None:
+    measured = EXPERTS.routed([100.0] * 4 + [0.0] * 12)
+    assert measured.chances == (0.5,) * 4 + (0.0,) * 12
+    assert measured.hits() == pytest.approx(4 * (1 - 0.5**8))
+    assert measured.all_hit_from_tokens is None
+    assert EXPERTS.routed([7.0] * 16).hits() == pytest.approx(EXPERTS.hits())
+    for counts in ([1.0] * 15, [0.0] * 16, [-1.0] + [1.0] * 15):
+        with pytest.raises(ValueError, match="16 counts"):
+            EXPERTS.routed(counts)
+
+
+def test_from_so_many_tokens_on_all_are_hit() -> None:
+    tokens = EXPERTS.all_hit_from_tokens
+    assert tokens is not None
+    left_out = [16 * (1 - 2 / 16) ** number for number in (tokens - 1, tokens)]
+    assert left_out[0] > 0.5 >= left_out[1]
+
+
+def test_a_pass_loads_what_is_hit_and_an_update_all() -> None:
+    """26 bytes a parameter: those of `paper_setup`'s 2P + 2P + 12P, of which the first two are for what is hit."""
+    model = moe_model()
+    assert (model.num_params, model.param_bytes) == (100 + 16 * 20, DENSE_BYTES + 16 * EXPERT_BYTES)
+    expected = 2 * (DENSE_BYTES + HITS * EXPERT_BYTES) + 12 * (100 + 16 * 20)
+    assert read_bytes(model, kept()) == pytest.approx(expected, abs=1)
+    every = moe_model(num_tokens=10_000)
+    assert read_bytes(every, kept()) == pytest.approx(2 * model.param_bytes + 12 * model.num_params, abs=1)
+
+
+def test_making_the_output_again_loads_all_that_is_hit_once_more() -> None:
+    made_again = read_bytes(moe_model(), paper_setup(activations="recompute", gpu_memory_bytes=1000))
+    assert made_again - read_bytes(moe_model(), kept()) == pytest.approx(HITS * EXPERT_BYTES, abs=1)
+
+
+def test_slots_keep_what_the_turn_needs() -> None:
+    """Those at the end of forward begin the backward, and those of a recomputation its experts' backward."""
+    for number in (2, 5, 16):
+        saved = min(number, HITS) * EXPERT_BYTES
+        for activations, num_turns in (("auto", 1), ("recompute", 2)):
+            setup = kept(activations=activations)
+            with_slots = read_bytes(moe_model(), replace(setup, pools=slots(number)))
+            assert read_bytes(moe_model(), setup) - with_slots == pytest.approx(num_turns * saved, abs=1)
+
+
+def test_where_all_that_is_hit_fits_the_slots_later_micro_batches_load_the_others_alone() -> None:
+    """Of those that the micro-batch before left there, the next one hits its share."""
+    one, two = (kept(num_micro_batches=count, pools=slots(16)) for count in (1, 2))
+    more = read_bytes(moe_model(), two) - read_bytes(moe_model(), one)
+    assert more == pytest.approx(2 * DENSE_BYTES + HITS * EXPERT_BYTES * (1 - HITS / 16), abs=1)
+
+
+def test_keeping_the_output_is_the_best_trade() -> None:
+    """The product takes more FLOPs a byte, but costs no load: with room for one output only, it is the experts'."""
+    model = moe_model()
+    product, output = model.blocks[0].operations
+    dear = replace(product, flops=1e6, output_bytes=10)
+    model = replace(model, blocks=(replace(model.blocks[0], operations=(dear, output)),))
+    slow_drive = machine(flops_per_s=1e9, ssd_read_bytes_per_s=1.0)
+    slow_device = machine(flops_per_s=1e3, ssd_read_bytes_per_s=1e9)
+    room = paper_setup(gpu_memory_bytes=50 + 10, activation_cpu_bytes=0, ssd_capacity_bytes=5200)
+    for hardware, name in ((slow_drive, OUTPUT), (slow_device, dear.name)):
+        placed = plan_offload(model, hardware, room).activations["layers.0"]
+        assert [own for own, place in placed.items() if place is Placement.GPU] == ["input", name]
+
+
+def test_what_ram_has_a_copy_of_is_not_read() -> None:
+    """Half of the experts' weights save half of each pass, and are still read by no update."""
+    setup = kept(update_reads_param=True)
+    copies = tuple(
+        RecordTraffic(
+            block=f"expert {number}",
+            kind="param",
+            num_bytes=EXPERT_BYTES,
+            read_bytes_per_step=3 * EXPERT_BYTES,
+            update_read_bytes=EXPERT_BYTES,
+            is_expert_weight=True,
+        )
+        for number in range(8)
+    )
+    saved = read_bytes(moe_model(), setup) - read_bytes(
+        moe_model(), replace(setup, records=copies, record_cpu_bytes=1000)
+    )
+    assert saved == pytest.approx(2 * HITS * EXPERT_BYTES / 2 + 8 * EXPERT_BYTES, abs=1)
+
+
+def test_a_forward_waits_for_routers_and_first_experts() -> None:
+    """A load's time and a look at the routing in each layer, whatever bounds the step."""
+    hardware = machine(link_bytes_per_s=1e6, ssd_read_bytes_per_s=1e3)
+    waits = replace(kept(), counts_fill=True)
+    model = moe_model(num_layers=3)
+    with_waits, without = (plan_offload(model, hardware, s).prediction for s in (waits, kept()))
+    wait_s = 3 * (ROUTER_SYNC_S + EXPERT_BYTES / 1e3 + EXPERT_BYTES / 1e6)
+    assert with_waits.forward_s >= without.forward_s + wait_s
+    assert with_waits.forward_s <= without.forward_s + wait_s + without.forward_s / 3
+
+
+def test_lazy_updates_leave_out_what_no_token_goes_to() -> None:
+    """Parameters that are not hit are updated once in so many steps; those that are behind read their states with the
+    weights in forward."""
+    hardware = machine(optimizer_params_per_s=1e-3)  # so that a step behind takes longer than its read
+    eager, lazy = (
+        plan_offload(moe_model(), hardware, kept(lazy_experts=value)).prediction.ssd_read_bytes_per_step
+        for value in (False, True)
+    )
+    behind = HITS * 20 * (1 - HITS / 16) * 12
+    assert lazy - eager == pytest.approx(behind, abs=1)
+    fast = machine(optimizer_params_per_s=1e9)
+    lazy_step, eager_step = (plan_offload(moe_model(), fast, kept(lazy_experts=v)).prediction for v in (True, False))
+    left_out = 20 * (16 - HITS) * (1 - 1 / 64)
+    assert eager_step.ssd_write_bytes_per_step - lazy_step.ssd_write_bytes_per_step == pytest.approx(
+        14 * left_out, abs=1
+    )
+    saved = eager_step.ssd_read_bytes_per_step - lazy_step.ssd_read_bytes_per_step
+    assert saved == pytest.approx(12 * left_out - behind, abs=1)
+
+
+def test_many_tokens_make_lazy_updates_equal_eager_ones() -> None:
+    model = moe_model(num_tokens=4096)
+    eager, lazy = (plan_offload(model, machine(), kept(lazy_experts=value)).prediction for value in (False, True))
+    assert math.isclose(lazy.step_s, eager.step_s)
+    assert lazy.ssd_read_bytes_per_step == eager.ssd_read_bytes_per_step
