@@ -19,6 +19,7 @@ from hf_lohan.cli.plan_changes import (
     times_slower_than_hidden,
     tokens_at_once,
 )
+from hf_lohan.cli.plan_experts import of_experts
 from hf_lohan.cli.plan_ranks import of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
@@ -78,7 +79,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (hiding(planned), *what_hides(planned.plan))
-    lines_below = (*_wear(planned), *hidden, *_what_helps(planned), without_offloading(planned))
+    lines_below = (*_experts(planned), *_wear(planned), *hidden, *_what_helps(planned), without_offloading(planned))
     for line in (heading(planned), summary(planned), *figures, *lines_below):
         console.print(line, soft_wrap=True)
 
@@ -96,6 +97,7 @@ def print_plan(planned: PlannedRun, console: Console) -> None:
     for line in (
         *_records(planned),
         *_gradients(planned),
+        *_experts(planned),
         *_wear(planned),
         hiding(planned),
         *what_hides(planned.plan),
@@ -229,6 +231,10 @@ def _gradients(planned: PlannedRun) -> Iterable[str]:
     if all_bytes:
         held, spilled = format_bytes(all_bytes - spilled_bytes), format_bytes(spilled_bytes)
         yield f"Of the gradients without buffers, {held} wait in RAM that activations leave, {spilled} on the SSDs."
+
+
+def _experts(planned: PlannedRun) -> Iterable[str]:
+    return of_experts(planned.plan, planned.profile.num_tokens)
 
 
 def _wear(planned: PlannedRun) -> Iterable[str]:

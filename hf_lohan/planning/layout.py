@@ -144,7 +144,7 @@ class OffloadLayout(StoredForm):
     def num_held_chunks(self) -> int:
         """Chunks whose gradients have a place in the pool while they wait."""
         held = set(self.plan.held_blocks)
-        return sum(len(block.cut(self.plan.chunk_numel)) for block in self.blocks if block.name in held)
+        return sum(block.shape().num_chunks(self.plan.chunk_numel) for block in self.blocks if block.name in held)
 
     def spill_records(self) -> tuple[RecordSpec, ...]:
         """Scratch records for the gradients that RAM cannot hold."""
@@ -164,7 +164,7 @@ class OffloadLayout(StoredForm):
             BlockGradient(
                 block=block.name,
                 num_bytes=self._gradient_record(block).num_bytes if block.state_numel else 0,
-                num_chunks=len(block.cut(self.plan.chunk_numel)),
+                num_chunks=block.shape().num_chunks(self.plan.chunk_numel),
             )
             for block in self.blocks
         )
@@ -320,13 +320,16 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[R
     """What a step reads of each record that this rank has, blocks in forward order."""
     rank = ranks.rank if ranks.num_ranks > 1 else None
     shapes = [shape for shape in (block.shape(rank) for block in blocks) if shape.param_bytes]
-    by_master = {
-        master: step_traffic(
+    master_of = {block.name: block.master for block in blocks}
+    by_block: dict[str, list[RecordTraffic]] = {}
+    for master in set(master_of.values()):
+        records = step_traffic(
             shapes,
             param_itemsize=master.working_dtype.itemsize,
             state_itemsizes={kind: master.state_bytes(kind) for kind in master.state_kinds},
             num_slots=pools.num_slots,
         )
-        for master in {block.master for block in blocks}
-    }
-    return tuple(record for block in blocks for record in by_master[block.master] if record.block == block.name)
+        for record in records:
+            if master_of[record.block] == master:
+                by_block.setdefault(record.block, []).append(record)
+    return tuple(record for block in blocks for record in by_block.get(block.name, ()))
