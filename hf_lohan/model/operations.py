@@ -25,6 +25,7 @@ from hf_lohan.compat.torch_private import (
     tree_leaves,
 )
 from hf_lohan.hardware import MatrixShape
+from hf_lohan.model.experts_on_paper import NAME, ExpertsTrace
 from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.planner.model_profile import OperationProfile
 
@@ -86,7 +87,20 @@ class BlockTrace:
     input_bytes: int = 0
     num_run_again: int = 0
     """How many operations a recomputation runs: it stops at the last tensor that autograd saved."""
+    experts: ExpertsTrace | None = None
+    """Of those that stream one by one."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
+
+    def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
+        """Count one call of a layer's experts. Raises ValueError for a second one: a layer has one such module."""
+        if self.experts is not None:
+            raise ValueError(f"{module} is the second module of experts in its layer; set experts to with_layer")
+        self.experts = experts
+        self.flops += experts.flops
+        for shape in experts.products:
+            self.products[shape] += 1
+        self.operations.append(experts.operation(self._counts[NAME], module))
+        self._counts[NAME] += 1
 
     def add(
         self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, module: str = ""
@@ -176,6 +190,10 @@ class OperationTrace(TorchDispatchMode):
             return output
         finally:
             self._inside = False
+
+    def add_experts(self, experts: ExpertsTrace) -> None:
+        """What runs within is not seen."""
+        self.target.add_experts(experts, module=self.module)
 
     def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.rand.default and len(args[0]) == 0:

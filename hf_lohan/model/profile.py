@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +19,10 @@ from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
 from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of, head_as_it_is
 from hf_lohan.model.discovery import ModelBlocks
+from hf_lohan.model.experts import find_experts
 from hf_lohan.model.operations import BlockTrace
 from hf_lohan.model.trace import ModelTrace
-from hf_lohan.planner import SizeClass
+from hf_lohan.planner import ExpertsProfile, SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 
 
@@ -45,7 +46,8 @@ def trace_model(
     """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
 
     Runs on fake tensors: shapes only, so any size takes seconds, and parameters may be on meta. Of layers that are
-    alike only the first is traced. Trace before anything hooks into the model (an offload engine, say).
+    alike only the first is traced. Experts with blocks of their own run as one operation of their layer. Trace before
+    anything hooks into the model (an offload engine, say).
 
     Args:
         device: where the forward would run: kernels have different names there. Only a device that this torch has.
@@ -59,7 +61,9 @@ def trace_model(
         modules = _modules_of(blocks)
         outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
         layers = [users[0] for block, users in modules.items() if _is_layer(block)]
-        trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()))
+        fused = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
+        experts = [fused[module] for module in blocks.experts]
+        trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()), experts=experts)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
         stack.enter_context(head_as_it_is(model))
         chunked_head = chunked_head_of(model, chunked_loss)
@@ -75,7 +79,7 @@ def trace_model(
         del output  # and with it the logits, as Trainer does
         trace.trace_loss(loss)
     profile = ModelProfile(
-        blocks=tuple(_block_profile(block, users, trace) for block, users in modules.items()),
+        blocks=tuple(_block_profile(block, users, trace, blocks.experts) for block, users in modules.items()),
         batch_size=batch_size,
         sequence_length=sequence_length,
         param_itemsize=blocks.blocks[0].slices[0].parameter.element_size(),
@@ -89,7 +93,9 @@ def _is_layer(block: Block) -> bool:
 
 def _modules_of(found: ModelBlocks) -> dict[Block, list[nn.Module]]:
     """Whose forwards are a block's work: the decoder layer, or those modules outside that use its parameters."""
-    modules: dict[Block, list[nn.Module]] = {block: [] for block in found.blocks}
+    modules: dict[Block, list[nn.Module]] = {
+        block: [] for block in found.blocks if block.size_class is not SizeClass.EXPERT
+    }
     for module, blocks in found.needs.items():
         if blocks:
             # A layer may use weights of others, too; a tied head works for the block that owns its weight.
@@ -148,7 +154,12 @@ class _AttentionWithoutDropout(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _block_profile(block: Block, modules: Sequence[nn.Module], trace: ModelTrace) -> BlockProfile:
+def _block_profile(
+    block: Block,
+    modules: Sequence[nn.Module],
+    trace: ModelTrace,
+    experts: Mapping[nn.Module, Sequence[Block]],
+) -> BlockProfile:
     is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
     seen = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
     seen = seen or BlockTrace()  # its modules did not run
@@ -164,4 +175,24 @@ def _block_profile(block: Block, modules: Sequence[nn.Module], trace: ModelTrace
         saved_bytes=seen.saved_bytes,
         working_bytes=seen.working_bytes,
         moved_bytes=seen.moved_bytes,
+        experts=_experts_profile(modules, seen, experts) if is_layer else None,
+    )
+
+
+def _experts_profile(
+    modules: Sequence[nn.Module], seen: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
+) -> ExpertsProfile | None:
+    """Of one layer. Where its forward did not reach them each token is taken to choose one."""
+    found = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
+    if not found:
+        return None
+    blocks, parts = found[0], found[0][0].slices
+    return ExpertsProfile(
+        num_experts=len(blocks),
+        num_chosen=seen.experts.num_chosen if seen.experts else 1,
+        num_params=sum(part.numel for part in parts),
+        num_trainable_params=sum(part.numel for part in parts if part.trainable),
+        param_bytes=blocks[0].param_bytes,
+        num_tokens=seen.experts.num_tokens if seen.experts else 0,
+        inner_bytes=seen.experts.inner_bytes if seen.experts else 0,
     )

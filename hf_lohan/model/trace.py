@@ -19,6 +19,8 @@ from hf_lohan.compat.torch_private import (
     tree_flatten,
     tree_map_only,
 )
+from hf_lohan.model.experts import FusedExperts
+from hf_lohan.model.experts_on_paper import forward_on_paper
 from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, tensors_in
 
 logger = logging.getLogger(__name__)
@@ -31,9 +33,9 @@ _PLACE_IN_MODEL = frozenset({"layer_idx", "layer_id", "layer_number"})
 class ModelTrace:
     """The traces of all blocks of one forward.
 
-    `layers` are traced one by one, under `fake_mode`. What runs outside of them counts for the block of the module of
-    `outer` that was last called: the loss belongs to the head. There, only what comes of fake tensors is fake: token
-    ids, positions and masks have values, and models look at them.
+    `layers` are traced one by one, under `fake_mode`; `experts` in them are one operation. What runs outside of them
+    counts for the block of the module of `outer` that was last called: the loss belongs to the head. There, only what
+    comes of fake tensors is fake: token ids, positions and masks have values, and models look at them.
     """
 
     def __init__(
@@ -42,10 +44,12 @@ class ModelTrace:
         layers: Sequence[nn.Module],
         outer: Sequence[tuple[nn.Module, str]],
         weights: Sequence[Tensor],
+        experts: Sequence[FusedExperts] = (),
     ) -> None:
         self._fake_mode = fake_mode
         self._layers = layers
         self._outer_modules = outer
+        self._experts = experts
         self.of_layer: dict[nn.Module, BlockTrace] = {}
         self.of_outer: dict[str, BlockTrace] = {name: BlockTrace() for _, name in outer}
         first = next(iter(self.of_outer.values()), BlockTrace())
@@ -66,6 +70,10 @@ class ModelTrace:
                 stack.callback(module.register_forward_pre_hook(self._enter_outer(self.of_outer[name])).remove)
             for layer in self._layers:
                 stack.enter_context(_forward_replaced(layer, self._layer_forward(layer)))
+            for experts in self._experts:
+                stack.enter_context(
+                    _forward_replaced(experts.module, forward_on_paper(experts, self._operations.add_experts))
+                )
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             stack.enter_context(self._operations)
             # Graphs have `_save` for a hook: with their tensors a cycle that the garbage collector cannot see.

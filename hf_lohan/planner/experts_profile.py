@@ -37,6 +37,8 @@ class ExpertsProfile:
     """In working precision."""
     num_tokens: int
     """Of a micro-batch, or of all micro-batches that share the weights."""
+    inner_bytes: int = 0
+    """What autograd keeps of what they do, where they do not stream."""
     chances: tuple[float, ...] = ()
     """Measured: of each expert, the share of tokens that choose it. Without them all are taken to be alike."""
 

@@ -167,8 +167,12 @@ def fits_without_offloading(model: ModelProfile, memory_bytes: int, bytes_per_pa
     beside bfloat16 weights) and the activations fit `memory_bytes` together; with recomputation if not without it."""
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     state_bytes = int(model.num_trainable_params * bytes_per_param) + max(0, frozen_bytes)
-    kept_bytes = state_bytes + model.inter_block_bytes + sum(block.saved_bytes for block in model.blocks)
-    held_bytes = max(max((layer.saved_bytes for layer in model.layers), default=0), outer_working_bytes(model))
+    saved_bytes = {block.name: block.saved_bytes for block in model.blocks}
+    for block in model.blocks:
+        saved_bytes[block.name] += block.experts.inner_bytes if block.experts is not None else 0
+    kept_bytes = state_bytes + model.inter_block_bytes + sum(saved_bytes.values())
+    held_bytes = max((saved_bytes[layer.name] for layer in model.layers), default=0)
+    held_bytes = max(held_bytes, outer_working_bytes(model))
     recomputed_bytes = min(kept_bytes, state_bytes + model.inter_block_bytes + held_bytes)
     if kept_bytes <= memory_bytes:
         return InMemoryFit(True, kept_bytes, memory_bytes, "keep")

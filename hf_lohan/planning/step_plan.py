@@ -11,7 +11,15 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig, interval_s
-from hf_lohan.model import ChunkedLoss, TracedModel, chunked_head_of, discover_blocks, signature_of, trace_model
+from hf_lohan.model import (
+    ChunkedLoss,
+    ModelBlocks,
+    TracedModel,
+    chunked_head_of,
+    discover_blocks,
+    signature_of,
+    trace_model,
+)
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
@@ -160,6 +168,7 @@ def _plan_shape(
             device=device,
             fused_attention=fused_attention,
             chunked_loss=chunked_loss,
+            found=layout.model_blocks if layout.model_blocks.experts else None,
         )
 
     traced = trace(chunked_loss)
@@ -237,6 +246,7 @@ def _together(one: ModelProfile, number: int) -> ModelProfile:
                 replace(operation, flops=number * operation.flops, output_bytes=number * operation.output_bytes)
                 for operation in block.operations
             ),
+            experts=block.experts and replace(block.experts, num_tokens=number * block.experts.num_tokens),
         )
 
     return replace(one, batch_size=number * one.batch_size, blocks=tuple(together(block) for block in one.blocks))
@@ -300,8 +310,10 @@ def trace_blocks(
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
     chunked_loss: ChunkedLoss | None = None,
+    found: ModelBlocks | None = None,
 ) -> TracedModel:
-    """What a forward of a causal LM does (on meta, or in memory and not yet offloaded), cut into the runtime's blocks.
+    """What a forward of a causal LM does (on meta, or in memory and not yet offloaded), cut into the runtime's blocks:
+    those that were ``found`` in this model, by default its layers with all of their experts.
 
     Raises ValueError (DiscoveryError) for a model without layers, or with fewer positions than the sequence has tokens.
     """
@@ -310,7 +322,9 @@ def trace_blocks(
         chunked_loss = None  # what was traced without it is the same
     said = vars(model.config) if hasattr(model, "config") else {}
     settings = {name: value for name, value in said.items() if name not in _NO_SETTINGS}
-    key = (signature_of(model), repr(settings), batch_size, sequence_length, str(device), fused_attention, chunked_loss)
+    streams_experts = found is not None and bool(found.experts)
+    shape = (batch_size, sequence_length, str(device), fused_attention, chunked_loss, streams_experts)
+    key = (signature_of(model), repr(settings), *shape)
     if key not in _traced:
         _check_positions(model, sequence_length)
         if len(_traced) >= _MOST_TRACED:
@@ -318,7 +332,7 @@ def trace_blocks(
         trace = partial(
             trace_model,
             model,
-            discover_blocks(model),
+            found or discover_blocks(model),
             batch_size=batch_size,
             sequence_length=sequence_length,
             device=device,
