@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from hf_lohan.planner.experts_profile import ExpertsProfile
 from hf_lohan.planner.pool_plan import SizeClass
@@ -129,3 +130,13 @@ class ModelProfile:
     @property
     def num_tokens(self) -> int:
         return self.batch_size * self.sequence_length
+
+    def routed(self, counts: Mapping[str, Sequence[float]]) -> ModelProfile:
+        """With measured chances of experts in place of equal ones: by layer, how many tokens went to each expert.
+        Raises ValueError for a layer without experts that stream one by one, or of another number of them."""
+        layers = {block.name: block.experts for block in self.blocks}
+        if unknown := [name for name in counts if layers.get(name) is None]:
+            raise ValueError(f"a routing histogram is of {unknown[0]}, where no experts stream one by one")
+        routed = {name: experts.routed(counts[name]) for name, experts in layers.items() if experts and name in counts}
+        blocks = (replace(block, experts=routed.get(block.name, block.experts)) for block in self.blocks)
+        return replace(self, blocks=tuple(blocks))

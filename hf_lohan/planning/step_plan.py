@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -97,6 +97,7 @@ def plan_step(
     fused_attention: bool = False,
     may_run_together: bool = False,
     collectives: CollectiveChoice | None = None,
+    routing: Mapping[str, Sequence[float]] | None = None,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
 
@@ -104,7 +105,8 @@ def plan_step(
     to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
     also planned to run together, and the shape of what is returned says which of the two is better. Where the layout is
     that of one of several ranks, configuration and shape are those of each, and one of the ways to send weights and
-    gradients is taken that ``collectives`` leaves, by default the configuration. Raises ValueError for a model or a
+    gradients is taken that ``collectives`` leaves, by default the configuration. ``routing``: by layer, how many tokens
+    were seen to go to each expert; by default all experts are taken to be alike. Raises ValueError for a model or a
     batch that cannot be traced; what does not fit is said by the plan.
     """
 
@@ -119,6 +121,7 @@ def plan_step(
             device=device,
             fused_attention=fused_attention,
             collectives=collectives or choice_of(config),
+            routing=routing or {},
         )
 
     in_turn = plan(shape, measure)
@@ -156,6 +159,7 @@ def _plan_shape(
     device: torch.device | str,
     fused_attention: bool,
     collectives: CollectiveChoice,
+    routing: Mapping[str, Sequence[float]],
 ) -> PlannedStep:
     """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
     chunked_loss = chunked_loss_of(config)
@@ -173,7 +177,7 @@ def _plan_shape(
 
     traced = trace(chunked_loss)
     hardware = measure(traced, shape)
-    profile = _together(traced.profile, shape.num_together)
+    profile = _together(traced.profile.routed(routing), shape.num_together)
 
     in_memory = fits_without_offloading(trace(None).profile, hardware.device.memory_bytes)
 

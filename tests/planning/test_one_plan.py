@@ -29,6 +29,8 @@ RUNS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "vertical": ("qwen3_moe", {**WIDE, **TOGETHER}, {"gradient_accumulation_steps": 4}),
     "vertical, not clipped": ("llama", {**WIDE, **TOGETHER}, {"max_grad_norm": 0.0, "gradient_accumulation_steps": 4}),
     "swap": ("qwen3_moe", {**WIDE, "activations": "swap"}, {}),
+    "experts one by one": ("qwen3_moe", {**TIGHT, "experts": "streamed"}, {}),
+    "experts together": ("mixtral", {**WIDE, **TOGETHER, "experts": "streamed"}, {"gradient_accumulation_steps": 2}),
     "gradients beside activations": ("llama", {**TIGHT, "activations": "swap", "resident_records": "none"}, {}),
     "recompute": ("llama", {**TIGHT, "activations": "recompute", "resident_records": "none"}, {"bf16": True}),
     "half in RAM": ("llama", {"cpu_memory": "6MiB", "gpu_memory": "2MiB", "commit_every": "10min"}, {}),
