@@ -62,7 +62,8 @@ def forward_on_paper(experts: FusedExperts, note: Callable[[ExpertsTrace], None]
         within = 2 * busiest_rows * of_row_bytes // hidden_states.itemsize + 2 * numel
         note(trace)
         weight = next(experts.module.parameters(recurse=False))
-        output: Tensor = _Experts.apply(hidden_states, top_k_weights, top_k_index, weight, within)
+        apply: Any = _Experts.apply
+        output: Tensor = apply(hidden_states, top_k_weights, top_k_index, weight, within)
         return output
 
     return forward
@@ -82,7 +83,7 @@ class _Experts(torch.autograd.Function):
         return torch.empty_like(rows)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None, None]:
         rows, top_k_weights, top_k_index = ctx.saved_tensors
         held = [rows.new_empty(top_k_index.numel(), rows.shape[-1]) for _ in range(3)]
         held.append(rows.new_empty(ctx.within_numel))

@@ -89,8 +89,8 @@ def choose_resident_records(records: Sequence[RecordTraffic], *, free_bytes: int
     by_benefit: dict[tuple[float, bool], list[RecordTraffic]] = defaultdict(list)
     for record in records:
         if record.read_bytes_per_step:
-            benefit = record.read_bytes_per_step / record.num_bytes
-            by_benefit[benefit, not record.is_expert_weight].append(record)
+            saved = record.read_bytes_per_step / record.num_bytes
+            by_benefit[saved, not record.is_expert_weight].append(record)
     room_bytes = free_bytes
     chosen = set()
     for benefit in sorted(by_benefit, reverse=True):
