@@ -37,6 +37,11 @@ FILES_IN_RAM = Path("/dev/shm")
 def pytest_configure(config: pytest.Config) -> None:
     import torch
 
+    config.addinivalue_line(
+        "markers",
+        "covering(strength): of many cases, those run that have each value (1) or each pair (2) of parameters;"
+        " the others are slow",
+    )
     torch.set_num_threads(2)  # the same sums in the same order on every machine
 
 
@@ -49,7 +54,9 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
+    from covering import mark_others_slow
 
+    mark_others_slow(items)
     no_cuda = pytest.mark.skip(reason="needs a CUDA device")
     for item in items:
         if GPU_TESTS in item.path.parents:

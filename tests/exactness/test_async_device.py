@@ -24,6 +24,8 @@ from hf_lohan.testing.async_device import AsyncDevice, WaitSite
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 
 NUM_SEEDS = 20
+NUM_QUICK_SEEDS = 2
+"""Of each family and mode; the others are slow."""
 NUM_STEPS = 4
 DELAYS_S = (1e-3, 5e-3, 2e-2, 8e-2, 0.32)
 """How late copies may be, from most races that a missing wait brings to all, also on a busy machine."""
@@ -143,8 +145,21 @@ def test_cpu_device_is_exact_to_the_bit(
     assert same(run(family, mode, CpuDevice(), tmp_path), references[family, mode])
 
 
-LATE = [(family, mode, seed) for family in FAMILIES for mode in ("held", "in_backward") for seed in range(NUM_SEEDS)]
-LATE += [(FAMILIES[seed % len(FAMILIES)], mode, seed) for mode in ("swap", "lent") for seed in range(NUM_SEEDS)]
+def late(family: str, mode: str, seed: int, *, is_quick: bool) -> Any:
+    return pytest.param(family, mode, seed, marks=[] if is_quick else pytest.mark.slow)
+
+
+LATE = [
+    late(family, mode, seed, is_quick=seed < NUM_QUICK_SEEDS)
+    for family in FAMILIES
+    for mode in ("held", "in_backward")
+    for seed in range(NUM_SEEDS)
+]
+LATE += [
+    late(FAMILIES[seed % len(FAMILIES)], mode, seed, is_quick=seed < NUM_QUICK_SEEDS * len(FAMILIES))
+    for mode in ("swap", "lent")
+    for seed in range(NUM_SEEDS)
+]
 
 
 @pytest.mark.parametrize(("family", "mode", "seed"), LATE)

@@ -1,0 +1,76 @@
+"""Which cases of a test with many parameters run by default."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import covering
+import pytest
+from covering import Case, few_that_cover
+
+CASES: list[Case] = [
+    (("device", device), ("family", family), ("norm", norm)) for device, family, norm in itertools.product("ab", "abcde", "abc")
+]
+
+
+@pytest.mark.parametrize(("strength", "num_cases"), [(1, 5), (2, 15)])
+def test_all_that_occurs_together_is_covered_by_few(strength: int, num_cases: int) -> None:
+    chosen = few_that_cover(CASES, strength)
+    assert len(chosen) == num_cases
+    for values in {values for case in CASES for values in itertools.combinations(case, strength)}:
+        assert any(set(values) <= set(case) for case in chosen)
+
+
+def test_a_strength_beyond_all_parameters_keeps_all() -> None:
+    assert few_that_cover(CASES, 4) == set(CASES)
+
+
+CONFTEST = """
+import pytest
+from covering import mark_others_slow
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "covering(strength): as in the suite")
+    config.addinivalue_line("markers", "slow: left out")
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    mark_others_slow(items)
+"""
+TESTS = """
+import pytest
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("x", [1, 2, 3])
+@pytest.mark.parametrize("y", [1, 2])
+def test_few(x, y): ...
+
+@pytest.mark.parametrize("x", [1, 2, 3])
+def test_all(x): ...
+"""
+
+
+@pytest.mark.parametrize(
+    ("selection", "told"),
+    [
+        (["-m", "not slow"], "6 passed, 3 deselected"),
+        (["-m", "slow"], "3 passed, 6 deselected"),
+        (["-m", "not slow", "test_it.py::test_few[1-3]"], "1 passed"),
+    ],
+)
+def test_cases_that_are_left_out_are_slow(selection: list[str], told: str, tmp_path: Path) -> None:
+    """One that is asked for by its name is not left out."""
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_it.py").write_text(TESTS)
+    ran = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *selection],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(Path(covering.__file__).parent), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert told in ran.stdout, ran.stdout
