@@ -13,7 +13,8 @@ import pytest
 from covering import Case, few_that_cover
 
 CASES: list[Case] = [
-    (("device", device), ("family", family), ("norm", norm)) for device, family, norm in itertools.product("ab", "abcde", "abc")
+    (("device", device), ("family", family), ("norm", norm))
+    for device, family, norm in itertools.product("ab", "abcde", "abc")
 ]
 
 
@@ -23,6 +24,13 @@ def test_all_that_occurs_together_is_covered_by_few(strength: int, num_cases: in
     assert len(chosen) == num_cases
     for values in {values for case in CASES for values in itertools.combinations(case, strength)}:
         assert any(set(values) <= set(case) for case in chosen)
+
+
+def test_each_value_has_about_as_many_cases() -> None:
+    of_pairs = [(("clips", clips), ("read", read)) for clips in "ab" for read in "abcdef"]
+    chosen = few_that_cover(of_pairs, 1)
+    assert len(chosen) == 6
+    assert sum(("clips", "a") in case for case in chosen) == 3
 
 
 def test_a_strength_beyond_all_parameters_keeps_all() -> None:

@@ -58,7 +58,7 @@ def thin_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize("max_grad_norm", [pytest.param(0.0, marks=pytest.mark.slow), 1.0])
 def test_state_twenty_times_the_budgets(
     max_grad_norm: float, deep_checkpoint: Path, idle_bytes: int, tmp_path: Path
 ) -> None:

@@ -61,6 +61,7 @@ def records_in_files(engine: OffloadEngine, folder: Path) -> dict[tuple[str, str
     return extents
 
 
+@pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("num_allowed", [0, 1, 10_000], ids=["refused", "refused_half_way", "cloned"])
 def test_cloned_records_are_the_copied_ones(

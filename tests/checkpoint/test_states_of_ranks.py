@@ -51,6 +51,7 @@ def save_by_ranks(engine: OffloadEngine, num_ranks: int, folder: Path, monkeypat
             block.rank_edges = ()
 
 
+@pytest.mark.covering(1)
 @FORMATS
 @pytest.mark.parametrize("num_ranks", [2, 5])
 @pytest.mark.parametrize("family", ["llama", "mixtral"])

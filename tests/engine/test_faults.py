@@ -62,6 +62,7 @@ def backward_breaks_at(module: nn.Module) -> Iterator[None]:
     hook.remove()
 
 
+@pytest.mark.covering(1)
 @PLACE
 @RECOMPUTE
 @pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
@@ -101,6 +102,7 @@ def test_an_evaluation_that_breaks(place: str, make_twins: TwinsFactory) -> None
     twins.assert_equal()
 
 
+@pytest.mark.covering(1)
 @RECOMPUTE
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "embedding"])
 def test_a_backward_that_breaks_is_a_step_that_never_was(
@@ -159,6 +161,7 @@ def test_updates_in_backward_that_a_break_cannot_undo_are_told(
     assert torch.isfinite(loss)
 
 
+@pytest.mark.covering(1)
 @RECOMPUTE
 @pytest.mark.parametrize("schedule", ["optimized", "naive"])
 @pytest.mark.parametrize("place", ["in_first_layer", "in_middle_layer", "after_last_layer"])

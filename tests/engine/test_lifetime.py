@@ -60,7 +60,7 @@ def test_engines_that_nobody_closed_go_with_their_models(tmp_path: Path) -> None
     train_one(tmp_path / "first")  # what is made once a process, is made
     collect()
     before, num_threads = held(), num_own_threads()
-    for number in range(20):
+    for number in range(9):
         train_one(tmp_path / str(number), activations=("recompute", "swap", "auto")[number % 3])
     collect()
     assert held()[0] <= before[0]

@@ -73,6 +73,7 @@ def train(twins: Any, num_steps: int, *, first_seed: int = 100) -> None:
     twins.train(num_steps, first_seed=first_seed, max_norm=CLIPS if twins.engine.layout.holds_gradients else 0.0)
 
 
+@pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("num_steps", [1, 2, 5])
 def test_a_store_that_is_opened_again_holds_the_last_step(
@@ -179,6 +180,7 @@ def test_parameters_that_some_steps_do_not_touch(mode: str, make_twins: TwinsFac
 # Going back.
 
 
+@pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("is_in_step", [False, True], ids=["between_steps", "between_backward_and_step"])
 def test_going_back_to_the_last_commit(mode: str, is_in_step: bool, make_twins: TwinsFactory) -> None:
@@ -223,6 +225,7 @@ def test_several_steps_to_a_commit(make_twins: TwinsFactory, tmp_path: Path) -> 
 # Commits that fail.
 
 
+@pytest.mark.covering(1)
 @MODE
 @pytest.mark.parametrize("cause", ["full_disk", "failing_drive", "no_commit_file"])
 def test_a_commit_that_fails_is_told_and_leaves_the_last_one(

@@ -130,6 +130,7 @@ def _make_twins(build_engine: EngineFactory, wrap: Callable[[Any], Any], **setti
     return Twins(stock, build_engine(offloaded, **{"gpu_memory": "600KiB", **settings}))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read", IN_FORWARD.values(), ids=IN_FORWARD)
 @pytest.mark.parametrize("clips", [True, False], ids=["clipped", "updated in backward"])
 def test_a_read_within_the_forward_is_exact(
@@ -144,6 +145,7 @@ def test_a_read_within_the_forward_is_exact(
     twins.assert_equal()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("read", OUT_OF_FORWARD.values(), ids=OUT_OF_FORWARD)
 @pytest.mark.parametrize("is_before", [False, True], ids=["behind the forward", "before it"])
 def test_a_penalty_out_of_the_forward_is_exact(
@@ -213,6 +215,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("with_grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("name", [LAYER, HEAD])
 def test_a_read_out_of_a_forward_is_of_the_last_step(name: str, with_grad: bool, build_engine: EngineFactory) -> None:
@@ -459,6 +462,7 @@ def test_an_absent_weight_tells_the_strides_that_it_has(build_engine: EngineFact
         assert (found.stride(), found.is_contiguous()) == (expected.stride(), expected.is_contiguous())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "read",
     [lambda w: w.square().sum(), lambda w: w.t().square().sum(), lambda w: w[3:9].square().sum()],

@@ -90,6 +90,7 @@ def assert_same(ours: Trajectory, stock: Trajectory) -> None:
         assert torch.equal(ours.weights[name], weight), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("setting", SETTINGS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_mode_trains_as_stock(family: str, setting: str, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps(family: str, settings: dict[str, Any], tmp_path: Path) -> None:
@@ -31,6 +32,7 @@ def test_twenty_steps(family: str, settings: dict[str, Any], tmp_path: Path) -> 
     assert_equal(ours, stock)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("schedule", ["naive", "serial"])
 def test_schedules_differ_only_in_time(schedule: str, tmp_path: Path) -> None:
     stock = train_stock("llama", tmp_path / "stock", {}, max_grad_norm=0.0)

@@ -137,6 +137,7 @@ def same(ours: Outcome, reference: Outcome) -> bool:
     return all(torch.equal(ours[name], weight) for name, weight in reference.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_cpu_device_is_exact_to_the_bit(

@@ -34,6 +34,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family", ["llama", "gpt2"])  # the second has a tied head
 def test_a_run_is_that_of_whole_logits(family: str, case: str, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ SOME = {"llama": 2.6, "opt": 1.7, "mixtral": 2.8}
 SMALL = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("clip", ["defer", "speculate", "auto"])
 @pytest.mark.parametrize("which", ["every", "no", "some"])
 @pytest.mark.parametrize("family", ["llama", "opt", "mixtral"])
@@ -97,6 +98,7 @@ def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
     return trainer
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_grad_norm", [0.0, 2.6])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 def test_a_poisoned_step_changes_nothing(clip: str, max_grad_norm: float, tmp_path: Path) -> None:

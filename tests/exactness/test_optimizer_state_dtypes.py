@@ -118,6 +118,7 @@ def test_training_is_near_that_with_float32_moments(working_dtype: torch.dtype, 
         assert max(abs(a - b) for a, b in zip(rounded, exact, strict=True)) < tolerance, dtype
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "offload",
     [

@@ -58,7 +58,7 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-RUNS = [(True, mode) for mode in MODES] + [(False, "defer"), (False, "swap")]
+RUNS = [(True, mode) for mode in MODES] + [pytest.param(False, "defer", marks=pytest.mark.slow), (False, "swap")]
 
 
 @pytest.mark.parametrize(("is_paced", "mode"), RUNS)

@@ -18,6 +18,7 @@ ALL_IN_RAM = {"cpu_memory": "64MiB", "gpu_memory": "2MiB"}
 SOME_IN_RAM = {"cpu_memory": "7MiB", "gpu_memory": "2MiB"}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("family", "offload", "max_grad_norm", "durability"),
     [
@@ -43,11 +44,11 @@ def test_equals_the_stock_trainer(
 @pytest.mark.parametrize(
     ("settings", "offload"),
     [
-        ({"bf16": True}, {}),
+        pytest.param({"bf16": True}, {}, marks=pytest.mark.slow),
         ({"bf16": True, "gradient_accumulation_steps": 2}, SOME_IN_RAM),
         ({}, {"optimizer_state_dtype": "int8"}),
         ({}, {"optimizer": "muon"}),
-        ({"optim": "adafactor"}, {}),
+        pytest.param({"optim": "adafactor"}, {}, marks=pytest.mark.slow),
         ({"max_grad_norm": 0.0}, {"schedule": "naive"}),
         ({}, {"schedule": "serial", "activations": "swap"}),
     ],
@@ -126,7 +127,7 @@ def trained_bytes(folder: Path, num_steps: int, **offload: Any) -> tuple[int, in
     return engine.tiers.io.read_bytes, engine.tiers.io.write_bytes, version_bytes
 
 
-@pytest.mark.parametrize("num_steps", [12, 14])
+@pytest.mark.parametrize("num_steps", [pytest.param(12, marks=pytest.mark.slow), 14])
 def test_only_commits_are_written(num_steps: int, tmp_path: Path) -> None:
     """Beside what is loaded: each step, or one step of four and the last."""
     _, loaded_bytes, _ = trained_bytes(tmp_path / "loaded", 1, commit_every=4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from torch import Tensor
 from trajectories import SMALL_BUDGETS, arguments, dataset, logged, stored_weights
 from transformers import AutoModelForCausalLM
@@ -48,7 +49,7 @@ def assert_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(ours[name], weight), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
 def test_resume_goes_on_to_the_bit(family: str, tmp_path: Path) -> None:
     whole = make(family, tmp_path)
     whole.train()
@@ -74,7 +75,7 @@ def test_resume_elsewhere_with_other_budgets(bf16: bool, tmp_path: Path) -> None
     assert_same(resumed_weights, weights)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("gpt2", "qwen3_moe"), FAMILIES))
 def test_saved_model_is_an_ordinary_one(family: str, tmp_path: Path) -> None:
     trainer = make(family, tmp_path, save_strategy="no", max_steps=2)
     trainer.train()

@@ -61,6 +61,7 @@ def assert_same(ours: Trajectory, stock: Trajectory) -> None:
         assert torch.equal(ours.weights[name], weight), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("accumulated", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_equals_stock_accumulation(family: str, accumulated: int, tmp_path: Path) -> None:

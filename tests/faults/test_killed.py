@@ -165,7 +165,14 @@ def test_ctrl_c_again_and_again(undisturbed: Undisturbed, tmp_path: Path) -> Non
 
 @pytest.mark.parametrize(
     "event",
-    ["on_step_begin", "on_pre_optimizer_step", "on_optimizer_step", "on_step_end", "on_log", "on_save"],
+    [
+        pytest.param("on_step_begin", marks=pytest.mark.slow),
+        "on_pre_optimizer_step",
+        pytest.param("on_optimizer_step", marks=pytest.mark.slow),
+        "on_step_end",
+        pytest.param("on_log", marks=pytest.mark.slow),
+        "on_save",
+    ],
 )
 def test_terminated_in_a_step_commits_that_step(event: str, undisturbed: Undisturbed, tmp_path: Path) -> None:
     run = run_in(tmp_path, Run(family="opt", num_steps=8, save_steps=2))
@@ -176,6 +183,7 @@ def test_terminated_in_a_step_commits_that_step(event: str, undisturbed: Undistu
     assert_ends_as(run, undisturbed)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("signals", "codes"),
     [

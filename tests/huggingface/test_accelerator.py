@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.overrides import TorchFunctionMode
@@ -121,6 +122,7 @@ def assert_same(ours: dict[str, Tensor], model: nn.Module) -> None:
         assert torch.equal(ours[name], parameter), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, MAX_NORM])
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
@@ -169,7 +171,7 @@ def test_a_loop_that_promises_not_to_clip_updates_in_backward(prepared: Callable
         ours.run(max_norm=1.0, stop=1)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", slow_but(("opt", "mixtral"), FAMILIES))
 def test_a_saved_state_goes_on_elsewhere_to_the_bit(
     family: str, prepared: Callable[..., Prepared], tmp_path: Path
 ) -> None:

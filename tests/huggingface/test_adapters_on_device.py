@@ -88,6 +88,7 @@ class Breaks(TrainerCallback):
             raise KeyboardInterrupt
 
 
+@pytest.mark.covering(1)
 @DTYPES
 @pytest.mark.parametrize(
     "settings",

@@ -102,9 +102,9 @@ class SignalsItself(TrainerCallback):
     ("event", "settings", "last"),
     [
         ("on_pre_optimizer_step", {}, 3),
-        ("on_step_begin", {"max_grad_norm": 0.0}, 3),
+        pytest.param("on_step_begin", {"max_grad_norm": 0.0}, 3, marks=pytest.mark.slow),
         ("on_step_end", {"save_steps": 2}, 2),
-        ("on_log", {}, 2),
+        pytest.param("on_log", {}, 2, marks=pytest.mark.slow),
     ],
 )
 def test_sigterm_leaves_a_checkpoint_if_one_is_asked_for(

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_model
@@ -96,7 +97,7 @@ def test_with_adapters_that_are_switched_off_for_the_reference(
     assert ours.trainer.ref_model is None
 
 
-@pytest.mark.parametrize("how", ["reference", "precomputed", "adapters"])
+@pytest.mark.parametrize("how", slow_but(("reference",), ["reference", "precomputed", "adapters"]))
 def test_policy_and_reference_are_one_model_at_first_in_bfloat16(how: str, checkpoint: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"bf16": True, "max_steps": 2, "precompute_ref_log_probs": how == "precomputed"}
     done = run(

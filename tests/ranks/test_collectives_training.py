@@ -25,6 +25,7 @@ def check_against_oracle(trained: list[Trained], oracle: Oracle) -> None:
             assert torch.equal(ours.weights[name], weight.detach()), name
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("word", ["int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
@@ -41,6 +42,7 @@ def test_gradients_are_rounded_as_one_process_would_that_has_the_codec(
     assert any(not torch.equal(exact.parameters[name], weight) for name, weight in oracle.parameters.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("word", ["exact", "int8", "int4"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), BOXES)
 def test_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path: Path) -> None:
@@ -97,6 +99,7 @@ def test_a_codec_that_rounds_says_so_and_how_much(tmp_path: Path, caplog: pytest
     assert all("off by 1" in text and "root mean square" in text for text in errors)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("backward", ["world", "node"])
@@ -120,6 +123,7 @@ def test_all_that_may_be_rounded_is(tmp_path: Path) -> None:
 EXACT_WAYS = [{"backward": "node"}, {"forward": "delta"}, {"forward": "delta", "backward": "node"}]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_ranks", "num_local", "max_norm"), [(2, 1, 0.5), (4, 2, 0.5), (2, 1, 0.0)])
 def test_what_is_kept_changes_no_bit(
@@ -135,6 +139,7 @@ def test_what_is_kept_changes_no_bit(
             assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("forward", ["exact", "int8"])
 @pytest.mark.parametrize("backward", ["world", "node"])
 @pytest.mark.parametrize(("num_ranks", "num_local"), BOXES)
@@ -182,6 +187,7 @@ def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
         assert ours.sent[Lane.WEIGHTS] - of_first < of_later / 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(2, 1), (4, 2)])
 @pytest.mark.parametrize("way", [{"backward": "node"}, {"forward": "delta"}, {"forward": "int8", "backward": "node"}])
 def test_what_ram_has_no_room_for_is_kept_on_the_ssd(

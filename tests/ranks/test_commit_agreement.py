@@ -140,6 +140,7 @@ KILLS = [
 others, and what follows."""
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize(("call", "nth"), KILLS)
 def test_a_rank_is_killed_anywhere_and_all_go_on_from_one_commit(

@@ -29,6 +29,7 @@ def errors_of(outcomes: list[Outcome[str]], but: int) -> list[BaseException]:
     return [error for error in found if error is not None]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 8])
 @pytest.mark.parametrize("at_message", [0, 1, 30])
 @pytest.mark.parametrize(

@@ -115,6 +115,7 @@ def train_rank(
         engine.close()
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
 @pytest.mark.parametrize("family", ["llama", "opt", "gpt2", "mixtral", "qwen3_moe"])
 def test_two_ranks_train_as_one_process_does(family: str, max_norm: float, tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 
@@ -12,12 +14,18 @@ Case = tuple[tuple[str, str], ...]
 
 
 def few_that_cover(cases: Sequence[Case], strength: int) -> set[Case]:
-    """Cases in which each `strength` values occur together that do so anywhere: the one with the most first."""
+    """Cases in which each `strength` values occur together that do so anywhere.
+
+    The case with the most that is new comes first; of equals one whose values were had least, so that all get about
+    as many cases.
+    """
     left = {values for case in cases for values in _together(case, strength)}
     chosen: set[Case] = set()
+    num_had: Counter[tuple[str, str]] = Counter()
     while left:
-        best = max(cases, key=lambda case: len(left & _together(case, strength)))  # the first of equals
+        best = max(cases, key=lambda case: (len(left & _together(case, strength)), -sum(num_had[v] for v in case)))
         left -= _together(best, strength)
+        num_had.update(best)
         chosen.add(best)
     return chosen
 
@@ -33,7 +41,9 @@ def mark_others_slow(items: Iterable[pytest.Item]) -> None:
         test = item.nodeid.partition("[")[0]
         strengths[test] = marker.args[0]
         parameters = item.callspec.params  # type: ignore[attr-defined]
-        by_test.setdefault(test, []).append((tuple((name, repr(parameters[name])) for name in sorted(parameters)), item))
+        by_test.setdefault(test, []).append(
+            (tuple((name, repr(parameters[name])) for name in sorted(parameters)), item)
+        )
     for test, cases in by_test.items():
         chosen = few_that_cover([case for case, _ in cases], strengths[test])
         for case, item in cases:
@@ -43,3 +53,8 @@ def mark_others_slow(items: Iterable[pytest.Item]) -> None:
 
 def _together(case: Case, strength: int) -> set[Case]:
     return set(itertools.combinations(case, min(strength, len(case))))
+
+
+def slow_but(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+    """Values of a parameter, those that are not among the quick ones marked slow."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -112,6 +112,7 @@ def held_chunks(run: Run) -> int:
 # One backward a step.
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
 def test_no_bit_is_another(cpu_memory: str, way: str, make_runs: RunFactory) -> None:
@@ -180,6 +181,7 @@ def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
 # Several after all.
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("way", ["defer", "accepted", "redone", "serial"])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
 @pytest.mark.parametrize("is_announced", [True, False], ids=["announced", "unannounced"])
@@ -213,6 +215,7 @@ def test_parameters_that_only_some_backwards_reach_are_summed_with_nothing(make_
     assert_equal(*runs)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("way", ["in_backward", "defer", "redone"])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
 def test_micro_batches_together(cpu_memory: str, way: str, make_runs: RunFactory) -> None:

@@ -21,6 +21,7 @@ TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
 
 
+@pytest.mark.covering(1)
 @MAX_NORMS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_clips_as_torch(family: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
@@ -39,6 +40,7 @@ def test_deferring_clips_as_torch_and_guesses_nothing(max_norms: list[float], ma
     assert twins.engine.clip_history.clip_rate == max_norms.count(CLIPS) / len(max_norms)
 
 
+@pytest.mark.covering(1)
 @MAX_NORMS
 @pytest.mark.parametrize("recompute", [False, True], ids=["keep", "recompute"])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
@@ -67,6 +69,7 @@ def test_gradients_that_are_spilled_are_still_there_to_do_it_over(
         assert pool.high_water_bytes <= pool.num_buffers * pool.buffer_bytes
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("sums_gradients", [True, False], ids=["float32", "kept"])
 @pytest.mark.parametrize("clip", ["defer", "speculate"])
 @EITHER_WAY
@@ -161,6 +164,7 @@ def test_nothing_is_guessed_where_nothing_can_be_undone(make_twins: TwinsFactory
     assert (counts(twins), twins.engine.undone_update_s) == ((0, 0), 0.0)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("pattern", [[True], [False], [True, False], [False, False, True]])
 @MAX_NORMS
 def test_steps_clip_as_they_are_told_and_stay_exact(
@@ -186,6 +190,7 @@ def test_without_a_plan_no_step_guesses(make_twins: TwinsFactory) -> None:
 # Races.
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("family", ["llama", "opt"])
 def test_late_copies_change_no_bit(family: str, seed: int, make_twins: TwinsFactory) -> None:
