@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Install into .venv (made if there is none), then ruff, mypy and pytest. Arguments go to pytest:
 #   bash scripts/test.sh tests/config -k ssd
-#   bash scripts/test.sh -m slow                 # kills by the hundred, full disks: left out otherwise, ten minutes more
+#   bash scripts/test.sh -m slow                 # kills by the hundred, full disks, all of each matrix: left out otherwise
 # Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0";
 # WORKERS, how many processes run tests (0: pytest itself).
 set -euo pipefail
