@@ -29,7 +29,7 @@ FLOORS = {
     **dict.fromkeys(("activations", "updates"), 6),
     "weights": 7,
     **dict.fromkeys(("experts", "micro_batches"), 8),
-    **dict.fromkeys(("engine", "collectives"), 9),
+    "engine": 9,
     "checkpoint": 10,
     "record": 10,
     "huggingface": 11,

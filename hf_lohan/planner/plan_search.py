@@ -50,7 +50,8 @@ def plan_offload(
     that; the inputs of the layers that the device cannot keep are swapped in any case. What does not fit is planned all
     the same, and `refusal` says why.
 
-    Where steps need not all be committed, they are if that costs next to nothing.
+    Where steps need not all be committed, they are if that costs next to nothing, and where a speculation was asked
+    for, which goes back to the commit before.
     """
 
     def planned(commit_every_steps: int) -> OffloadPlan:
@@ -61,6 +62,8 @@ def plan_offload(
         return planned(0)
     if setup.commit_every_steps is not None:
         return planned(setup.commit_every_steps)
+    if setup.clip == "speculate":
+        return planned(1)
     each, never = planned(1), planned(0)
     each_s, never_s = each.prediction.step_s, never.prediction.step_s
     most = int((setup.commit_limit_s - (each_s - never_s)) / never_s)

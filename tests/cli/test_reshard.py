@@ -49,7 +49,7 @@ def train(folder: Path, last_step: int, resume: str | None = None) -> list[dict[
         tiny_model("llama"),
         arguments,
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB"},
+        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1},
         callbacks=[Stops(last_step)],
     )
     trainer.train(resume_from_checkpoint=resume)

@@ -21,6 +21,9 @@ SETTINGS = {
     "gradient_accumulation_steps": 2,
 }
 
+EACH_STEP = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}
+"""On a busy machine `auto` may find commits too dear."""
+
 
 class Breaks(TrainerCallback):
     """Ends the run when `step` steps are done, with what `how` raises or does."""
@@ -47,7 +50,7 @@ def a_trainer(folder: Path, *callbacks: TrainerCallback, **settings: Any) -> Any
         train_dataset=rows,
         eval_dataset=rows,
         callbacks=list(callbacks),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", **offload},
+        offload={**EACH_STEP, **offload},
     )
 
 

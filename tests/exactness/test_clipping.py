@@ -85,7 +85,7 @@ class PoisonedOffloaded(OffloadTrainerMixin, Poisoned):
 
 
 def train_poisoned(folder: Path, poisoned: set[int], **settings: Any) -> Any:
-    offload = {**SMALL, **settings.pop("offload", {})}
+    offload = {**SMALL, "commit_every": 1, **settings.pop("offload", {})}
     trainer = PoisonedOffloaded(
         tiny_model("llama"), arguments(folder, max_steps=8, **settings), train_dataset=dataset(), offload=offload
     )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from broken_runs import EACH_STEP
 from torch import Tensor
 from trajectories import arguments, dataset
 from transformers import TrainerCallback
@@ -51,7 +52,7 @@ def a_trainer(folder: Path, dtype: str, *callbacks: TrainerCallback, **settings:
         arguments(folder, **{**SETTINGS, **settings}),
         train_dataset=dataset(),
         callbacks=list(callbacks),
-        offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "optimizer_state_dtype": dtype, **offload},
+        offload={**EACH_STEP, "optimizer_state_dtype": dtype, **offload},
     )
 
 

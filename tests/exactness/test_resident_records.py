@@ -87,7 +87,7 @@ def a_trainer(folder: Path, *callbacks: TrainerCallback, **offload: Any) -> Any:
         arguments(folder, **settings),
         train_dataset=dataset(),
         callbacks=list(callbacks),
-        offload={**SMALL, **offload},
+        offload={**SMALL, "commit_every": 1, **offload},
     )
 
 

@@ -20,7 +20,7 @@ import hf_lohan
 from hf_lohan.huggingface import engine_of
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB"}
+BUDGETS = {"cpu_memory": "4MiB", "gpu_memory": "2MiB", "commit_every": 1}
 
 
 def rows(count: int = 8) -> list[dict[str, torch.Tensor]]:

@@ -282,6 +282,14 @@ def test_auto_commits_each_step_where_that_costs_nothing() -> None:
     assert hidden.commit_every_steps == nothing_there.commit_every_steps == 1
 
 
+def test_auto_commits_each_step_where_a_speculation_was_asked_for() -> None:
+    """However long that takes: it goes back to the commit before."""
+    setup = in_ram(commit_every_steps=None, commit_every_s=None)
+    assert plan_offload(MODEL, machine(), setup).commit_every_steps > 1
+    speculating = plan_offload(MODEL, machine(), replace(setup, clip="speculate"))
+    assert (speculating.clip, speculating.commit_every_steps) == ("speculate", 1)
+
+
 def test_nothing_is_guessed_without_a_commit_to_go_back_to() -> None:
     assert in_ram(clip="auto", commit_every_steps=1).clip_modes == ("defer", "speculate")
     assert in_ram(clip="auto", commit_every_steps=4).clip_modes == ("defer",)
