@@ -4,27 +4,39 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from typing import Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights.schedule import NEVER, LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
+
+
+class PassSchedule(Protocol):
+    """Is told of passes and uses, and knows what comes. See `LoadSchedule`."""
+
+    def begin(self, *, is_training: bool) -> None: ...
+
+    def foresee(self, *, is_training: bool) -> None: ...
+
+    def end(self) -> None: ...
+
+    def cancel(self) -> None: ...
+
+    def use(self, block: Block) -> None: ...
+
+    def use_for_operation(self, block: Block) -> None: ...
 
 
 class BlockLoader(ABC):
     """One thread brings blocks into slots, as far as it can ahead of their use. What that means is said by those who
     derive from this."""
 
-    def __init__(
-        self, ring: SlotRing, forward_order: Sequence[Block], *, max_ahead: int = NEVER, carries_on: bool = False
-    ) -> None:
-        """``max_ahead``, ``carries_on``: see `LoadSchedule`."""
+    def __init__(self, ring: SlotRing, schedule: PassSchedule, *, thread_name: str = "lohan-prefetch") -> None:
         self._ring = ring
-        num_slots = {size_class: len(slots) for size_class, slots in ring.slots.items()}
-        self._schedule = LoadSchedule(forward_order, num_slots, max_ahead=max_ahead, carries_on=carries_on)
+        self._schedule = schedule
+        self._thread_name = thread_name
         self._failure: BaseException | None = None
         self._thread_ended_by: BaseException | None = None
         self._is_closed = False
@@ -34,7 +46,7 @@ class BlockLoader(ABC):
 
     def _start(self) -> None:
         """To be called when all is built that the thread uses."""
-        self._thread = start_thread(self._run, "lohan-prefetch", beside_kernels=self._ring.device.shares_cores)
+        self._thread = start_thread(self._run, self._thread_name, beside_kernels=self._ring.device.shares_cores)
 
     # The compute thread's side.
 

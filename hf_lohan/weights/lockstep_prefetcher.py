@@ -15,6 +15,7 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import RankFailedError
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.fixed_order import FixedOrder, OrderedLoad
+from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import SlotRing
 
 _MORE_AHEAD = 2
@@ -63,9 +64,10 @@ class LockstepPrefetcher(BlockLoader):
 
     def __init__(self, ring: SlotRing, source: JointSource, forward_order: Sequence[Block]) -> None:
         max_ahead = len(ring.slots[SizeClass.LAYER]) + _MORE_AHEAD
-        super().__init__(ring, forward_order, max_ahead=max_ahead)
+        schedule = LoadSchedule(forward_order, ring.num_slots, max_ahead=max_ahead)
+        super().__init__(ring, schedule)
         self._source = source
-        self._order = FixedOrder(self._schedule, ring)
+        self._order = FixedOrder(schedule, ring)
         self._ordered: deque[OrderedLoad] = deque()
         self._begun: deque[OrderedLoad] = deque()
         ring.when_loan_ends(source.notify)

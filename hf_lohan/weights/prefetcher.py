@@ -9,6 +9,7 @@ from hf_lohan.device import Lane
 from hf_lohan.model import Block
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.next_load import NextLoad
+from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 from hf_lohan.weights.source import WeightSource
 
@@ -22,9 +23,10 @@ class Prefetcher(BlockLoader):
     """
 
     def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
-        super().__init__(ring, forward_order, carries_on=True)
+        schedule = LoadSchedule(forward_order, ring.num_slots, carries_on=True)
+        super().__init__(ring, schedule)
         self._source = source
-        self._next_load = NextLoad(self._schedule, ring.slots, ring.is_here, lambda slot: slot.is_claimable)
+        self._next_load = NextLoad(schedule, ring.slots, ring.is_here, lambda slot: slot.is_claimable)
         self._start()
 
     # The compute thread's side.

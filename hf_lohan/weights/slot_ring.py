@@ -74,11 +74,19 @@ class SlotRing:
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
         self._num_loads: Counter[Block] = Counter()
         self._num_forgotten: Counter[Block] = Counter()
+        self._held_bytes = 0
         self._high_water_bytes = 0
+        self.num_forgets = 0
+        """How often slots were emptied because the store had something newer."""
         self._told_of_loans: list[Callable[[], None]] = []
 
     def _all(self) -> list[Slot]:
         return [slot for slots in self.slots.values() for slot in slots]
+
+    @property
+    def num_slots(self) -> dict[SizeClass, int]:
+        """Of each class."""
+        return {size_class: len(slots) for size_class, slots in self.slots.items()}
 
     @property
     def high_water_bytes(self) -> int:
@@ -172,12 +180,14 @@ class SlotRing:
     def forget(self, blocks: Iterable[Block]) -> None:
         """The store has newer parameters of these blocks: what the slots hold is stale."""
         with self.lock:
+            self.num_forgets += 1
             for block in blocks:
                 self._num_forgotten[block] += 1
                 slot = self._holder.get(block)
                 if slot is not None:
                     assert slot.num_pins == 0, f"{block} went stale while it was in use"
                     self._empty(slot)
+            self.changed.notify_all()
 
     # The prefetch thread's side; the caller holds `lock`.
 
@@ -195,8 +205,8 @@ class SlotRing:
         slot.block, slot.is_loading, slot.is_kept = block, True, block.name in self._kept
         slot.weights = slot.weights.view(torch.uint8).view(block.master.working_dtype)
         self._holder[block] = slot
-        held = sum(s.weights.untyped_storage().nbytes() for s in self._holder.values())
-        self._high_water_bytes = max(self._high_water_bytes, held)
+        self._held_bytes += slot.weights.untyped_storage().nbytes()
+        self._high_water_bytes = max(self._high_water_bytes, self._held_bytes)
         self.changed.notify_all()
 
     def publish(self, slot: Slot, ready: Event) -> None:
@@ -215,4 +225,5 @@ class SlotRing:
     def _empty(self, slot: Slot) -> None:
         if slot.block is not None:
             del self._holder[slot.block]
+            self._held_bytes -= slot.weights.untyped_storage().nbytes()
         slot.block, slot.ready, slot.is_kept = None, None, False

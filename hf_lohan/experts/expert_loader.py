@@ -1,0 +1,135 @@
+"""Bring experts one by one, on a thread of their own, beside the one that brings layers."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from functools import partial
+
+from hf_lohan.device import Event, Lane
+from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
+from hf_lohan.experts.next_expert import ExpertFigures, ExpertLoad, NextExpert
+from hf_lohan.model import Block
+from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.weights import BlockLoader, Slot, SlotRing, WeightSource
+
+
+class ExpertLoader(BlockLoader):
+    """One thread that has a `WeightSource` load what the `ExpertSchedule` says, into slots of the class EXPERT.
+
+    Several blocks may be in use at once, but whoever keeps all slots and asks for another block waits for ever.
+    """
+
+    def __init__(self, ring: SlotRing, source: WeightSource, layers: Sequence[Sequence[Block]]) -> None:
+        """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone."""
+        self._experts = ExpertSchedule(layers)
+        super().__init__(ring, self._experts, thread_name="lohan-experts")
+        self._source = source
+        self._next = NextExpert(self._experts, ring)
+        self._arrived: deque[Block] = deque()
+        """What the call under way needs and has not used, in the order in which it came."""
+        self._lane_name = ""
+        self._start()
+
+    @property
+    def figures(self) -> ExpertFigures:
+        """What was needed and loaded so far."""
+        return self._next.figures
+
+    # The compute thread's side.
+
+    def expect_together(self, num_micro_batches: int) -> None:
+        """Of the pass that has begun, so many micro-batches pass each layer one after the other."""
+        with self._ring.lock:
+            self._experts.expect_together(num_micro_batches)
+
+    def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
+        """A call of the layer's experts begins; see `ExpertSchedule.route`. From here on `acquire_any` brings them."""
+        with self._ring.lock:
+            self._experts.route(layer, experts, num_rows=num_rows, call=call)
+            needed = self._experts.left
+            self._next.begin_call(layer, needed)
+            here = (block for block in needed if self._ring.is_here(block))
+            self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
+            self._lane_name = self._experts.experts_of(layer)[0].name
+            self._order_loads()
+
+    def hint(self, layer: int, experts: Sequence[int]) -> None:
+        """The layer's next forward will probably use these, the most probable first. Being wrong costs bytes."""
+        with self._ring.lock:
+            self._experts.hint(layer, experts)
+            self._next.note_layer(layer)
+            self._order_loads()
+
+    def acquire_any(self) -> tuple[Block, Slot]:
+        """Pin an expert that the call under way has not used yet, the first that is here; waits until one is. Compute
+        that is enqueued from now on may use the slot. Each comes once; `SlotRing.unpin` lets it go."""
+        device = self._ring.device
+        with device.timeline.task(COMPUTE_WAITS, "weights", block=self._lane_name), self._ring.lock:
+            self._ring.changed.wait_for(lambda: self._has_arrived() or self._is_broken)
+            self._raise_failure()
+            block = self._arrived.popleft()
+            self._experts.use(block)
+            slot, ready = self._pin(block)
+        device.wait(Lane.COMPUTE, ready)
+        return block, slot
+
+    def _has_arrived(self) -> bool:
+        while self._arrived and not self._is_wanted(self._arrived[0]):
+            self._arrived.popleft()  # it made room for what was urgent, and has come again or will
+        return bool(self._arrived)
+
+    def _is_wanted(self, block: Block) -> bool:
+        return self._ring.is_here(block) and self._experts.is_left(block)
+
+    def _pin(self, block: Block) -> tuple[Slot, Event]:
+        slot, ready = super()._pin(block)
+        self._next.use(slot)
+        return slot, ready
+
+    def _order_loads(self) -> None:
+        self._ring.changed.notify_all()  # the thread looks for itself
+
+    def _order_urgent(self, block: Block) -> None:
+        self._next.urgent.append(block)
+        try:
+            self._ring.changed.notify_all()
+            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
+            self._raise_failure()
+        finally:
+            self._next.urgent.remove(block)
+
+    # The loading thread's side.
+
+    def _load_until_closed(self) -> None:
+        while (load := self._wait_for_load()) is not None:
+            try:
+                self._source.load(load.block, load.slot).when_ended(partial(self._end_load, load))
+            except BaseException as error:
+                self._end_load(load, error)
+
+    def _wait_for_load(self) -> ExpertLoad | None:
+        """The next load, its slot claimed; None if there will be none."""
+        with self._ring.lock:
+            while not self._is_closed:
+                load = self._next.find() if self._failure is None else None
+                if load is not None:
+                    self._next.take(load)
+                    return load
+                self._ring.changed.wait()
+        return None
+
+    def _end_load(self, load: ExpertLoad, error: BaseException | None) -> None:
+        """All of it is on its way into the slot, or never will be; on this thread, or as `Delivery` says."""
+        block, slot = load.block, load.slot
+        ready = self._ring.device.record(Lane.H2D)
+        with self._ring.lock:
+            if error is None:
+                self._ring.publish(slot, ready)
+                if slot.block is block and self._experts.is_left(block):
+                    self._arrived.append(block)
+            else:
+                if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
+                    self._failure = error
+                self._ring.abandon(slot)
+            self._next.end(load)
