@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,9 @@ from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
+from hf_lohan.engine.rank_parts import agree, block_loader, expert_loader, gradient_means, lend_own
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert, ExpertParts, StreamedExperts
+from hf_lohan.experts import ComputeExpert, ExpertParts, StreamedExperts, TwoLanes
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -103,7 +104,9 @@ class OffloadEngine:
                 exchange_norms=None if is_alone else partial(self._links.gather, "the norms of a step's gradients"),
             )
         )
-        self._prefetcher = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
+        layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
+        self.expert_loader = expert_loader(self._ring, tiers, layout, self._pipeline.deliver)
+        self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
         self.commits = StepCommits(
             tiers.store,
             self.step_counts,
@@ -151,17 +154,17 @@ class OffloadEngine:
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
         self.experts: dict[nn.Module, StreamedExperts] = {}
         """Of modules whose experts stream one by one: what is to be called in their place."""
-        if layout.model_blocks.experts:
+        if self.expert_loader is not None:
             assert compute_expert is not None, "experts are blocks of their own, and nobody says how to compute them"
             of_experts = ExpertParts(
                 ring=self._ring,
-                loader=self._prefetcher,
+                loader=self.expert_loader,
                 compute=compute_expert,
                 forward_pass=self._hooks.current_forward_pass,
             )
             self.experts = {
-                module: StreamedExperts(module, blocks, of_experts)
-                for module, blocks in layout.model_blocks.experts.items()
+                module: StreamedExperts(layer, module, blocks, of_experts)
+                for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())
             }
         self._reads = WeightReads(
             layout.blocks,
@@ -219,7 +222,9 @@ class OffloadEngine:
                 "backward a step; say gradient_accumulation_steps before the model is offloaded"
             )
         self._plan.run_together(len(micro_batches))
-        return self._micro_batches(micro_batches)
+        together = self.expert_loader.together(len(micro_batches)) if self.expert_loader else nullcontext()
+        with together:
+            return self._micro_batches(micro_batches)
 
     @property
     def defers_backwards(self) -> bool:

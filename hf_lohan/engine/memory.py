@@ -42,6 +42,8 @@ class Tiers:
     store: Store
     spill: RecordFiles | None
     staging: BufferPool
+    expert_staging: BufferPool
+    """For weights that pass on a lane of their own."""
     states: BufferPool
     gradients: BufferPool
     recall: BufferPool
@@ -60,7 +62,8 @@ class Tiers:
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
-        return self.staging, self.states, self.gradients, self.recall
+        staging = (self.staging, self.expert_staging) if self.expert_staging.num_buffers else (self.staging,)
+        return *staging, self.states, self.gradients, self.recall
 
     @property
     def peak_cpu_pool_bytes(self) -> int:
@@ -132,6 +135,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             store,
             spill,
             pool("staging", plan.num_staging_buffers),
+            pool("expert staging", plan.num_expert_staging_buffers),
             pool("states", plan.num_state_buffers),
             pool("gradients", plan.num_gradient_buffers, of_this_rank),
             pool("recall", plan.num_recall_buffers),

@@ -19,7 +19,7 @@ from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
 from hf_lohan.updates import GradientArrivals, StepTransaction
-from hf_lohan.weights import BlockLoader, BlocksInUse, SlotRing
+from hf_lohan.weights import BlocksInUse, Loads, SlotRing
 
 
 class Phase(enum.Enum):
@@ -40,7 +40,7 @@ class PassParts:
 
     device: Device
     ring: SlotRing
-    prefetcher: BlockLoader
+    prefetcher: Loads
     arrivals: GradientArrivals
     activations: ActivationTiers
     step: StepTransaction

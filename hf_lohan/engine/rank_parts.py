@@ -9,7 +9,9 @@ from torch import Tensor
 
 from hf_lohan.device import Event
 from hf_lohan.engine.memory import Tiers
+from hf_lohan.experts import ExpertLoader
 from hf_lohan.model import Block, Chunk
+from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links
 from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans, WeightLoan
@@ -32,10 +34,11 @@ def block_loader(
     layout: OffloadLayout,
     deliver: Callable[[Block, Tensor, Event | None], Delivery],
 ) -> BlockLoader:
-    """What brings blocks into the slots: from this process's store, or from the stores of all ranks. ``deliver``: see
-    `LocalWeights`."""
+    """What brings blocks into the slots, but for experts: from this process's store, or from the stores of all ranks.
+    ``deliver``: see `LocalWeights`."""
     if tiers.shared_weights is None:
-        return Prefetcher(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), layout.blocks)
+        order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
+        return Prefetcher(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
     source = SharedWeights(
         tiers.device,
         tiers.store,
@@ -54,6 +57,19 @@ def block_loader(
         ),
     )
     return LockstepPrefetcher(ring, source, layout.blocks)
+
+
+def expert_loader(
+    ring: SlotRing,
+    tiers: Tiers,
+    layout: OffloadLayout,
+    deliver: Callable[[Block, Tensor, Event | None], Delivery],
+) -> ExpertLoader | None:
+    """What brings experts that are blocks of their own. ``deliver``: see `LocalWeights`."""
+    layers = list(layout.model_blocks.experts.values())
+    if not layers:
+        return None
+    return ExpertLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver), layers)
 
 
 def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., GradientMeans]:

@@ -3,9 +3,15 @@
 `operation` is what autograd and the layers' frames see: one opaque call, whose output is an anchor like that of a
 matrix product. `streamed` brings each expert that tokens go to, once in forward and once in backward, computes with it,
 and sends its gradient away before the next one comes.
+
+They have a lane of loads of their own. The `expert_schedule` says which is needed next, for sure or by a hint;
+`next_expert` which slot it goes to, `farthest_use` finding it; the `expert_loader` has a thread of its own, beside that
+for layers (`two_lanes`). `cache_policies` choose what is worth RAM where passes use few.
 """
 
+from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.operation import run_experts
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts
+from hf_lohan.experts.two_lanes import TwoLanes
 
-__all__ = ["ComputeExpert", "ExpertParts", "StreamedExperts", "run_experts"]
+__all__ = ["ComputeExpert", "ExpertLoader", "ExpertParts", "StreamedExperts", "TwoLanes", "run_experts"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 from hf_lohan.device import Event, Lane
@@ -38,10 +39,16 @@ class ExpertLoader(BlockLoader):
 
     # The compute thread's side.
 
-    def expect_together(self, num_micro_batches: int) -> None:
-        """Of the pass that has begun, so many micro-batches pass each layer one after the other."""
+    @contextmanager
+    def together(self, num_micro_batches: int) -> Iterator[None]:
+        """In a training pass that begins within, so many micro-batches pass each layer one after the other."""
         with self._ring.lock:
             self._experts.expect_together(num_micro_batches)
+        try:
+            yield
+        finally:
+            with self._ring.lock:
+                self._experts.expect_together(1)
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
         """A call of the layer's experts begins; see `ExpertSchedule.route`. From here on `acquire_any` brings them."""

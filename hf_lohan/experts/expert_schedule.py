@@ -144,6 +144,7 @@ class ExpertSchedule:
         self._pass: _Pass | None = None
         self._waiting: _Pass | None = None
         """A training pass between its forward and its backward, while one without gradients comes in between."""
+        self._num_together = 1
         self.version = 0
         """Counts when the next uses of blocks changed that are not of the layer that something was said of."""
 
@@ -164,11 +165,11 @@ class ExpertSchedule:
         self.foresee(is_training=is_training)
         assert self._pass is not None
         self._pass.has_begun = True
+        self._pass.num_together = self._num_together if is_training else 1
 
     def expect_together(self, num_micro_batches: int) -> None:
-        """In the pass that has begun so many micro-batches pass each layer one after the other."""
-        if self._pass is not None:
-            self._pass.num_together = num_micro_batches
+        """In training passes that begin from here on so many micro-batches pass each layer one after the other."""
+        self._num_together = num_micro_batches
 
     def end(self) -> None:
         """The pass is complete: later ones of its kind are expected to be like it."""

@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.compat.torch_private import is_in_backward
+from hf_lohan.experts.expert_loader import ExpertLoader
+from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.weights import BlockLoader, Slot, SlotRing
+from hf_lohan.weights import Slot, SlotRing
 
 ComputeExpert: TypeAlias = Callable[[nn.Module, Tensor, Mapping[str, Tensor]], Tensor]
 """(module of experts, rows [n, hidden] of one expert, its weights by their names in the module, each [1, ...]) to what
@@ -43,7 +46,7 @@ class ExpertParts:
     """What all modules of experts have in common."""
 
     ring: SlotRing
-    loader: BlockLoader
+    loader: ExpertLoader
     compute: ComputeExpert
     forward_pass: Callable[[], ForwardUnderWay]
 
@@ -51,10 +54,12 @@ class ExpertParts:
 class StreamedExperts:
     """A module's experts, each of which comes to a slot when rows are there for it."""
 
-    def __init__(self, module: nn.Module, blocks: Sequence[Block], parts: ExpertParts) -> None:
-        """``blocks``: of each expert, by its number."""
+    def __init__(self, layer: int, module: nn.Module, blocks: Sequence[Block], parts: ExpertParts) -> None:
+        """``layer``: its number among those with experts; ``blocks``: of each expert, by its number."""
+        self._layer = layer
         self._module = weakref.ref(module)
         self._blocks = list(blocks)
+        self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
         """Has autograd record the operation also where neither rows nor routing need a gradient."""
@@ -70,23 +75,28 @@ class StreamedExperts:
     def forward(self, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
         """See `run_experts`."""
         routed = _Routed(top_k_index, len(self._blocks))
-        outputs = [
-            self._with_weights(expert, of_expert)
-            for expert, of_expert in zip(routed.experts, routed.split(rows[routed.token]), strict=True)
-        ]
+        call = Call.AGAIN if is_in_backward() else Call.FORWARD
+        of_each = dict(zip(routed.experts, routed.split(rows[routed.token]), strict=True))
+        outputs: dict[int, Tensor] = {}
+        for expert, slot in self._as_they_come(routed.experts, top_k_index.numel(), call):
+            outputs[expert] = self._compute(of_each[expert], _weights_in(slot, self._blocks[expert]))
         if not outputs:
             return torch.zeros_like(rows)
-        weighted = torch.cat(outputs) * top_k_weights.reshape(-1)[routed.order].unsqueeze(-1)
+        in_order = torch.cat([outputs[expert] for expert in routed.experts])
+        weighted = in_order * top_k_weights.reshape(-1)[routed.order].unsqueeze(-1)
         in_place = weighted[routed.place]
         return in_place.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(rows.dtype)
 
-    def _with_weights(self, expert: int, rows: Tensor) -> Tensor:
-        block = self._blocks[expert]
-        slot = self._parts.loader.acquire(block)
-        try:
-            return self._compute(rows, _weights_in(slot, block))
-        finally:
-            self._parts.ring.unpin(block)
+    def _as_they_come(self, experts: Sequence[int], num_rows: int, call: Call) -> Iterator[tuple[int, Slot]]:
+        """Each of ``experts``, in its slot while the caller computes with it: first those that are here, then in the
+        order given, as far as that is the order in which they come."""
+        self._parts.loader.route(self._layer, experts, num_rows=num_rows, call=call)
+        for _ in experts:
+            block, slot = self._parts.loader.acquire_any()
+            try:
+                yield self._number[block], slot
+            finally:
+                self._parts.ring.unpin(block)
 
     def _compute(self, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
         module = self._module()
@@ -104,7 +114,7 @@ class StreamedExperts:
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
         """Gradients of ``rows`` and of ``top_k_weights``, as far as they are needed; those of the weights go to the
-        forward pass, of one expert after the other, descending: the last of the forward are still in their slots.
+        forward pass, of one expert after the other as they come, first those that the forward left in their slots.
 
         An expert without rows has a gradient of zeros, as part of a tensor that has one: it takes that step.
         """
@@ -124,11 +134,11 @@ class StreamedExperts:
         )
         waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
         made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
-        for expert in reversed(range(len(self._blocks))):
-            if expert in waiting:
-                made[expert] = self._backward_of(expert, forward_number, waiting.pop(expert), needs)
-            else:
-                self._send_zeros(expert, forward_number)
+        descending = routed.experts[::-1]
+        for expert, slot in self._as_they_come(descending, top_k_index.numel(), Call.BACKWARD):
+            made[expert] = self._backward_of(expert, slot, forward_number, waiting.pop(expert), needs)
+        for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
+            self._send_zeros(expert, forward_number)
         in_order = [made[expert] for expert in routed.experts]
         of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in in_order]) if needs[0] else None
         of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in in_order])
@@ -137,6 +147,7 @@ class StreamedExperts:
     def _backward_of(
         self,
         expert: int,
+        slot: Slot,
         forward_number: int,
         given: tuple[Tensor, Tensor, Tensor],
         needs: Sequence[bool],
@@ -144,25 +155,21 @@ class StreamedExperts:
         """``given``: the expert's rows, their routing weights, and the gradient of what they become."""
         rows, weights, gradient = given
         block = self._blocks[expert]
-        slot = self._parts.loader.acquire(block)
-        try:
-            with torch.enable_grad():
-                leaves = [
-                    rows.detach().requires_grad_(needs[0]),
-                    weights.detach().requires_grad_(needs[1]),
-                ]
-                own = {name: weight.detach() for name, weight in _weights_in(slot, block).items()}
-                for part in _trained(block):
-                    own[_name_in_module(part)].requires_grad_()
-                made = self._compute(leaves[0], own) * leaves[1].unsqueeze(-1)
-                wanted = [leaf for leaf in (*leaves, *own.values()) if leaf.requires_grad]
-                found = dict(zip(map(id, wanted), torch.autograd.grad(made, wanted, gradient), strict=True))
+        with torch.enable_grad():
+            leaves = [
+                rows.detach().requires_grad_(needs[0]),
+                weights.detach().requires_grad_(needs[1]),
+            ]
+            own = {name: weight.detach() for name, weight in _weights_in(slot, block).items()}
             for part in _trained(block):
-                of_part = found[id(own[_name_in_module(part)])]
-                self._parts.forward_pass().take_part(forward_number, part, of_part)
-            return found.get(id(leaves[0])), found.get(id(leaves[1]))
-        finally:
-            self._parts.ring.unpin(block)
+                own[_name_in_module(part)].requires_grad_()
+            made = self._compute(leaves[0], own) * leaves[1].unsqueeze(-1)
+            wanted = [leaf for leaf in (*leaves, *own.values()) if leaf.requires_grad]
+            found = dict(zip(map(id, wanted), torch.autograd.grad(made, wanted, gradient), strict=True))
+        for part in _trained(block):
+            of_part = found[id(own[_name_in_module(part)])]
+            self._parts.forward_pass().take_part(forward_number, part, of_part)
+        return found.get(id(leaves[0])), found.get(id(leaves[1]))
 
     def _send_zeros(self, expert: int, forward_number: int) -> None:
         for part in _trained(self._blocks[expert]):

@@ -143,6 +143,8 @@ class PoolPlan:
     spilled_blocks: tuple[str, ...]
     slot_bytes: dict[SizeClass, int]
     num_slots: dict[SizeClass, int]
+    num_expert_staging_buffers: int = 0
+    """For weights of experts that are blocks of their own."""
     whole_bytes: int = 0
     whole_device_bytes: int = 0
     """What optimizers that need parameters whole take beside the buffers, and beside the slots."""
@@ -153,7 +155,7 @@ class PoolPlan:
 
     @property
     def cpu_pool_bytes(self) -> int:
-        num_device_side = self.num_staging_buffers + self.num_gradient_buffers
+        num_device_side = self.num_staging_buffers + self.num_expert_staging_buffers + self.num_gradient_buffers
         num_buffers = num_device_side + self.num_state_buffers + self.num_recall_buffers
         return num_buffers * self.buffer_bytes + self.whole_bytes
 
@@ -178,13 +180,15 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
     more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
+    num_of_experts = MIN_STAGING_BUFFERS if num_staging > MIN_STAGING_BUFFERS else 0
     per_buffer = 2 if request.halves_gradients else 1
     num_places = per_buffer * (num_arrival + spare - more_staging)
     held, spilled, num_held = _choose_held(request, chunk_numel, num_places - num_arrival)
     is_recalled = spilled or (held and request.halves_gradients)
     return PoolPlan(
         chunk_numel=chunk_numel,
-        num_staging_buffers=num_staging + more_staging,
+        num_staging_buffers=num_staging - num_of_experts + more_staging,
+        num_expert_staging_buffers=num_of_experts,
         num_state_buffers=num_state,
         # Never fewer than arriving gradients need that are sums after all, and come in float32.
         num_gradient_buffers=max(num_arrival, -(-(num_arrival + num_held) // per_buffer)),
@@ -298,8 +302,9 @@ def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
 
 def _least_buffers(request: PoolRequest, chunk_numel: int) -> tuple[int, int, int, int]:
     """For staging, states, arriving gradients and recalled ones."""
+    num_lanes = 1 + any(block.size_class is SizeClass.EXPERT for block in request.blocks)
     return (
-        MIN_STAGING_BUFFERS if request.stages_params else 0,
+        num_lanes * MIN_STAGING_BUFFERS if request.stages_params else 0,
         NUM_PIPELINE_STAGES * request.num_state_buffers_per_chunk,
         _num_arrival_buffers(request, chunk_numel),
         NUM_RECALL_BUFFERS if request.hold_gradients else 0,

@@ -8,7 +8,7 @@ become new.
 """
 
 from hf_lohan.weights.absent_parameter import gathered_parameters
-from hf_lohan.weights.block_loader import BlockLoader
+from hf_lohan.weights.block_loader import BlockLoader, Loads
 from hf_lohan.weights.blocks_in_use import BlocksInUse
 from hf_lohan.weights.box_parts import BoxParts
 from hf_lohan.weights.kept_parts import KeptInRam, KeptOnSsd, KeptParts
@@ -29,6 +29,7 @@ __all__ = [
     "KeptOnSsd",
     "KeptParts",
     "LoadSchedule",
+    "Loads",
     "LocalWeights",
     "LockstepPrefetcher",
     "Prefetcher",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.weights.block_loader import BlockLoader
+from hf_lohan.weights.block_loader import Loads
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
@@ -14,7 +14,7 @@ class BlocksInUse:
     """Forward says when it is done with a block. Backward does not: there a block is done with when the next one of
     its size class is asked for, since autograd runs one node after another."""
 
-    def __init__(self, ring: SlotRing, prefetcher: BlockLoader) -> None:
+    def __init__(self, ring: SlotRing, prefetcher: Loads) -> None:
         self._ring = ring
         self._prefetcher = prefetcher
         self._blocks: dict[SizeClass, list[Block]] = {size_class: [] for size_class in SizeClass}

@@ -145,9 +145,9 @@ def test_two_slots_and_a_slow_store_end_every_step(num_slots: int, num_steps: in
 
     def steps() -> None:
         for _ in range(num_steps):
-            lane.loader.begin_pass(is_training=True)
             together = rng.choice([1, 2])
-            lane.loader.expect_together(together)
+            with lane.loader.together(together):
+                lane.loader.begin_pass(is_training=True)
             routing = [[rng.sample(range(6), rng.randint(1, 6)) for _ in range(together)] for _ in range(3)]
             for layer, calls in enumerate(routing):
                 lane.loader.hint(min(layer + 1, 2), rng.sample(range(6), 3))

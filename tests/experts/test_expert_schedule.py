@@ -138,8 +138,8 @@ def test_of_hints_one_at_a_time_is_under_way() -> None:
 
 def test_micro_batches_together_keep_what_others_of_them_may_need() -> None:
     lane = Lane(num_layers=2, num_experts=4, num_slots=4)
-    lane.begin(is_training=True)
     lane.schedule.expect_together(2)
+    lane.begin(is_training=True)
     lane.call(0, None)
     assert lane.loads == ["0.0", "0.1", "0.2", "0.3"], "nothing of the next layer: the other micro-batch needs these"
     lane.call(0, None)
@@ -155,8 +155,8 @@ def test_micro_batches_together_keep_what_others_of_them_may_need() -> None:
 
 def test_the_backward_of_micro_batches_needs_each_as_often_as_it_was_routed() -> None:
     lane = Lane(num_layers=1, num_experts=4, num_slots=2)
-    lane.begin(is_training=True)
     lane.schedule.expect_together(2)
+    lane.begin(is_training=True)
     lane.call(0, [0, 1])
     lane.call(0, [2, 3])
     lane.call(0, [2, 3], Call.AGAIN)  # made again for its backward: does not count as that
@@ -230,8 +230,8 @@ def test_no_routing_leaves_a_call_without_a_slot(num_slots: int, seed: int) -> N
     lane = Lane(num_layers=4, num_experts=6, num_slots=num_slots)
     for _ in range(60):
         is_training, together = rng.random() < 0.7, rng.choice([1, 1, 2, 3])
-        lane.begin(is_training=is_training)
         lane.schedule.expect_together(together)
+        lane.begin(is_training=is_training)
         routing: list[tuple[int, list[list[int]]]] = []
         for layer in range(4):
             if rng.random() < 0.1:
