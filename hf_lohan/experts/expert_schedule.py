@@ -6,7 +6,9 @@ visit needs is known in three ways, best first.
 * *It was routed.* The forward's experts are told as soon as their router has spoken. The backward has the forward's
   routing, all of it before it begins.
 * *All of them.* Where an expert gets `ALL_ROWS` rows on average, none is left out, and nobody waits for the router.
-* *Hints*: the experts that the passes before used most, or what somebody says who has looked ahead.
+* *Hints*: the experts that the passes before used most, or what somebody says who has looked ahead. Behind a pass
+  without gradients another one is expected, as where a model generates: its first experts come while the last layers
+  and the head compute.
 
 Loads follow in the order of visits. A slot is given up whose block is needed in the last of them. Nothing here looks at
 more blocks than those of one layer at a time, whatever the model has.
@@ -20,6 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from hf_lohan.experts.frequencies import Frequencies
 from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER
 
@@ -28,10 +31,6 @@ ALL_ROWS = 8
 
 Container: TypeAlias = "dict[int, None] | range"
 """Numbers of experts, in an order, that are quickly looked up."""
-
-_DECAY = 0.9
-"""What a use counts for one pass later, in frequencies."""
-_MAX_WEIGHT = 1e12
 
 
 class Call(enum.Enum):
@@ -53,44 +52,11 @@ class Load(NamedTuple):
     """Whether it is needed, and no hint."""
 
 
-class _Frequencies:
-    """How often passes of one kind used each expert of one layer, the last passes counting most."""
-
-    def __init__(self) -> None:
-        self._counts: dict[int, float] = {}
-        self._weight = 1.0
-        self._last: set[int] = set()
-        self._most_used: dict[int, None] | None = None
-
-    def note(self, experts: Iterable[int], *, begins_pass: bool) -> None:
-        """A pass used these; more may follow of the same."""
-        if begins_pass:
-            self._weight /= _DECAY
-            if self._weight > _MAX_WEIGHT:
-                self._counts = {expert: count / self._weight for expert, count in self._counts.items()}
-                self._weight = 1.0
-            self._last = set()
-        for expert in experts:
-            if expert not in self._last:
-                self._last.add(expert)
-                self._counts[expert] = self._counts.get(expert, 0.0) + self._weight
-        self._most_used = None
-
-    @property
-    def most_used(self) -> dict[int, None]:
-        """As many as the last pass used, the most used first."""
-        if self._most_used is None:
-            counts = self._counts
-            most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
-            self._most_used = dict.fromkeys(most)
-        return self._most_used
-
-
 @dataclass
 class _Habits:
     """What passes of one kind have done so far."""
 
-    frequencies: list[_Frequencies]
+    frequencies: list[Frequencies]
     use_all: bool = False
 
 
@@ -140,7 +106,7 @@ class ExpertSchedule:
         self._at = {
             block: (layer, expert) for layer, experts in enumerate(self._layers) for expert, block in enumerate(experts)
         }
-        self._habits = {kind: _Habits([_Frequencies() for _ in self._layers]) for kind in (True, False)}
+        self._habits = {kind: _Habits([Frequencies() for _ in self._layers]) for kind in (True, False)}
         self._pass: _Pass | None = None
         self._waiting: _Pass | None = None
         """A training pass between its forward and its backward, while one without gradients comes in between."""
@@ -178,6 +144,8 @@ class ExpertSchedule:
             ended.habits.use_all = ended.use_all
         self.look_anew()  # others had the slots
         self.version += 1
+        if ended is not None and not ended.is_training and self._pass is None:
+            self.foresee(is_training=False)
 
     def cancel(self) -> None:
         """Nothing is needed any more."""
@@ -234,7 +202,7 @@ class ExpertSchedule:
         """The call under way computes with it, and does not need it again."""
         now = self._pass
         layer, expert = self._at[block]
-        if now is None or layer != self._layer_at(now.visit):
+        if now is None or layer != self._layer_at(now, now.visit):
             return
         now.left.pop(expert, None)
         counts = now.routed.get(layer, {})
@@ -249,7 +217,7 @@ class ExpertSchedule:
     def lose(self, block: Block) -> None:
         """The block had to make room: if a visit of this pass needs it, it is loaded again."""
         visit, now = self.next_use(block) // 2, self._pass
-        if now is None or visit >= self._num_visits(now):
+        if now is None or visit >= 2 * len(self._layers):
             return
         scan, expert = now.scans.get(visit), self._at[block][1]
         if scan is not None and visit == now.visit and expert in now.left:
@@ -280,14 +248,14 @@ class ExpertSchedule:
         """What the call under way has not used yet."""
         if self._pass is None:
             return []
-        blocks = self._layers[self._layer_at(self._pass.visit)]
+        blocks = self._layers[self._layer_at(self._pass, self._pass.visit)]
         return [blocks[expert] for expert in self._pass.left]
 
     def is_left(self, block: Block) -> bool:
         """Whether the call under way will use it."""
         layer, expert = self._at[block]
         now = self._pass
-        return now is not None and layer == self._layer_at(now.visit) and expert in now.left
+        return now is not None and layer == self._layer_at(now, now.visit) and expert in now.left
 
     def experts_of(self, layer: int) -> tuple[Block, ...]:
         """By number."""
@@ -308,8 +276,8 @@ class ExpertSchedule:
         return 2 * (self._num_visits(now) + layer) if expert in self._by_habit(now, layer) else NEVER
 
     def next_load(self, is_here: Callable[[Block], bool]) -> Load | None:
-        """The first block that a visit needs and that is not here; None if all are. What comes only in the next pass
-        is not loaded before that is foreseen: its weights are not made yet."""
+        """The first block that a visit needs and that is not here; None if all are. Behind a training pass nothing is
+        loaded before the next one is foreseen: its weights are not made yet."""
         now = self._pass
         if now is None:
             return None
@@ -318,18 +286,18 @@ class ExpertSchedule:
             while now.again and now.again[0] < now.visit:
                 heapq.heappop(now.again)
             visit = min([now.ahead, *now.again[:1]])
-            if visit >= self._num_visits(now):
+            if visit >= 2 * len(self._layers):
                 return None
             block = self._first_missing(now, visit, is_here)
             if block is not None:
-                return Load(self.next_use(block), block, now.use_all or self._layer_at(visit) in now.routed)
+                return Load(self.next_use(block), block, now.use_all or self._is_routed(now, visit))
             if visit < now.ahead:
                 heapq.heappop(now.again)
             else:
                 now.ahead += 1
 
     def _first_missing(self, now: _Pass, visit: int, is_here: Callable[[Block], bool]) -> Block | None:
-        blocks = self._layers[self._layer_at(visit)]
+        blocks = self._layers[self._layer_at(now, visit)]
         scan = now.scans.get(visit)
         if scan is None:
             scan = now.scans[visit] = self._scan(now, visit)
@@ -345,23 +313,27 @@ class ExpertSchedule:
 
     def _scan(self, now: _Pass, visit: int) -> _Scan:
         """The experts of a visit as they are to be loaded: backwards from the last, which the forward used last."""
-        layer = self._layer_at(visit)
+        layer = self._layer_at(now, visit)
         left = now.left if visit == now.visit and now.call is not None else {}
         if visit < len(self._layers):
             rest: Iterable[int] = self._expected(now, layer)
-        else:
+        elif now.is_training:
             rest = sorted(now.routed[layer] if layer in now.routed else self._expected(now, layer), reverse=True)
+        else:
+            rest = self._by_habit(now, layer)
         return _Scan([*left, *(expert for expert in rest if expert not in left)], num_left=len(left))
 
     def _is_needed(self, now: _Pass, visit: int, expert: int) -> bool:
         """By a visit that is not over."""
-        layer = self._layer_at(visit)
+        layer = self._layer_at(now, visit)
         is_under_way = visit == now.visit and now.call is not None
         if is_under_way and expert in now.left:
             return True
         if visit < len(self._layers):
             # Micro-batches that come later to this layer need what they need, which nobody knows.
             return (not is_under_way or now.num_calls < now.num_together) and expert in self._expected(now, layer)
+        if not now.is_training:
+            return expert in self._by_habit(now, layer)
         if layer in now.routed:
             return expert in now.routed[layer]
         return now.visit < len(self._layers) and expert in self._expected(now, layer)
@@ -374,8 +346,14 @@ class ExpertSchedule:
     def _by_habit(self, now: _Pass, layer: int) -> Container:
         return range(len(self._layers[layer])) if now.use_all else now.habits.frequencies[layer].most_used
 
-    def _layer_at(self, visit: int) -> int:
-        return visit if visit < len(self._layers) else self._backward_visit(visit)
+    def _is_routed(self, now: _Pass, visit: int) -> bool:
+        is_of_pass = now.is_training or visit < len(self._layers)
+        return is_of_pass and self._layer_at(now, visit) in now.routed
+
+    def _layer_at(self, now: _Pass, visit: int) -> int:
+        if visit < len(self._layers):
+            return visit
+        return self._backward_visit(visit) if now.is_training else visit - len(self._layers)
 
     def _backward_visit(self, layer: int) -> int:
         """Of a layer; and of that, the layer."""

@@ -13,6 +13,7 @@ from lane_without_threads import Lane
 
 import hf_lohan.experts.expert_schedule as schedule_module
 import hf_lohan.experts.farthest_use as slots_module
+import hf_lohan.experts.frequencies as frequencies_module
 import hf_lohan.experts.next_expert as next_module
 from hf_lohan.experts.expert_schedule import Call
 
@@ -183,6 +184,25 @@ def test_a_pass_without_gradients_in_between_leaves_the_backward_as_it_was() -> 
     assert lane.used[-4:-2] == ["1.3", "1.2"] or lane.used[-4:-2] == ["1.2", "1.3"]
 
 
+def test_while_a_model_generates_the_next_token_is_foreseen_before_this_ones_pass_ends() -> None:
+    lane = Lane(num_layers=3, num_experts=8, num_slots=5)
+    for _ in range(2):
+        lane.begin(is_training=False)
+        for layer in range(2):
+            lane.call(layer, [0, 1])
+        lane.loads.clear()
+        lane.call(2, [4, 5])  # what made room for these comes back behind them
+        after = list(lane.loads)
+        lane.schedule.end()
+    assert after[-1][0] in "01", "of the next token's first layers"
+    lane.loads.clear()
+    lane.load_all()
+    assert lane.loads == []
+    lane.begin(is_training=False)
+    lane.call(0, [0, 1])
+    assert lane.next.figures.wrong_bytes == 0
+
+
 def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
     lane = Lane(num_layers=3, num_experts=2, num_slots=2)
     for _ in range(2):
@@ -263,11 +283,11 @@ def test_no_routing_leaves_a_call_without_a_slot(num_slots: int, seed: int) -> N
 
 
 class Lines:
-    """Counts lines of the three modules that run while it is entered."""
+    """Counts lines of these modules that run while it is entered."""
 
     def __init__(self) -> None:
         self.num = 0
-        self._files = {module.__file__ for module in (schedule_module, slots_module, next_module)}
+        self._files = {module.__file__ for module in (schedule_module, slots_module, next_module, frequencies_module)}
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> Any:
         if frame.f_code.co_filename not in self._files:
