@@ -23,7 +23,7 @@ def _nothing(hidden: Tensor) -> Tensor:
     return torch.zeros_like(hidden)
 
 
-@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+@pytest.mark.parametrize("max_norm", [pytest.param(0.0, marks=pytest.mark.slow), 0.5])
 def test_more_layers_may_be_incomplete_than_there_are_buffers(build_engine: EngineFactory, max_norm: float) -> None:
     stock, model = (without_mlps(tiny_model("llama", num_layers=24).train()) for _ in range(2))
     engine = build_engine(model, hold_gradients=max_norm > 0, cpu_memory="3MiB")

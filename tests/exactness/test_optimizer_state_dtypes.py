@@ -156,7 +156,7 @@ def test_going_on_from_the_last_step(dtype: str, clip: str, whole_runs: dict[str
     assert_same(run(tmp_path, dtype, resume=resume), whole_runs[dtype])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [pytest.param("bfloat16", marks=pytest.mark.slow), "int8"])
 def test_going_on_from_a_checkpoint_elsewhere(dtype: str, whole_runs: dict[str, Any], tmp_path: Path) -> None:
     """Other budgets, and two drives."""
     settings = {"save_strategy": "steps", "save_steps": 4}
@@ -201,7 +201,9 @@ def frozen_and_tied(family: str) -> Any:
     return model
 
 
-@pytest.mark.parametrize(("dtype", "family"), [("bfloat16", "opt"), ("int8", "mixtral")])
+@pytest.mark.parametrize(
+    ("dtype", "family"), [pytest.param("bfloat16", "opt", marks=pytest.mark.slow), ("int8", "mixtral")]
+)
 def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, family: str, tmp_path: Path) -> None:
     def trained(folder: str, resume: Any = None, *callbacks: TrainerCallback) -> Any:
         trainer = a_trainer(tmp_path / folder, dtype, *callbacks, model=frozen_and_tied(family), max_steps=4)

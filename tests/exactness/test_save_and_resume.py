@@ -61,7 +61,7 @@ def test_resume_goes_on_to_the_bit(family: str, tmp_path: Path) -> None:
     assert_same(resumed_weights, weights)
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_resume_elsewhere_with_other_budgets(bf16: bool, tmp_path: Path) -> None:
     """Another output folder, twice the paths, half the RAM: the numbers do not know."""
     whole = make("llama", tmp_path / "a", bf16=bf16, offload={"cpu_memory": "16MiB", "gpu_memory": "4MiB"})
