@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_lohan.config import interval_s
+from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import StepCounts
@@ -38,6 +39,10 @@ class CommitInterval:
     seconds: float = math.inf
     """Nor is there more time between two commits."""
 
+    def is_over(self, num_steps: int, seconds: float) -> bool:
+        """Whether a step is to be committed that ends so much after the last commit."""
+        return 0 < self.num_steps <= num_steps or seconds >= self.seconds
+
     @classmethod
     def asked_for(cls, setting: int | str) -> CommitInterval:
         """What `commit_every` says; where that is "auto", each step until there is a plan."""
@@ -63,18 +68,19 @@ class StepCommits:
         when_written: Callable[[Callable[[], None]], None],
         when_reached: Callable[[Callable[[], None]], None],
         interval: CommitInterval,
-        agree: Callable[[str, bool], bool] = lambda _what, wish: wish,
+        agreement: StepAgreement | None = None,
     ) -> None:
         """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
         `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`. `agree` makes of each rank's wish one of all."""
+        where somebody asks for it, whatever the `interval`. `agreement`: where several ranks commit together."""
         self._store = store
-        self._agree = agree
+        self._agreement = agreement
         self._step_counts = step_counts
         self._timeline = timeline
         self._when_written = when_written
         self._when_reached = when_reached
         self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
+        self._first_is_due = self._interval.num_steps == 1
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
         self._steps_since = 0
@@ -117,13 +123,19 @@ class StepCommits:
             self._interval = interval
 
     def begin_step(self) -> None:
-        """A step's first forward begins: decide whether it will be committed."""
+        """A step's first forward begins: decide whether it will be committed. Ranks have agreed on that when the step
+        before ended, and each says here what it wants of the next one."""
         now_s = time.monotonic()
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
-        is_enough = 0 < self._interval.num_steps <= self._steps_since + 1
-        is_late = now_s + step_s - self._asked_s >= self._interval.seconds
-        self.is_due = self._agree("whether this step is committed", is_enough or is_late)
+        since_s = now_s - self._asked_s
+        if self._agreement is None:
+            self.is_due = self._interval.is_over(self._steps_since + 1, since_s + step_s)
+        else:
+            agreed = self._agreement.commits_next
+            self.is_due = self._first_is_due if agreed is None else agreed
+            num_before, before_s = (0, 0.0) if self.is_due else (self._steps_since + 1, since_s + step_s)
+            self._agreement.wish_commit(self._interval.is_over(num_before + 1, before_s + step_s))
         keeps_new = not self.is_due
         self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
 

@@ -27,7 +27,7 @@ from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planning import OffloadLayout, StepShape
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, StepAgreement
 from hf_lohan.store import Commit
 from hf_lohan.timeline import COMPUTE_WAITS
 from hf_lohan.updates import (
@@ -70,6 +70,9 @@ class OffloadEngine:
         events = events or EngineEvents()
         self._links = tiers.links
         is_alone = self._links.ranks.num_ranks == 1
+        self.agreement = StepAgreement(self._links)
+        """What ranks say and decide of each step."""
+        agreement = None if is_alone else self.agreement
         self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states, self._links)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
@@ -101,7 +104,7 @@ class OffloadEngine:
                 recall=tiers.recall,
                 copies_new_weights=None if is_alone else CpuDevice(self.timeline),
                 means=gradient_means(tiers, chunks),
-                exchange_norms=None if is_alone else partial(self._links.gather, "the norms of a step's gradients"),
+                agreement=agreement,
             )
         )
         layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
@@ -114,7 +117,7 @@ class OffloadEngine:
             when_written=self._pipeline.when_written,
             when_reached=self._pipeline.when_reached,
             interval=CommitInterval.asked_for(config.commit_every),
-            agree=partial(agree, self._links),
+            agreement=agreement,
         )
         self._arrivals = GradientArrivals(
             self.device,

@@ -60,14 +60,12 @@ class TrainsWithRanks(_TrainerBase):
             self._links.fail(error)
             raise
 
-    # Upstream's collectives name no rank, and may not see at once that one is gone: who waits long waits before them.
-
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
-        self._links.barrier("the next batch")
-        return super()._get_num_items_in_batch(*args, **kwargs)
-
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        self._links.barrier("the end of the step")
+        """As upstream, whose collectives name no rank, and may not see at once that one is gone: who waits long waits
+        before them."""
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._links.barrier("what is logged, evaluated and saved")
         super()._maybe_log_save_evaluate(*args, **kwargs)
 
     def _agree_on_resume(self, point: ResumePoint) -> None:

@@ -25,7 +25,7 @@ from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.compat.transformers_private import log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, StepAgreement
 
 logger = logging.getLogger(__name__)
 
@@ -46,13 +46,24 @@ class Termination:
         self.is_requested = False
         """On this rank."""
         self._links = links or Links.alone()
+        self._agreement: StepAgreement | None = None
         self._previous: Any = None
 
-    def is_agreed(self) -> bool:
-        """Whether any rank was asked to end: then all end here. All ranks call this together."""
-        wishes = self._links.gather("whether the run is to end", _END if self.is_requested else b"")
-        self.is_requested = self.is_requested or _END in wishes
-        return self.is_requested
+    def ask_by(self, agreement: StepAgreement) -> None:
+        """All ranks of a run end behind the same step."""
+        self._agreement = agreement
+        if self.is_requested:
+            agreement.wish_to_end()
+
+    def ends_here(self) -> bool:
+        """Whether the run ends though there is more to do: behind the last step one of its ranks had been asked to."""
+        return self._agreement.ends_run if self._agreement is not None else self.is_requested
+
+    def came_at_the_end(self) -> bool:
+        """The last step is over, and no other one tells the other ranks: whether any was asked to end. All call this
+        together."""
+        wishes = self._links.gather("whether the run was to end", _END if self.is_requested else b"")
+        return _END in wishes
 
     def __enter__(self) -> Termination:
         in_main = threading.current_thread() is threading.main_thread()
@@ -75,6 +86,8 @@ class Termination:
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
+        if self._agreement is not None:
+            self._agreement.wish_to_end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.warning("SIGTERM: the run ends when the step in progress is committed; once more ends it at once")
 
@@ -108,6 +121,7 @@ class StepJournal(TrainerCallback):
         self._resumed: Mapping[str, Any] | None = None
         self._loaded: Path | None = None
         engine.commits.leave_to_journal()
+        termination.ask_by(engine.agreement)
 
     def resume(self, point: ResumePoint, checkpoint: str | None) -> None:
         """This run goes on from `point`. `checkpoint` is the folder as upstream found it: its step is committed as one
@@ -159,7 +173,7 @@ class StepJournal(TrainerCallback):
         ends_epoch = control.should_training_stop or control.should_epoch_stop or float(state.epoch).is_integer()
         if is_first_call and ends_epoch:
             return  # there is more to come: this is called again when the epoch has ended
-        is_last, has_saved = self._termination.is_agreed(), self._has_saved
+        is_last, has_saved = self._termination.ends_here(), self._has_saved
         self._has_saved = False
         ends_training = control.should_training_stop or state.global_step >= state.max_steps
         is_wanted = self._engine.commits.is_due or (self._engine.commits.are_kept and ends_training)

@@ -215,7 +215,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 finally:
                     if self._record is not None:
                         self._record.close()
-            if self._termination.is_agreed():  # after the last step, whose commit may be on its way
+            if self._termination.came_at_the_end():  # after the last step, whose commit may be on its way
                 if self.offload_engine is not None:
                     self.offload_engine.close()
                 self._termination.exit()
@@ -280,7 +280,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
     ) -> None:
         super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
-        if self.args.enable_jit_checkpoint and self._termination.is_agreed():
+        if self.args.enable_jit_checkpoint and self._termination.ends_here():
             self._save_once(model, trial)
         if self._record is not None:
             self._record.flush()

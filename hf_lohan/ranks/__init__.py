@@ -18,6 +18,7 @@ from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
 from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
 from hf_lohan.ranks.rendezvous import connect
 from hf_lohan.ranks.shared_region import SharedRegion
+from hf_lohan.ranks.step_agreement import StepAgreement
 from hf_lohan.ranks.step_delta import StepDelta
 from hf_lohan.ranks.topology import ALONE, Ranks
 from hf_lohan.ranks.turns import one_rank_at_a_time
@@ -46,6 +47,7 @@ __all__ = [
     "Ranks",
     "RanksDisagreeError",
     "SharedRegion",
+    "StepAgreement",
     "StepDelta",
     "connect",
     "newest_of_all",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -35,7 +36,7 @@ class Exchanges:
 
     def gather(self, tag: str, payload: bytes, sequence: str) -> list[bytes]:
         links = self._links
-        rank, others = links.ranks.rank, links.ranks.others
+        others = links.ranks.others
         links.raise_if_failed(f"waited for {tag}")
         with links.lock:
             number = self._num_done[sequence]
@@ -46,19 +47,28 @@ class Exchanges:
         links.send_all(Kind.GATHER, number, payload=packed)
 
         def is_complete() -> bool:
-            for other, (others_tag, _) in came.items():
-                if others_tag != tag:
-                    raise RanksDisagreeError(
-                        f"rank {rank} is at {tag!r} where rank {other} is at {others_tag!r} (number {number} of "
-                        f"{sequence!r}); all ranks have to do the same in the same order: look for a step, a "
-                        "callback or a save that only some of them run"
-                    )
+            self._refuse_others(came, tag, sequence, number)
             return len(came) == len(others)
 
         links.wait_for(is_complete, tag, peers=lambda: [other for other in others if other not in came])
         with links.lock:
             del self._gathered[sequence, number]
-        return [payload if other == rank else came[other][1] for other in range(links.ranks.num_ranks)]
+        return [payload if other == links.ranks.rank else came[other][1] for other in range(links.ranks.num_ranks)]
+
+    def refuse_others(self, tag: str, sequence: str = "main") -> None:
+        """For who waits in another way and then calls `gather`, with the lock held. Raises RanksDisagreeError where a
+        rank is at something else."""
+        number = self._num_done[sequence]
+        self._refuse_others(self._gathered.get((sequence, number), {}), tag, sequence, number)
+
+    def _refuse_others(self, came: Mapping[int, tuple[str, bytes]], tag: str, sequence: str, number: int) -> None:
+        for other, (others_tag, _) in came.items():
+            if others_tag != tag:
+                raise RanksDisagreeError(
+                    f"rank {self._links.ranks.rank} is at {tag!r} where rank {other} is at {others_tag!r} (number "
+                    f"{number} of {sequence!r}); all ranks have to do the same in the same order: look for a step, a "
+                    "callback or a save that only some of them run"
+                )
 
     def share(self, tensor: Tensor, owner: int, tag: str, sequence: str) -> None:
         links = self._links

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 import torch
@@ -152,36 +152,33 @@ class GradientExchange:
         self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
 
     def end_backward(self) -> int:
-        """Tell who sums that of the chunks that were not published there is no gradient here. Returns the step, for
-        `wait_until_complete`; what is published from here on is the next step's."""
+        """Tell who sums that of the chunks that were not published there is no gradient here. Does not wait, so others
+        have their buffers back soon. Returns the step, for `wait_until_complete`; what is published from here on is the
+        next step's."""
         with self._links.lock:
             without = self._owners.keys() - self._given
-        self.publish_none(without)
-        return self._next_step()
-
-    def publish_none(self, keys: Collection[int]) -> None:
-        """Tell who sums these chunks that there is no gradient of them here in this backward. `end_backward` does so
-        for all that are left; sooner, the others' buffers come back sooner."""
-        with self._links.lock:
-            step = self._step
-            self._given.update(keys)
-        for collector in {self._collectors[key] for key in keys}:
-            its = sorted(key for key in keys if self._collectors[key] == collector)
+        step = self._next_step()
+        for collector in {self._collectors[key] for key in without}:
+            its = sorted(key for key in without if self._collectors[key] == collector)
             if collector != self.ranks.rank:
                 payload = torch.tensor(its, dtype=torch.int64).numpy().tobytes()
                 self._links.send(collector, Kind.NO_GRADIENT, step, payload=payload)
                 continue
             for key in its:
                 self._take(step, key, GradientPart(collector, None, 0))
+        return step
 
-    def wait_until_complete(self, step: int) -> bool:
-        """Wait until `completed` has been called for all of a step that this rank owns. False if the step was
-        abandoned. Raises RankFailedError or RankTimeoutError."""
+    def wait_until_complete(self, step: int, *, before: str = "") -> bool:
+        """Wait until `completed` has been called for all of a step that this rank owns; `before`: see
+        `Links.wait_for`, and what it raises. False if the step was abandoned."""
 
         def is_over() -> bool:
             return step in self._abandoned_steps or self._complete[step] == self._own
 
-        self._links.wait_for(is_over, f"the gradients of backward {step}", peers=lambda: self._missing(step))
+        def missing() -> set[int]:
+            return self._missing(step)
+
+        self._links.wait_for(is_over, f"the gradients of backward {step}", peers=missing, before=before)
         with self._links.lock:
             for ended in [ended for ended in self._complete if ended <= step]:
                 del self._complete[ended]

@@ -20,11 +20,12 @@ from torch import Tensor
 from hf_lohan.ranks.connection import SLICE_S, Connection, ConnectionBrokenError, CutOffError, Socket
 from hf_lohan.ranks.errors import RankFailedError, RankTimeoutError
 from hf_lohan.ranks.exchanges import Exchanges
+from hf_lohan.ranks.first_failure import Failure, FirstRankFailure
 from hf_lohan.ranks.handlers import Handler, Handlers
 from hf_lohan.ranks.messages import DamagedHeadError, Head, Kind, Lane, PayloadReader, bytes_of
-from hf_lohan.ranks.peer import Failure, Peer
+from hf_lohan.ranks.peer import Peer
 from hf_lohan.ranks.topology import ALONE, Ranks
-from hf_lohan.threads import Owner, raised_anew, start_thread
+from hf_lohan.threads import Owner, start_thread
 
 _VERDICT_S = 0.5
 """The control lane says why a rank is gone. The others give it so much time."""
@@ -51,10 +52,8 @@ class Links:
         self.changed = threading.Condition(self.lock)
         """Notified when something may be true that `wait_for` waits for."""
         self._owner = Owner()
-        self._handlers = Handlers(self.changed, self.lock, lambda: self._failure is not None or self._is_closing)
-        self._failure: Failure | None = None
-        self._told_of_failure: list[Callable[[RankFailedError], object]] = []
-        self._has_told_failure = False
+        self._failure = FirstRankFailure(ranks.rank, self.changed, self.lock)
+        self._handlers = Handlers(self.changed, self.lock, lambda: self._failure.is_known or self._is_closing)
         self._is_closing = False
         self._exchanges = Exchanges(self)
         self._peers = {
@@ -104,8 +103,8 @@ class Links:
         does not wait. To a rank that has left nothing is sent. Raises RankFailedError."""
         self._refuse_in_child()
         there = self._peers[peer]
-        if self._failure is not None:
-            self._raise_failure(f"was about to send {kind.name} to rank {peer}")
+        if self._failure.is_known:
+            self._failure.raise_if_known(f"was about to send {kind.name} to rank {peer}")
         connection = there.connections[lane]
         if not isinstance(payload, Tensor):
             connection.post(kind, numbers, payload or b"")
@@ -114,8 +113,7 @@ class Links:
         began_s = time.monotonic()
 
         def refuse_to_wait() -> None:
-            if self._failure is not None:
-                self._raise_failure(f"sent {kind.name} to rank {peer}")
+            self._failure.raise_if_known(f"sent {kind.name} to rank {peer}")
             if time.monotonic() - max(began_s, there.last_heard_s, connection.last_taken_s) > self.timeout_s:
                 self._raise_silent([there], f"it to take {kind.name}")
 
@@ -124,7 +122,7 @@ class Links:
         except ConnectionBrokenError:
             self._await_verdict(there, lane)
             if not there.has_left:
-                self._raise_failure(f"sent {kind.name} to rank {peer}")
+                self._failure.raise_if_known(f"sent {kind.name} to rank {peer}")
 
     def send_all(
         self, kind: Kind, *numbers: int, payload: Tensor | bytes | None = None, lane: Lane = Lane.CONTROL
@@ -189,15 +187,19 @@ class Links:
         predicate: Callable[[], object],
         what: str,
         peers: Collection[int] | Callable[[], Collection[int]] | None = None,
+        *,
+        before: str = "",
     ) -> None:
         """Wait until `predicate`, which is called with `lock` held. `what` completes "rank 0 waited for ...". `peers`:
-        those who can still make it true; None for all. Raises RankFailedError or RankTimeoutError."""
+        those who can still make it true; None for all. `before`: the tag of what all ranks do together behind this.
+        Raises RankFailedError or RankTimeoutError, and RanksDisagreeError where one does something else than that."""
         began_s = time.monotonic()
         with self.lock:
             while not predicate():
                 self._refuse_in_child()
-                if self._failure is not None:
-                    self._raise_failure(f"waited for {what}")
+                if before:
+                    self._exchanges.refuse_others(before)
+                self._failure.raise_if_known(f"waited for {what}")
                 if self._is_closing:
                     text = f"rank {self.ranks.rank} closed its connections while it waited for {what}"
                     raise RankFailedError(text, self.ranks.rank)
@@ -216,8 +218,7 @@ class Links:
         """For who waits for these ranks in another way, since `since_s` (`time.monotonic`). Raises RankFailedError or
         RankTimeoutError where that is in vain."""
         with self.lock:
-            if self._failure is not None:
-                self._raise_failure(f"waited for {what}")
+            self._failure.raise_if_known(f"waited for {what}")
             there = [self._peers[rank] for rank in peers]
             now_s = time.monotonic()
             silent = [peer for peer in there if now_s - max(peer.last_heard_s, since_s) > self.timeout_s]
@@ -228,23 +229,18 @@ class Links:
         """Something else failed here that waited for other ranks: raise as `wait_for` does if one of them is the cause,
         by what this rank knows or is told within half a second."""
         with self.lock:
-            self.changed.wait_for(lambda: not self._peers or self._failure is not None, _VERDICT_S)
+            self.changed.wait_for(lambda: not self._peers or self._failure.is_known, _VERDICT_S)
         self.refuse_silence(what, self._peers, since_s=0.0)
         for peer in filter(lambda peer: peer.has_left, self._peers.values()):
             self._raise_left(peer, what)
 
     def raise_if_failed(self, what: str) -> None:
         """Raise RankFailedError, or what failed here, if anything did. `what` completes "while rank 0 ..."."""
-        if self._failure is not None:
-            self._raise_failure(what)
+        self._failure.raise_if_known(what)
 
     def when_failed(self, told: Callable[[RankFailedError], object]) -> None:
         """Have `told` called once, on any thread, when a rank has failed; at once if one has."""
-        with self.lock:
-            self._told_of_failure.append(told)
-            failure = self._failure
-        if failure is not None:
-            told(RankFailedError(failure.text, failure.rank))
+        self._failure.when_known(told)
 
     def allow_silence(self, timeout_s: float) -> None:
         """From now on a rank may be silent for so long while it is waited for."""
@@ -253,7 +249,7 @@ class Links:
 
     def show_life(self) -> None:
         """Let the others, who may wait for this rank, know that it is at work: before what takes long."""
-        if self._failure is None:
+        if not self._failure.is_known:
             self.send_all(Kind.HELLO, self.ranks.rank, self.ranks.num_ranks, os.getpid())
 
     def fail(self, error: BaseException) -> None:
@@ -262,7 +258,7 @@ class Links:
         if not self._owner.is_here:
             return
         origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
-        self._note(Failure(origin, text or f"{type(error).__name__}: {error}", error))
+        self._failure.note(Failure(origin, text or f"{type(error).__name__}: {error}", error))
         self._tell_failure()
 
     def close(self) -> None:
@@ -271,11 +267,10 @@ class Links:
         if not self._owner.is_here or self._is_closing:
             return
         self._is_closing = True
-        if self._failure is not None:
-            self._tell_failure()
+        self._tell_failure()
         connections = [connection for peer in self._peers.values() for connection in peer.connections.values()]
         for connection in connections:
-            if self._failure is None:
+            if not self._failure.is_known:
                 connection.post(Kind.BYE, ())
         until_s = time.monotonic() + _LAST_WORDS_S
         for peer in self._peers.values():
@@ -305,10 +300,10 @@ class Links:
         except CutOffError as error:
             self._lose(peer, lane, f"ended in the middle of a message of lane {lane}, {error}")
         except DamagedHeadError as error:
-            self._note(Failure(peer.rank, f"{peer} sent a message of lane {lane} that cannot be read: {error}"))
+            self._failure.note(Failure(peer.rank, f"{peer} sent a message of lane {lane} that cannot be read: {error}"))
         except BaseException as error:
             if not self._is_closing:
-                self._note(Failure(self.ranks.rank, f"{type(error).__name__}: {error}", error))
+                self._failure.note(Failure(self.ranks.rank, f"{type(error).__name__}: {error}", error))
                 self._tell_failure()
 
     def _handle(self, peer: Peer, connection: Connection, head: Head) -> None:
@@ -318,7 +313,7 @@ class Links:
         elif head.kind == Kind.FAILED:
             assert reader is not None
             (origin, is_its_own), text = head.numbers, reader.bytes().decode()
-            self._note(Failure(origin, f"{peer} failed: {text}" if is_its_own else text))
+            self._failure.note(Failure(origin, f"{peer} failed: {text}" if is_its_own else text))
         else:
             self._handlers.handle(peer.rank, head, reader)
         if reader is not None:
@@ -328,57 +323,38 @@ class Links:
         rank, num_ranks, pid = numbers
         if (rank, num_ranks) != (peer.rank, self.ranks.num_ranks):
             text = f"where {peer} was to answer, rank {rank} of {num_ranks} did; this is one of {self.ranks.num_ranks}"
-            self._note(Failure(peer.rank, text))
+            self._failure.note(Failure(peer.rank, text))
         if reader is not None:
             peer.pid, peer.host = pid, reader.bytes().decode()
 
     def _lose(self, peer: Peer, lane: Lane, how: str) -> None:
         """A connection ended without a farewell. The control lane ends with all others, and knows best why."""
-        if self._is_closing or self._has_told_failure:
+        if self._is_closing or self._failure.was_told:
             return
         if lane is not Lane.CONTROL:
             self._await_verdict(peer, lane)
-        self._note(Failure(peer.rank, f"{peer} {how}"))
+        self._failure.note(Failure(peer.rank, f"{peer} {how}"))
 
     def _await_verdict(self, peer: Peer, lane: Lane) -> None:
         """Give the thread of a connection that is broken time to say why."""
         until_s = time.monotonic() + _VERDICT_S
         with self.lock:
-            while self._failure is None and not peer.has_left and not self._is_closing and time.monotonic() < until_s:
+            while not (self._failure.is_known or peer.has_left or self._is_closing) and time.monotonic() < until_s:
                 self.changed.wait(until_s - time.monotonic())
-        if self._failure is None and not peer.has_left:
-            self._note(Failure(peer.rank, f"{peer} broke off lane {lane}"))
+        if not self._failure.is_known and not peer.has_left:
+            self._failure.note(Failure(peer.rank, f"{peer} broke off lane {lane}"))
 
     # Failures
 
-    def _note(self, failure: Failure) -> None:
-        with self.lock:
-            if self._failure is not None:
-                return
-            self._failure = failure
-            told = list(self._told_of_failure)
-            self.changed.notify_all()
-        for tell in told:
-            tell(RankFailedError(failure.text, failure.rank))
-
     def _tell_failure(self) -> None:
-        with self.lock:
-            if self._has_told_failure or self._failure is None:
-                return
-            self._has_told_failure = True
-        failure = self._failure
+        """If there is one, tell the others, once."""
+        failure = self._failure.to_be_told()
+        if failure is None:
+            return
         is_its_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
         payload = failure.text[:_MAX_TEXT_CHARS].encode()
         for peer in self._peers.values():
             peer.connections[Lane.CONTROL].post(Kind.FAILED, (failure.rank, is_its_own), payload)
-
-    def _raise_failure(self, did: str) -> NoReturn:
-        failure = self._failure
-        assert failure is not None
-        if failure.error is not None:
-            raise raised_anew(failure.error)
-        joint = ";" if " while rank " in failure.text else " while"
-        raise RankFailedError(f"{failure.text}{joint} rank {self.ranks.rank} {did}", failure.rank)
 
     def _raise_left(self, peer: Peer, what: str) -> NoReturn:
         text = f"{peer} had ended its run while rank {self.ranks.rank} waited for {what}"

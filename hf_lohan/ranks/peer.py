@@ -30,14 +30,3 @@ class Peer:
 
     def __str__(self) -> str:
         return f"rank {self.rank} (pid {self.pid}, {self.host})" if self.pid else f"rank {self.rank}"
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first thing that went wrong, here or elsewhere."""
-
-    rank: int
-    """Where it began."""
-    text: str
-    error: BaseException | None = None
-    """If this rank raised it."""

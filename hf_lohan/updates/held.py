@@ -35,7 +35,7 @@ class HeldGradients:
         self._keeps_dtypes = setup.keeps_gradient_dtypes
         self._spilled_blocks = setup.spilled_blocks
         self._recall = setup.recall
-        self._others_read_sums = setup.exchange_norms is not None
+        self._others_read_sums = setup.agreement is not None
         self._gradients = setup.gradients
         self._num_held_chunks = setup.num_held_chunks
         self._shared_ram = setup.shared_ram

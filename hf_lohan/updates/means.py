@@ -35,9 +35,12 @@ class GradientMeans(Protocol):
         """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
         with the mean, if this rank is to have it; else ``unwanted``."""
 
-    def finish(self, *, drops: bool = False) -> None:
-        """No more comes of this step's gradients; ``drops``: nobody wants it. Returns when all means that are this
-        rank's have been given to the worker's thread. On the computing thread. Raises where ranks do not agree."""
+    def finish(self) -> None:
+        """No more comes of this step's gradients. Returns when all means that are this rank's have been given to the
+        worker's thread, or others have dropped the step. On the computing thread."""
+
+    def drop(self) -> None:
+        """Nobody wants the step's means. On the computing thread."""
 
     def end_step(self) -> None:
         """What is given from now on is the next step's."""
@@ -66,8 +69,11 @@ class OwnGradients:
         """It is the mean."""
         apply(gradient)
 
-    def finish(self, *, drops: bool = False) -> None:
+    def finish(self) -> None:
         """Nobody is to be waited for."""
+
+    def drop(self) -> None:
+        """Nobody has anything of them."""
 
     def end_step(self) -> None:
         """Nothing to forget."""

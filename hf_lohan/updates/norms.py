@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_lohan.model import ChunkPiece, ParamSlice
-
-Exchange = Callable[[bytes], Sequence[bytes]]
-"""Gives a rank's bytes to all others; returns those of all ranks, in their order."""
 
 _PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64)])
 
@@ -30,11 +27,10 @@ class GradientNorms:
     in one copy.
     """
 
-    def __init__(self, slices: Iterable[ParamSlice], exchange: Exchange | None = None) -> None:
-        """``slices``: in the model's order. With an ``exchange`` each of several ranks measures what it has of the
-        gradients, summed over all ranks; all come to know all norms, and the same ones."""
+    def __init__(self, slices: Iterable[ParamSlice]) -> None:
+        """``slices``: in the model's order. Each of several ranks measures its part of the gradients, summed over all
+        ranks, and takes what others have `measured`: so all know all norms, and the same ones."""
         self._order = list(slices)
-        self._exchange = exchange
         self._first: dict[ParamSlice, Tensor] = {}
         self._summed: dict[ParamSlice, dict[int, float]] = {}
         self._on_host: dict[ParamSlice, Tensor] | None = None
@@ -72,8 +68,6 @@ class GradientNorms:
         return next((part.name for part, norm in self._norms().items() if not math.isfinite(norm)), None)
 
     def _norms(self) -> dict[ParamSlice, Tensor]:
-        if self._on_host is None and self._exchange is not None:
-            self._on_host = self._of_all_ranks(self._exchange)
         if self._on_host is None:
             norms: dict[ParamSlice, Tensor] = {}
             measured = [part for part in self._order if part in self._first]
@@ -88,18 +82,22 @@ class GradientNorms:
             self._on_host = norms
         return self._on_host
 
-    def _of_all_ranks(self, exchange: Exchange) -> dict[ParamSlice, Tensor]:
-        """Each number is a piece's: (slice's place in the model, chunk, norm as float64)."""
+    def measured(self) -> bytes:
+        """What this rank has of the step, for all ranks: of each piece (slice's place in the model, chunk, norm as
+        float64)."""
         place = {part: index for index, part in enumerate(self._order)}
         mine = [(place[part], chunk, norm) for part, pieces in self._summed.items() for chunk, norm in pieces.items()]
-        answers = exchange(np.array(mine, _PIECE).tobytes())
-        pieces = np.concatenate([np.frombuffer(answer, _PIECE) for answer in answers])
+        return np.array(mine, _PIECE).tobytes()
+
+    def take(self, measured: Iterable[bytes]) -> None:
+        """The norms of the step are those of what all ranks have ``measured``, this one's among it."""
+        pieces = np.concatenate([np.frombuffer(of_rank, _PIECE) for of_rank in measured])
         pieces.sort(order=("slice", "chunk"))
-        norms: dict[ParamSlice, Tensor] = {}
+        self._on_host = {}
         for index in np.unique(pieces["slice"]):
             numbers = pieces["norm"][pieces["slice"] == index].tolist()
-            norms[self._order[index]] = torch.tensor(numbers[0] if len(numbers) == 1 else math.hypot(*numbers))
-        return norms
+            norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
+            self._on_host[self._order[index]] = torch.tensor(norm, dtype=_dtype_of(self._order[index]))
 
     @property
     def with_gradient(self) -> set[ParamSlice]:

@@ -31,9 +31,12 @@ class GradientPipeline:
 
     def __init__(self, setup: UpdateSetup) -> None:
         self.holds_gradients = setup.holds_gradients
-        self.norms = GradientNorms(setup.slices, setup.exchange_norms)
+        self.norms = GradientNorms(setup.slices)
         """Of the step in progress; whoever sends gradients measures them, where there is one rank."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
+        self._agreement = setup.agreement
+        self._is_agreed = False
+        """Whether all ranks know the norms of the step in progress, and apply it."""
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
@@ -103,11 +106,15 @@ class GradientPipeline:
 
     def wait_for_norms(self) -> None:
         """Wait until the norms of all gradients of the step so far are known. Where there are several ranks, none adds
-        to the step's gradients from here on."""
-        if self._means.are_of_many:
+        to the step's gradients from here on. Raises RanksDisagreeError where one drops them."""
+        if self._agreement is None:
+            self._thread.call(self._worker.measure_rest)
+        elif not self._is_agreed:
             self._thread.call(self._worker.give_rest)
             self._means.finish()
-        self._thread.call(self._worker.measure_rest)
+            self._thread.call(self._worker.measure_rest)
+            self.norms.take(self._agreement.apply(self.norms.measured()))
+            self._is_agreed = True
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
         """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records are others than
@@ -120,15 +127,14 @@ class GradientPipeline:
         of_zeros = [chunk for chunk in self._reached if chunk not in self._announced]
         changed = {chunk.block for chunk in (*self._announced, *of_zeros)}
         of_others: set[ParamSlice] = set()
-        if self._means.are_of_many:
+        if self._agreement is not None:
             of_others = self.norms.with_gradient
             changed |= {self._block_of[part] for part in of_others}
         applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of, of_zeros))
         self._guesses.forget()
         self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
         # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
-        self._announced, self._reached = set(), {}
-        self._means.end_step()
+        self._begin_next()
         if self._waits_for_updates:
             self.settle()
         return changed, applied
@@ -137,21 +143,25 @@ class GradientPipeline:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
         touched, and whether updates remain in them."""
         if not self._announced:
-            self._reached = {}
-            self._means.end_step()
+            self._begin_next()
             return set(), False  # and do not wait for the last step's updates
-        if self._means.are_of_many:
+        if self._agreement is not None and not self._is_agreed:
             self._thread.call(self._worker.give_rest)
-            self._means.finish(drops=True)
+            self._means.drop()
+            self._agreement.drop()
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
-        self._announced, self._reached = set(), {}
-        self._means.end_step()
+        self._begin_next()
         touched, remains = self._worker.abandoned
-        if self._means.are_of_many:  # each has updated others, and what all have to load again must not differ
+        if self._agreement is not None:  # each has updated others, and what all have to load again must not differ
             touched = {block for block in self._block_of.values() if block.state_numel}
         return touched, remains
+
+    def _begin_next(self) -> None:
+        self._announced, self._reached = set(), {}
+        self._means.end_step()
+        self._is_agreed = False
 
     # For who reads weights, or the store.
 

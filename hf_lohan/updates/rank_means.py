@@ -9,14 +9,13 @@ from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
 from hf_lohan.model import Chunk
-from hf_lohan.ranks import CodedLane, CompleteGradient, GradientExchange, Links, RanksDisagreeError, SharedRegion
+from hf_lohan.ranks import CodedLane, CompleteGradient, GradientExchange, Links, SharedRegion
+from hf_lohan.ranks.step_agreement import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.chunk_gradient import ChunkGradient
 from hf_lohan.updates.means import Apply
 
 logger = logging.getLogger(__name__)
-
-_STEP, _DROP = b"step", b"drop"
 
 
 class RankMeans:
@@ -53,7 +52,9 @@ class RankMeans:
         """Of the exchange's count."""
         self._put = put
         self._apply_unexpected: Apply = _refuse
-        self._is_finished = False
+        self._ended: int | None = None
+        """The step in progress, by the exchange's count, once nothing more comes of it."""
+        self._is_complete = False
         self._exchange = GradientExchange(
             links,
             {key: chunk.owner for key, chunk in enumerate(chunks)},
@@ -83,7 +84,7 @@ class RankMeans:
     def give(self, gradient: ChunkGradient, apply: Apply, unwanted: Callable[[], object]) -> None:
         """See `GradientMeans`."""
         chunk = gradient.chunk
-        if chunk in self._given or self._is_finished:
+        if chunk in self._given or self._ended is not None:
             raise RuntimeError(
                 f"a gradient of {chunk} came after this rank had sent its part of it to the others; say before a "
                 "step's backwards which is the last, by gradient_accumulation_steps or announce_backward"
@@ -126,28 +127,22 @@ class RankMeans:
             self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffer_bytes
         ).acquire()
 
-    def finish(self, *, drops: bool = False) -> None:
+    def finish(self) -> None:
         """See `GradientMeans`."""
-        if self._is_finished:
-            return
-        self._is_finished = True
-        mine = _DROP if drops else _STEP
-        if not drops:  # others may wait for buffers that wait for this
-            self._exchange.publish_none([key for chunk, key in self._key_of.items() if chunk not in self._given])
-        ends = self._links.gather("the end of a step's backwards", mine)
-        for rank, end in enumerate(ends):
-            if end != mine:
-                raise RanksDisagreeError(
-                    f"rank {self._rank} {_worded(mine)} the step's gradients, and rank {rank} "
-                    f"{_worded(end)} them; all ranks have to do the same: look for what only one of them catches or "
-                    "skips"
-                )
-        if drops:
+        if self._ended is None:
+            self._ended = self._exchange.end_backward()
+        if not self._is_complete:
+            self._exchange.wait_until_complete(self._ended, before=END_OF_STEP)
+            self._is_complete = True
+
+    def drop(self) -> None:
+        """See `GradientMeans`."""
+        if self._ended is not None:
+            self._dropped_steps.add(self._ended)
+        else:
             self._dropped_steps.add(self._exchange.step)
             self._exchange.abandon()
-            self._put(self._forget_waiting)
-        else:
-            self._exchange.wait_until_complete(self._exchange.end_backward())
+        self._put(self._forget_waiting)
 
     def _forget_waiting(self) -> None:
         """No mean comes for them."""
@@ -160,7 +155,7 @@ class RankMeans:
     def end_step(self) -> None:
         """See `GradientMeans`."""
         self._given.clear()
-        self._is_finished = False
+        self._ended, self._is_complete = None, False
 
     def fail(self, error: BaseException) -> None:
         """See `GradientMeans`."""
@@ -189,10 +184,6 @@ def _bits_of(gradient: ChunkGradient) -> int:
     """A bit for each piece of the chunk: whether it has a gradient."""
     pieces = enumerate(gradient.chunk.pieces)
     return sum(1 << place for place, piece in pieces if piece.param_slice in gradient.slices)
-
-
-def _worded(end: bytes) -> str:
-    return "drops" if end == _DROP else "applies"
 
 
 def _refuse(gradient: ChunkGradient) -> None:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.model import Block, ParamSlice
+from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.threads import Command
 from hf_lohan.updates.means import GradientMeans, OwnGradients
-from hf_lohan.updates.norms import Exchange
 
 GroupOf = Callable[[ParamSlice], Hashable]
 """A parameter's hyperparameters, as its block's rule has them."""
@@ -65,5 +65,5 @@ class UpdateSetup:
     tell what went wrong elsewhere."""
     copies_new_weights: Device | None = None
     """To whoever needs their block: `device`, if None. Where that is host memory, the host copies them at once."""
-    exchange_norms: Exchange | None = None
-    """Gives the norms of what a rank has to all others; None where there is one rank."""
+    agreement: StepAgreement | None = None
+    """Of the ranks that train together; None where there is one."""

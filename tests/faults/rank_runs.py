@@ -34,7 +34,8 @@ class Ended(NamedTuple):
     victim: int
     after_step: int
     took_s: float
-    """From the fault, or where a rank hangs from the end of its time, to the end of the last of them."""
+    """To the end of the last of them: from the fault; where a rank hangs from the end of its time, and where its disk
+    is full from its word that it failed."""
     errors: list[str]
 
 
@@ -91,9 +92,11 @@ class RankRun:
         else:
             there.send_signal(signal.SIGKILL if fault == "killed" else signal.SIGSTOP)
         may_take_s = ENDS_WITHIN_S + (NET_TIMEOUT_S if fault == "hangs" else 0.0)
-        began_s = time.monotonic()
         for child in children:
             child.go_on()
+        if fault == "disk full":
+            there.wait_for("failed")  # it may compute long before it needs the disk
+        began_s = time.monotonic()
         concerned = children if fault == "disk full" else others
         in_time = [self._ends_until(child, began_s + may_take_s) for child in concerned]
         took_s = time.monotonic() - began_s - (NET_TIMEOUT_S if fault == "hangs" else 0.0)

@@ -16,6 +16,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_lohan
+from hf_lohan.ranks.exchanges import Exchanges
 from hf_lohan.testing.models import tiny_model
 
 NUM_RANKS = 2
@@ -75,6 +76,23 @@ class Signalled(TrainerCallback):
             os.kill(os.getpid(), self._number)
 
 
+class Exchanged(TrainerCallback):
+    """What all ranks do together, by step."""
+
+    def __init__(self) -> None:
+        self.tags: list[list[str]] = [[]]
+        gather = Exchanges.gather
+
+        def noted(exchanges: Exchanges, tag: str, payload: bytes, sequence: str) -> list[bytes]:
+            self.tags[-1].append(tag)
+            return gather(exchanges, tag, payload, sequence)
+
+        Exchanges.gather = noted  # type: ignore[method-assign]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.tags.append([])
+
+
 class Fails(TrainerCallback):
     """One rank raises what the others know nothing of."""
 
@@ -132,6 +150,8 @@ def main(folder: Path, what: str) -> None:
             "fails": [Fails()],
         }.get(what, [])
         trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=OFFLOAD)
+    exchanged = Exchanged()
+    trainer.add_callback(exchanged)
     checkpoint = str(folder / "run" / "checkpoint-4")
     resume: Any = {"last_step": "last_step", "after_kill": True, "checkpoint": checkpoint, "alone": checkpoint}.get(
         what
@@ -140,6 +160,7 @@ def main(folder: Path, what: str) -> None:
     trainer.save_model(str(folder / what))
     if args.process_index == 0:
         facts = {"log": trainer.state.log_history, "wrapped": type(trainer.model_wrapped).__name__}
+        facts["exchanged"] = exchanged.tags
         (folder / what / "facts.json").write_text(json.dumps(facts))
 
 

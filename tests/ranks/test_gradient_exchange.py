@@ -150,9 +150,9 @@ def test_who_says_early_that_it_has_none_keeps_nobodys_buffer() -> None:
         keys = backwards.order(0, links.ranks.rank)
         for key in keys:
             rank.publish(0, key)
-        rank.exchange.publish_none(set(backwards.owners) - set(keys))
+        step = rank.exchange.end_backward()
         links.wait_for(lambda: rank.free.qsize() == NUM_BUFFERS, "all its buffers")
-        assert rank.exchange.wait_until_complete(rank.exchange.end_backward())
+        assert rank.exchange.wait_until_complete(step)
         return rank.close()
 
     check(backwards, run_ranks(4, run, num_local=2, delays_seed=1))

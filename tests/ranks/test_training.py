@@ -18,6 +18,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
+from hf_lohan.ranks.exchanges import Exchanges
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
@@ -213,6 +214,40 @@ def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
 
     for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate)):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever it decides: the norms, the end of the backwards, whether it is skipped, the next commit."""
+    done: dict[int, list[str]] = {0: [], 1: []}
+    gather = Exchanges.gather
+
+    def noted(exchanges: Exchanges, tag: str, payload: bytes, sequence: str) -> list[bytes]:
+        done[int(threading.current_thread().name.removeprefix("rank-"))].append(tag)
+        return gather(exchanges, tag, payload, sequence)
+
+    def begin_steps(engine: OffloadEngine, step: int) -> None:
+        if step == 0:
+            done[engine.links.ranks.rank].clear()
+
+    monkeypatch.setattr(Exchanges, "gather", noted)
+    steps = run_ranks(
+        2,
+        lambda links: train_rank(
+            links,
+            tmp_path,
+            "llama",
+            max_norm,
+            2,
+            spoils=lambda step, rank: (step, rank) == (2, 1),
+            after_step=begin_steps,
+            commit_every=2,
+        )
+        and list(done[links.ranks.rank]),
+    )
+    for of_rank in steps:
+        assert of_rank[: NUM_STEPS - 1] == ["the end of the step"] * (NUM_STEPS - 1)
+        assert "the end of the step" not in of_rank[NUM_STEPS - 1 :], "others read weights behind the steps"
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])

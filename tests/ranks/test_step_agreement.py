@@ -1,0 +1,91 @@
+"""What ranks decide about a step: one exchange, of which all draw the same conclusions."""
+
+from __future__ import annotations
+
+from exchanged_gradients import Backwards, RankOfExchange
+
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, StepAgreement
+from hf_lohan.ranks.step_agreement import END_OF_STEP
+from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
+
+
+def test_all_know_what_each_has_measured() -> None:
+    def run(links: Links) -> list[bytes]:
+        agreement = StepAgreement(links)
+        return [*agreement.apply(bytes([links.ranks.rank])), *agreement.apply(b"" if links.ranks.rank else b"more")]
+
+    assert run_ranks(3, run, delays_seed=1) == [[b"\0", b"\1", b"\2", b"more", b"", b""]] * 3
+
+
+def test_the_next_step_is_committed_where_all_wish_it() -> None:
+    wishes = [(False, False), (True, False), (True, True), (False, True), (True, True)]
+
+    def run(links: Links) -> list[bool | None]:
+        agreement, found = StepAgreement(links), []
+        found.append(agreement.commits_next)
+        for of_ranks in wishes:
+            agreement.wish_commit(of_ranks[links.ranks.rank])
+            agreement.apply(b"")
+            found.append(agreement.commits_next)
+        agreement.wish_commit(False)
+        agreement.drop()  # a step that is dropped changes nothing
+        found.append(agreement.commits_next)
+        return found
+
+    assert run_ranks(2, run) == [[None, False, False, True, False, True, True]] * 2
+
+
+def test_one_rank_that_is_asked_to_end_ends_all_behind_the_same_step() -> None:
+    def run(links: Links) -> list[bool]:
+        agreement, ends = StepAgreement(links), []
+        for step in range(3):
+            if (links.ranks.rank, step) == (1, 1):
+                agreement.wish_to_end()
+            ends.append(agreement.ends_run)  # what one rank alone knows counts for none
+            agreement.apply(b"")
+            ends.append(agreement.ends_run)
+        return ends
+
+    assert run_ranks(3, run) == [[False, False, False, True, True, True]] * 3
+
+
+def test_the_only_rank_ends_when_it_is_asked_to() -> None:
+    with Links.alone() as links:
+        agreement = StepAgreement(links)
+        assert not agreement.ends_run
+        agreement.wish_to_end()
+        assert agreement.ends_run
+
+
+def test_a_rank_that_drops_what_another_applies_is_named() -> None:
+    def run(links: Links) -> None:
+        agreement = StepAgreement(links)
+        if links.ranks.rank == 1:
+            agreement.drop()
+        agreement.apply(b"")
+
+    errors = [outcome.error for outcome in rank_outcomes(2, run)]
+    assert any(isinstance(error, RanksDisagreeError) for error in errors)
+    assert any("rank 0 applies the step's gradients, and rank 1 drops them" in str(error) for error in errors) or any(
+        "rank 1 drops the step's gradients, and rank 0 applies them" in str(error) for error in errors
+    )
+
+
+def test_a_rank_at_another_place_is_named_to_who_waits_for_its_gradients() -> None:
+    """At once, not when it has been silent for long: both are well, and would wait for each other."""
+    backwards = Backwards(2, 2, seed=3, num_steps=1, share_without=0.0)
+
+    def run(links: Links) -> None:
+        rank = RankOfExchange(links, backwards)
+        try:
+            if links.ranks.rank == 1:
+                links.barrier("a checkpoint")
+            rank.exchange.wait_until_complete(rank.exchange.end_backward(), before=END_OF_STEP)
+        finally:
+            rank.end()
+
+    outcomes = rank_outcomes(2, run, timeout_s=20)
+    told = "rank 0 is at 'the end of the step' where rank 1 is at 'a checkpoint'"
+    assert isinstance(outcomes[0].error, RanksDisagreeError) and told in str(outcomes[0].error)
+    assert isinstance(outcomes[1].error, RankFailedError) and told in str(outcomes[1].error)
+    assert outcomes[0].took_s < 10
