@@ -60,7 +60,7 @@ class GradientNorms:
                 norms.append(norm)
             else:
                 in_parts[part.parameter].append(float(norm))
-        norms += [torch.tensor(math.hypot(*parts), dtype=torch.float32) for parts in in_parts.values()]
+        norms += [torch.tensor(math.hypot(*sorted(parts)), dtype=torch.float32) for parts in in_parts.values()]
         return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
 
     def first_not_finite(self) -> str | None:

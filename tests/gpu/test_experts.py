@@ -1,0 +1,83 @@
+"""Experts one by one on CUDA: whether a group computed by itself has the bits that it has among the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import device_for
+from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.experts import StreamedExperts
+from hf_lohan.huggingface.experts import compute_expert, stream_experts
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planning import lay_out
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+LOSS_TOLERANCE = 1e-5
+"""Relative, over 10 steps in float32: kernels may be chosen by the number of rows and groups."""
+
+
+def experts_module(dtype: torch.dtype) -> Any:
+    model = tiny_model("qwen3_moe", hidden_size=128, num_experts=16, num_experts_per_tok=4, moe_intermediate_size=64)
+    return model.model.layers[0].mlp.experts.cuda().to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("num_tokens", [1, 16, 257, 2048])
+def test_an_expert_alone_is_as_among_others(dtype: torch.dtype, num_tokens: int) -> None:
+    """bfloat16, in which experts train, has the bits of the grouped product; float32 an ulp or so at most."""
+    module = experts_module(dtype)
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    rows = torch.randn(num_tokens, 128, device="cuda", dtype=dtype, generator=generator)
+    chosen = torch.rand(num_tokens, 16, device="cuda", generator=generator).topk(4).indices
+    weights = torch.full(chosen.shape, 0.25, device="cuda", dtype=dtype)
+    expected = module(rows, chosen, weights)
+
+    def alone(expert: int, of_expert: Tensor) -> Tensor:
+        own = {name: weight[expert : expert + 1] for name, weight in module.named_parameters()}
+        return compute_expert(module, of_expert, own)
+
+    ids, order = torch.sort(chosen.reshape(-1))
+    made = torch.empty(ids.numel(), 128, device="cuda", dtype=dtype)
+    for expert in ids.unique().tolist():
+        made[ids == expert] = alone(expert, rows[order[ids == expert] // 4])
+    place = torch.empty_like(order)
+    place[order] = torch.arange(order.numel(), device="cuda")
+    found = (made * 0.25)[place].view(num_tokens, 4, 128).sum(1)
+    if dtype == torch.bfloat16:
+        assert torch.equal(found, expected), f"{(found != expected).sum()} of {found.numel()} elements differ"
+    else:
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_training_follows_torch(tmp_path: Path) -> None:
+    reference, model = (tiny_model("mixtral").train() for _ in range(2))
+    reference = reference.cuda()
+    optimizers = [torch.optim.AdamW(reference.parameters(), lr=1e-3, weight_decay=0.1, fused=True)]
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path), "experts": "streamed"}
+    config = OffloadConfig.load(settings).resolve(
+        host_memory_bytes=1 << 32, device_memory_bytes=1 << 32, num_cpus=2, default_ssd_path=str(tmp_path)
+    )
+    layout = lay_out(model, config, working_dtype=torch.float32, hold_gradients=False)
+    tiers = open_tiers(layout, config, device_for("cuda"))
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states))
+    engine = OffloadEngine(model, layout, tiers, config, compute_expert=compute_expert)
+    try:
+        stream_experts(engine.experts)
+        assert all(isinstance(experts, StreamedExperts) for experts in engine.experts.values())
+        optimizers.append(OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine))
+        for step in range(10):
+            batch = {key: value.cuda() for key, value in tiny_batch(seed=step).items()}
+            losses = [one(**batch).loss for one in (reference, model)]
+            assert torch.allclose(losses[1], losses[0], rtol=LOSS_TOLERANCE, atol=0)
+            for loss, optimizer in zip(losses, optimizers, strict=True):
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    finally:
+        engine.close()
