@@ -15,14 +15,15 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
+from hf_lohan.engine.expert_parts import expert_loader, streamed_experts
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.rank_parts import agree, block_loader, expert_loader, gradient_means, lend_own
+from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert, ExpertParts, StreamedExperts, TwoLanes
+from hf_lohan.experts import ComputeExpert, TwoLanes
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -155,20 +156,9 @@ class OffloadEngine:
         )
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
-        self.experts: dict[nn.Module, StreamedExperts] = {}
-        """Of modules whose experts stream one by one: what is to be called in their place."""
-        if self.expert_loader is not None:
-            assert compute_expert is not None, "experts are blocks of their own, and nobody says how to compute them"
-            of_experts = ExpertParts(
-                ring=self._ring,
-                loader=self.expert_loader,
-                compute=compute_expert,
-                forward_pass=self._hooks.current_forward_pass,
-            )
-            self.experts = {
-                module: StreamedExperts(layer, module, blocks, of_experts)
-                for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())
-            }
+        self.experts = streamed_experts(
+            self._ring, self.expert_loader, layout, compute_expert, self._hooks.current_forward_pass
+        )
         self._reads = WeightReads(
             layout.blocks,
             parts,
@@ -187,6 +177,7 @@ class OffloadEngine:
                 device=self.device,
                 ring=self._ring,
                 model_pass=self._pass,
+                holds_gradients=layout.holds_gradients,
                 going_by=self._hooks.going_by,
             )
         )

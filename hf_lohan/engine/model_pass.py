@@ -229,11 +229,11 @@ class ModelPass:
         with _cause_of_abort():
             self._parts.arrivals.take(part, parameter)
 
-    def send_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
-        """A parameter's gradient of the step is complete."""
+    def send_gradient(self, part: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
+        """A parameter's gradient of the step is complete, unless the backward under way ``has_more`` of it."""
         self._note_gradient(part)
         with _cause_of_abort():
-            self._parts.arrivals.send(part, gradient)
+            self._parts.arrivals.send(part, gradient, has_more=has_more)
 
     def refuse_new_weight(self, block: Block, element: int) -> None:
         """Raises RuntimeError if an element of a block that backward needs was loaded anew after it had been updated:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from hf_lohan.device import Event
 from hf_lohan.engine.memory import Tiers
-from hf_lohan.experts import ExpertLoader
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout
@@ -57,19 +56,6 @@ def block_loader(
         ),
     )
     return LockstepPrefetcher(ring, source, layout.blocks)
-
-
-def expert_loader(
-    ring: SlotRing,
-    tiers: Tiers,
-    layout: OffloadLayout,
-    deliver: Callable[[Block, Tensor, Event | None], Delivery],
-) -> ExpertLoader | None:
-    """What brings experts that are blocks of their own. ``deliver``: see `LocalWeights`."""
-    layers = list(layout.model_blocks.experts.values())
-    if not layers:
-        return None
-    return ExpertLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver), layers)
 
 
 def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., GradientMeans]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -48,7 +48,7 @@ class PassUnderWay(Protocol):
 
     def begin_backward(self, before_end: Callable[[], None]) -> None: ...
 
-    def send_gradient(self, part: ParamSlice, gradient: Tensor) -> None: ...
+    def send_gradient(self, part: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,6 +60,8 @@ class JointParts:
     device: Device
     ring: SlotRing
     model_pass: PassUnderWay
+    holds_gradients: bool
+    """Whether the host can add to gradients that have come."""
     going_by: Callable[[JointForward], contextlib.AbstractContextManager[None]]
     """A context within which the model's hooks tell a joint forward where the model is."""
 
@@ -76,6 +78,8 @@ class JointForward:
         self._in_use = parts.model_pass.in_use
         self._ring = parts.ring
         self._num_layers = parts.num_layers
+        self._adds_on_host = parts.holds_gradients
+        self._num_sent: Counter[ParamSlice] = Counter()
         self._lockstep = lockstep
         self._heads_apart = heads_apart
         self._sums = GradientSums(lockstep.num_functions, parts.model_pass.send_gradient)
@@ -206,9 +210,15 @@ class JointForward:
         )
 
     def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+        """Sums of all experts of a layer may be more than the device has room for, so the host adds them up. It does so
+        as they come; where that may not be in the order of the micro-batches, they wait on the device."""
         self.enter_backward()
-        self._ring.gradients_away.note()
-        self._sums.add_gradient(number, part, gradient)
+        if self._sums.keeps_order or not self._adds_on_host:
+            self._ring.gradients_away.note()
+            self._sums.add_gradient(number, part, gradient)
+            return
+        self._num_sent[part] += 1
+        self._pass.send_gradient(part, gradient, has_more=self._num_sent[part] < self._lockstep.num_functions)
 
     def fetch_in_backward(self, block: Block) -> Slot:
         if self._is_in_forward:

@@ -130,7 +130,8 @@ class GradientSums:
     step's. It comes in the order of the micro-batches; where it may not, `keep_order` has it wait."""
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor], None]) -> None:
-        self._keeps_order = False
+        self.keeps_order = False
+        """Whether micro-batches may come in another order than their own."""
         self._num_micro_batches = num_micro_batches
         self._send = send
         self._sums: dict[ParamSlice, Tensor] = {}
@@ -140,7 +141,7 @@ class GradientSums:
 
     def keep_order(self) -> None:
         """Micro-batches may come in another order than their own: add what they contribute in theirs."""
-        self._keeps_order = True
+        self.keeps_order = True
 
     def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
         """Another leaf of the micro-batch may add to what this one has."""
@@ -161,7 +162,7 @@ class GradientSums:
         return gradient if kept is None else kept.add_(gradient)
 
     def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
-        if self._keeps_order:
+        if self.keeps_order:
             early = self._early[part]
             early[micro_batch] = gradient
             while (due := early.pop(self._num_added[part], None)) is not None:

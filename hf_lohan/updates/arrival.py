@@ -67,8 +67,9 @@ class GradientArrivals:
         parameter.grad = None
         self.send(param_slice, gradient)
 
-    def send(self, param_slice: ParamSlice, gradient: Tensor) -> None:
-        """Move to the host what a slice has of its parameter's gradient: the whole one is given, or just that."""
+    def send(self, param_slice: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
+        """Move to the host what a slice has of its parameter's gradient: the whole one is given, or just that.
+        ``has_more``: the backward under way will add to it."""
         if gradient.is_sparse:
             raise ValueError(f"{param_slice.name} has a sparse gradient; set sparse=False on its embedding")
         flat = gradient.contiguous().view(-1)
@@ -81,7 +82,7 @@ class GradientArrivals:
             # One after the other: a parameter may have more chunks than there are buffers.
             arrived = self._land(piece, flat)
             if len(arrived.pieces) == len(arrived.chunk.pieces):
-                self._close(arrived)
+                self._close(arrived, has_more=has_more)
 
     def _land(self, piece: ChunkPiece, flat: Tensor) -> ArrivedChunk:
         arrived = self._open.get(piece.chunk)
@@ -106,9 +107,9 @@ class GradientArrivals:
         if self._pipeline.while_waiting is not None:
             self._pipeline.while_waiting(since_s)
 
-    def _close(self, arrived: ArrivedChunk) -> None:
+    def _close(self, arrived: ArrivedChunk, *, has_more: bool = False) -> None:
         pipeline = self._pipeline
-        is_final = self._is_final_announced and self._is_final_backward()
+        is_final = not has_more and self._is_final_announced and self._is_final_backward()
         if not (is_final or pipeline.holds_gradients):
             raise RuntimeError(
                 "gradients are being accumulated, but the engine was prepared to apply them as they arrive and has no "

@@ -34,8 +34,10 @@ def test_gradients_of_several_backwards_are_summed(make_twins: TwinsFactory, fam
     twins.assert_equal()
 
 
-def test_together_micro_batches_sum_as_in_turn(make_twins: TwinsFactory) -> None:
-    twins = make_twins("qwen3_moe", recompute=True, experts="streamed")
+@pytest.mark.parametrize("hold_gradients", [True, False])
+def test_together_micro_batches_sum_as_in_turn(make_twins: TwinsFactory, hold_gradients: bool) -> None:
+    """On the host, or, where it holds no gradients, on the device."""
+    twins = make_twins("qwen3_moe", recompute=True, experts="streamed", hold_gradients=hold_gradients)
     for step in range(2):
         batches = [tiny_batch(seed=10 * step + number) for number in range(3)]
         for batch in batches:

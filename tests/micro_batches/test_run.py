@@ -11,6 +11,7 @@ import torch
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, train
 
 from hf_lohan.engine import EngineEvents
+from hf_lohan.model import ParamSlice
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 
@@ -59,7 +60,12 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     sent: list[str] = []
     arrivals = twins.engine._arrivals
     send = arrivals.send
-    monkeypatch.setattr(arrivals, "send", lambda part, gradient: (sent.append(part.name), send(part, gradient)))
+
+    def noted(part: ParamSlice, gradient: torch.Tensor, **how: bool) -> None:
+        sent.append(part.name)
+        send(part, gradient, **how)
+
+    monkeypatch.setattr(arrivals, "send", noted)
     train(twins, 1)
     assert sorted(sent) == sorted(name for name, _ in twins.stock.named_parameters())
 

@@ -1,0 +1,47 @@
+"""The parts of an engine that are there only where experts stream one by one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from hf_lohan.device import Event
+from hf_lohan.engine.forward_pass import ForwardPass
+from hf_lohan.engine.memory import Tiers
+from hf_lohan.experts import ComputeExpert, ExpertLoader, ExpertParts, StreamedExperts
+from hf_lohan.model import Block
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.updates import Delivery
+from hf_lohan.weights import LocalWeights, SlotRing
+
+
+def expert_loader(
+    ring: SlotRing,
+    tiers: Tiers,
+    layout: OffloadLayout,
+    deliver: Callable[[Block, Tensor, Event | None], Delivery],
+) -> ExpertLoader | None:
+    """What brings experts that are blocks of their own. ``deliver``: see `LocalWeights`."""
+    layers = list(layout.model_blocks.experts.values())
+    if not layers:
+        return None
+    return ExpertLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver), layers)
+
+
+def streamed_experts(
+    ring: SlotRing,
+    loader: ExpertLoader | None,
+    layout: OffloadLayout,
+    compute: ComputeExpert | None,
+    forward_pass: Callable[[], ForwardPass],
+) -> dict[nn.Module, StreamedExperts]:
+    """By module of experts: what is to be called in its place. ``forward_pass``: that is under way."""
+    if loader is None:
+        return {}
+    assert compute is not None, "experts are blocks of their own, and nobody says how to compute them"
+    parts = ExpertParts(ring=ring, loader=loader, compute=compute, forward_pass=forward_pass)
+    return {
+        module: StreamedExperts(layer, module, blocks, parts)
+        for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())
+    }
