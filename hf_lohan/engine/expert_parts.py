@@ -11,6 +11,7 @@ from hf_lohan.engine.forward_pass import ForwardPass
 from hf_lohan.engine.memory import Tiers
 from hf_lohan.experts import ComputeExpert, ExpertLoader, ExpertParts, StreamedExperts
 from hf_lohan.model import Block
+from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, SlotRing
@@ -26,7 +27,8 @@ def expert_loader(
     layers = list(layout.model_blocks.experts.values())
     if not layers:
         return None
-    return ExpertLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver), layers)
+    source = LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver)
+    return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
 
 
 def streamed_experts(

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 from hf_lohan.device import Event, Lane
@@ -21,12 +22,19 @@ class ExpertLoader(BlockLoader):
     Several blocks may be in use at once, but whoever keeps all slots and asks for another block waits for ever.
     """
 
-    def __init__(self, ring: SlotRing, source: WeightSource, layers: Sequence[Sequence[Block]]) -> None:
-        """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone."""
+    def __init__(
+        self,
+        ring: SlotRing,
+        source: WeightSource,
+        layers: Sequence[Sequence[Block]],
+        is_in_ram: Callable[[Block], bool] = lambda block: False,
+    ) -> None:
+        """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone.
+        ``is_in_ram``: whether a block's weights have a copy in RAM, for the figures."""
         self._experts = ExpertSchedule(layers)
         super().__init__(ring, self._experts, thread_name="lohan-experts")
         self._source = source
-        self._next = NextExpert(self._experts, ring)
+        self._next = NextExpert(self._experts, ring, is_in_ram)
         self._arrived: deque[Block] = deque()
         """What the call under way needs and has not used, in the order in which it came."""
         self._lane_name = ""
@@ -35,7 +43,8 @@ class ExpertLoader(BlockLoader):
     @property
     def figures(self) -> ExpertFigures:
         """What was needed and loaded so far."""
-        return self._next.figures
+        with self._ring.lock:
+            return replace(self._next.figures)
 
     # The compute thread's side.
 

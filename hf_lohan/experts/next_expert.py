@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ class ExpertFigures:
     num_here: int = 0
     """Those of them that were in a slot, or on their way, when their call began."""
     num_loads: int = 0
+    num_from_ram: int = 0
+    """Loads of experts whose weights have a copy in RAM."""
     loaded_bytes: int = 0
     wrong_bytes: int = 0
     """Of loads ahead that were overwritten before anybody used them."""
@@ -42,7 +44,11 @@ class NextExpert:
     Whoever calls holds the slots' lock. No call looks at more slots or blocks than one layer has experts, but for the
     first behind the begin or the end of a pass, and behind a step."""
 
-    def __init__(self, schedule: ExpertSchedule, ring: SlotRing) -> None:
+    def __init__(
+        self, schedule: ExpertSchedule, ring: SlotRing, is_in_ram: Callable[[Block], bool] = lambda block: False
+    ) -> None:
+        """``is_in_ram``: whether a block's weights have a copy in RAM, for the figures."""
+        self._is_in_ram = is_in_ram
         self._schedule = schedule
         self._ring = ring
         self.urgent: list[Block] = []
@@ -81,6 +87,7 @@ class NextExpert:
         self._num_hints += load.is_hint
         self._unused[block] = None
         self.figures.num_loads += 1
+        self.figures.num_from_ram += self._is_in_ram(block)
         self.figures.loaded_bytes += block.param_bytes
 
     def end(self, load: ExpertLoad) -> None:

@@ -9,7 +9,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ class _Counts:
     ssd_write_bytes: int
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
     """To other ranks, by lane, and what coded values would have been. Empty where there is one rank."""
+    experts: Mapping[str, int] = field(default_factory=dict)
+    """See `ExpertFigures`. Empty where experts come with their layers."""
 
 
 class StepLines:
@@ -127,7 +129,9 @@ class StepLines:
         sent = self._engine.tiers.coded.figures()
         exact = {f"{name} uncoded": of_lane["exact_bytes"] for name, of_lane in sent.get("coded", {}).items()}
         totals = self._engine.timeline.totals()
-        return _Counts(totals, io.read_bytes, io.write_bytes, {**sent.get("sent_bytes", {}), **exact})
+        loader = self._engine.expert_loader
+        experts = asdict(loader.figures) if loader is not None else {}
+        return _Counts(totals, io.read_bytes, io.write_bytes, {**sent.get("sent_bytes", {}), **exact}, experts)
 
     def _outcome(self) -> dict[str, Any]:
         engine, plan, step = self._engine, self._plan, self._engine.last_step
@@ -188,6 +192,8 @@ def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
     }
     if now.sent_bytes:
         moved["sent_bytes"] = {name: sent - before.sent_bytes.get(name, 0) for name, sent in now.sent_bytes.items()}
+    if now.experts:
+        moved["experts"] = {name: number - before.experts.get(name, 0) for name, number in now.experts.items()}
     return moved
 
 
