@@ -33,6 +33,9 @@ Container: TypeAlias = "dict[int, None] | range"
 """Numbers of experts, in an order, that are quickly looked up."""
 
 
+_NOT_EXPECTED = NEVER // 2
+
+
 class Call(enum.Enum):
     """What a layer's experts are needed for."""
 
@@ -263,7 +266,8 @@ class ExpertSchedule:
 
     def next_use(self, block: Block) -> int:
         """The place that needs it next: twice the number of the visit, and one more if it is not needed before a later
-        call of the visit under way. The next pass's visits follow on this one's. `NEVER` if none is expected."""
+        call of the visit under way. The next pass's visits follow on this one's. What none is expected to need comes
+        behind them all, the later the more seldom it was used; `NEVER` if there is no pass."""
         now = self._pass
         if now is None:
             return NEVER
@@ -273,7 +277,9 @@ class ExpertSchedule:
             if now.visit <= visit and self._is_needed(now, visit, expert):
                 is_later = visit == now.visit and now.call is not None and expert not in now.left
                 return 2 * visit + is_later
-        return 2 * (self._num_visits(now) + layer) if expert in self._by_habit(now, layer) else NEVER
+        if expert in self._by_habit(now, layer):
+            return 2 * (self._num_visits(now) + layer)
+        return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> Load | None:
         """The first block that a visit needs and that is not here; None if all are. Behind a training pass nothing is

@@ -6,8 +6,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pytest
+from routings import routed
 
 from hf_lohan.experts.cache_policies import (
     NEVER,
@@ -19,22 +19,7 @@ from hf_lohan.experts.cache_policies import (
     policy_named,
 )
 
-NUM_EXPERTS, NUM_CHOSEN = 128, 8
 POLICIES = ("lru", "lfu", "auto", "next_use")
-
-
-def routed(num_passes: int, num_tokens: int, skew: float) -> list[list[int]]:
-    """For each pass the experts that tokens choose, 8 of 128 each, by chances that fall as rank ** -skew."""
-    rng = np.random.default_rng(0)
-    chances = np.arange(1, NUM_EXPERTS + 1) ** -float(skew)
-    logs = np.log(chances / chances.sum())
-    names = rng.permutation(NUM_EXPERTS)
-    passes = []
-    for _ in range(num_passes):
-        scores = rng.gumbel(size=(num_tokens, NUM_EXPERTS)) + logs
-        chosen = np.argpartition(-scores, NUM_CHOSEN - 1, axis=1)[:, :NUM_CHOSEN]
-        passes.append(sorted(int(expert) for expert in names[np.unique(chosen)]))
-    return passes
 
 
 def hit_rate(policy: CachePolicy[int], passes: Sequence[Sequence[int]], *, is_training: bool) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from lane_without_threads import Lane
+from routings import routed
 
 import hf_lohan.experts.expert_schedule as schedule_module
 import hf_lohan.experts.farthest_use as slots_module
@@ -201,6 +202,25 @@ def test_while_a_model_generates_the_next_token_is_foreseen_before_this_ones_pas
     lane.begin(is_training=False)
     lane.call(0, [0, 1])
     assert lane.next.figures.wrong_bytes == 0
+
+
+@pytest.mark.parametrize(("share", "rate"), [(0.125, 0.53), (0.25, 0.67), (0.5, 0.81)])
+def test_slots_that_a_token_leaves_keep_what_tokens_use_most(share: float, rate: float) -> None:
+    """Tokens that choose 8 of 128 experts with chances that fall as 1 / rank find as many in the slots as in a cache by
+    frequency: half more than with what was used last (0.37, 0.57, 0.77)."""
+    num_layers, num_tokens = 4, 200
+    tokens = [routed(num_tokens, 1, 1.0, seed=layer) for layer in range(num_layers)]
+    lane = Lane(num_layers, 128, int(share * num_layers * 128))
+    figures = []
+    for token in range(num_tokens):
+        lane.begin(is_training=False)
+        for layer in range(num_layers):
+            lane.call(layer, tokens[layer][token])
+        lane.schedule.end()
+        figures.append((lane.next.figures.num_used, lane.next.figures.num_here, lane.next.figures.num_loads))
+    (used, here, loads), (used_at_50, here_at_50, loads_at_50) = figures[-1], figures[50]
+    assert (here - here_at_50) / (used - used_at_50) == pytest.approx(rate, abs=0.03)
+    assert (loads - loads_at_50) / (used - used_at_50) == pytest.approx(1 - rate, abs=0.03), "and hints cost no bytes"
 
 
 def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
