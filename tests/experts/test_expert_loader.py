@@ -141,7 +141,7 @@ def test_what_is_needed_overtakes_hints(make_lane: LaneFactory) -> None:
 
 
 def test_compute_hardly_waits_where_loads_fit_under_it(make_lane: LaneFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An expert's load takes 4 ms, and what a layer computes besides as long as its loads: they hide under it where they
+    """An expert's load takes 4 ms, and what a layer computes besides as long as its loads: they hide under it if they
     come ahead. Where nothing is loaded before it is called for, each call waits."""
     waited_s = {}
     for is_ahead in (True, False):
