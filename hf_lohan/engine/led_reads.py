@@ -11,7 +11,7 @@ from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.ranks import Links, RankFailedError
 
-_READ, _FAILED = "read ", "failed "
+_READ, _ELEMENTS, _FAILED = "read ", "elements ", "failed "
 
 
 class LedReads:
@@ -33,6 +33,24 @@ class LedReads:
         self._say(_READ + name)
         return self._access().read_parameter(name)
 
+    def read_elements(self, name: str, first: int, last: int) -> Tensor:
+        """On rank 0, while it leads. See `ParameterAccess`."""
+        self._say(f"{_ELEMENTS}{first} {last} {name}")
+        return self._access().read_elements(name, first, last)
+
+    def read_pieces(self, name: str, kind: str, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Tensor]]:
+        """On rank 0, while it leads, of the working weight. See `ParameterAccess`."""
+        assert kind == "param", "weights alone are read together"
+        last = self.parts[name][0][1].shape.numel() if last is None else last
+        self._say(f"{_ELEMENTS}{first} {last} {name}")
+        pieces = self._access().read_pieces(name, kind, first, last)
+        try:
+            for start, piece in pieces:
+                yield start, piece
+        finally:
+            for _ in pieces:  # who stops half-way must not leave the others waiting for the rest
+                pass
+
     @contextlib.contextmanager
     def led(self) -> Iterator[None]:
         """On rank 0: the others follow until this ends, and learn if it fails."""
@@ -49,7 +67,12 @@ class LedReads:
         while said := self._say(""):
             if said.startswith(_FAILED):
                 raise RankFailedError(f"rank 0 could not save the model: {said.removeprefix(_FAILED)}", 0)
-            self._access().read_parameter(said.removeprefix(_READ))
+            if said.startswith(_READ):
+                self._access().read_parameter(said.removeprefix(_READ))
+                continue
+            first, last, name = said.removeprefix(_ELEMENTS).split(" ", 2)
+            for _ in self._access().read_pieces(name, "param", int(first), int(last)):
+                pass
 
     def _say(self, what: str) -> str:
         """What rank 0 says."""

@@ -61,19 +61,35 @@ class ParameterAccess:
         block, _ = self.parts[name][0]
         return block.master.state_dtype(kind)
 
-    @torch.no_grad()
+    @property
+    def piece_bytes(self) -> int:
+        """So much of a parameter, in float32, passes through a buffer at a time."""
+        return self._piece_numel * torch.float32.itemsize
+
     def write_parameter(self, name: str, source: Tensor) -> None:
         """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
+        self.write_elements(name, 0, source)
+
+    @torch.no_grad()
+    def write_elements(self, name: str, first: int, source: Tensor) -> None:
+        """`write_parameter` of the elements of a flattened weight from ``first`` on, as many as ``source`` has. Raises
+        ValueError if the weight has fewer."""
         flat = source.detach().reshape(-1)
+        last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
+        if first < 0 or last > numel:
+            raise ValueError(f"{name} has {numel} elements, so elements {first} to {last} cannot be written")
         for block, part in self.parts[name]:
-            with self._buffers(3 if block.master.has_residual else 2) as buffers:
-                low, high = self._own(block, part.start, part.stop)
-                for start, stop in ranges(high - low, self._piece_numel):
-                    begin = part.first + low - part.start
-                    self._write_piece(block, part, low + start, flat[begin + start : begin + stop], buffers)
+            begin, end = max(first, part.first), min(last, part.last)
+            if begin < end:
+                with self._buffers(3 if block.master.has_residual else 2) as buffers:
+                    place = part.start + begin - part.first
+                    low, high = self._own(block, place, place + end - begin)
+                    before = begin - first + low - place
+                    for start, stop in ranges(high - low, self._piece_numel):
+                        self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
 
     def _own(self, block: Block, start: int, stop: int) -> tuple[int, int]:
         """What of elements [start, stop) of a block this rank has; an empty range if none."""
@@ -108,22 +124,35 @@ class ParameterAccess:
             out[start : start + piece.numel()].copy_(piece)
         return out
 
-    def read_pieces(self, name: str, kind: str) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over one record kind of a parameter; each piece is valid until the next is asked for."""
-        for block, part in self.parts[name]:
-            before, _ = block.master.elements(kind, part.first, part.last)
-            for start, piece in self.read_part(block, part, kind):
-                yield before + start, piece
+    def read_elements(self, name: str, first: int, last: int) -> Tensor:
+        """Elements [first, last) of the flattened working weight as a new flat tensor, on the host."""
+        out = torch.empty(last - first, dtype=self.state_dtype(name, "param"))
+        for start, piece in self.read_pieces(name, "param", first, last):
+            out[start - first : start - first + piece.numel()].copy_(piece)
+        return out
 
-    def read_part(self, block: Block, part: ParamSlice, kind: str) -> Iterator[tuple[int, Tensor]]:
-        """`read_pieces` of what of a parameter is one block's."""
-        begin, _ = block.master.elements(kind, part.start, part.stop)
+    def read_pieces(
+        self, name: str, kind: str, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over one record kind of a parameter, or of its elements [first, last); each piece is
+        valid until the next is asked for."""
+        for block, part in self.parts[name]:
+            low, high = max(first, part.first), part.last if last is None else min(last, part.last)
+            if low < high:
+                before, _ = block.master.elements(kind, low, high)
+                place = part.start + low - part.first
+                for start, piece in self._read_range(block, kind, place, place + high - low):
+                    yield before + start, piece
+
+    def _read_range(self, block: Block, kind: str, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over what of a record goes with the block's elements [begin, end)."""
+        origin, _ = block.master.elements(kind, begin, end)
         for owner, (first, last) in enumerate(block.rank_ranges):
-            low, high = max(part.start, first), min(part.stop, last)
+            low, high = max(begin, first), min(end, last)
             if low < high:
                 first_element, last_element = block.master.elements(kind, low, high)
                 for start, piece in self._read_of(owner, block, kind, first_element, last_element):
-                    yield first_element - begin + start, piece
+                    yield first_element - origin + start, piece
 
     def _read_of(self, owner: int, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         """(start, piece) pairs over elements [first, last) of a record that ``owner`` has."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -32,6 +33,10 @@ class JointAccess:
         self._links.share(value, owner, name)
         return value
 
+    def read_pieces(self, name: str, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        for start in range(first, last):
+            yield start, self.read_parameter(name)[:1] + start
+
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
@@ -50,6 +55,25 @@ def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
         return access.read
 
     assert run_ranks(num_ranks, save, delays_seed=1) == [order] * num_ranks
+
+
+@pytest.mark.parametrize("stops_after", [2, 10])
+def test_all_read_to_the_end_what_rank_0_leaves_half_way(stops_after: int) -> None:
+    def save(links: Links) -> list[str]:
+        access = JointAccess(links)
+        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        if links.ranks.rank:
+            reads.follow()
+        else:
+            with reads.led():
+                pieces = reads.read_pieces(NAMES[3], "param", 4, 9)
+                found = [(start, float(piece)) for (start, piece), _ in zip(pieces, range(stops_after), strict=False)]
+                assert found == [(4, 7.0), (5, 8.0), (6, 9.0), (7, 10.0), (8, 11.0)][:stops_after]
+                pieces.close()  # type: ignore[attr-defined]
+                reads.read_parameter(NAMES[0])
+        return access.read
+
+    assert run_ranks(2, save, delays_seed=1) == [[NAMES[3]] * 5 + [NAMES[0]]] * 2
 
 
 def test_the_others_learn_why_rank_0_gave_up() -> None:

@@ -99,6 +99,28 @@ def test_pieces_come_in_order_and_cover_the_record(open_access: Callable[..., An
     assert torch.equal(torch.cat([piece for _, piece in pieces]), weights[LARGE].flatten())
 
 
+@DTYPES
+@pytest.mark.parametrize(("first", "last"), [(0, 7), (1000, 70000), (64 * 700, 64 * 1500), (5, 5)])
+def test_some_elements_of_a_weight_are_written_and_read(
+    first: int, last: int, dtype: torch.dtype, open_access: Callable[..., Any]
+) -> None:
+    access, weights = open_access(dtype)
+    expected = access.read_parameter(LARGE).flatten()
+    new = torch.randn(last - first).to(dtype)
+    access.write_elements(LARGE, first, new)
+    expected[first:last] = new
+    assert torch.equal(access.read_parameter(LARGE).flatten(), expected)
+    for start, stop in ((first, last), (0, 3), (max(first - 1, 0), last + 1 if last < 96000 else last)):
+        assert torch.equal(access.read_elements(LARGE, start, stop), expected[start:stop])
+    assert torch.equal(access.read_parameter(SMALL), weights[SMALL].to(dtype))
+
+
+def test_elements_that_a_weight_does_not_have_are_refused(open_access: Callable[..., Any]) -> None:
+    access, _ = open_access()
+    with pytest.raises(ValueError, match="embed_tokens.weight has 96000 elements, so elements 95999 to 96001"):
+        access.write_elements(LARGE, 95999, torch.zeros(2))
+
+
 def test_buffers_come_back_also_from_a_reader_that_stops(open_access: Callable[..., Any]) -> None:
     access, weights = open_access()
     for _ in range(20):  # more often than there are buffers
