@@ -64,13 +64,13 @@ PACKAGES_FLOOR_0_AND_1 = {
 """The only packages outside the standard library that the two lowest floors may use."""
 
 HUGGING_FACE = {"transformers", "accelerate", "peft", "trl", "diffusers", "huggingface_hub"}
-HUGGING_FACE_COMPAT = {"transformers_private", "accelerate_private", "trl_private"}
+HUGGING_FACE_COMPAT = {"transformers_conversions", "transformers_private", "accelerate_private", "trl_private"}
 PRIVATE_NAMES = {
     # accelerate's
     "_is_accelerate_prepared", "_models",
     # transformers'
     "_can_set_experts_implementation", "_from_config", "_globalstep_last_logged", "_gradient_checkpointing_func",
-    "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
+    "_get_dtype_plan", "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
     "HF_DEACTIVATE_ASYNC_LOAD",
     # TRL's
     "_buffered_inputs", "_last_world_entropy", "_total_train_tokens",

@@ -6,8 +6,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import types
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """What Trainer adds up between two logs, and a checkpoint of its own forgets."""
-_LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 
 # Trainer.
@@ -126,20 +123,6 @@ def mark_loaded(parameter: nn.Parameter) -> None:
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
-@contextlib.contextmanager
-def one_tensor_at_a_time() -> Iterator[None]:
-    """`from_pretrained` without the threads that read ahead without bound."""
-    previous = os.environ.get(_LOAD_ASYNC)
-    os.environ[_LOAD_ASYNC] = "1"
-    try:
-        yield
-    finally:
-        if previous is None:
-            del os.environ[_LOAD_ASYNC]
-        else:
-            os.environ[_LOAD_ASYNC] = previous
-
-
 def groups_experts(model: Any) -> bool:
     """Whether a model's experts can run as one product."""
     return bool(model._can_set_experts_implementation())
@@ -179,23 +162,3 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     output: Tensor = linear(hidden, "down_proj")
     return output
-
-
-@contextlib.contextmanager
-def saved_from(model: Any, weights: Mapping[str, Tensor]) -> Iterator[None]:
-    """Dress the model as one that was dispatched to disk: `save_pretrained` then asks `weights` for each tensor in
-    turn, and un-fuses experts shard by shard."""
-    previous = getattr(model, "hf_device_map", None)
-    model.hf_device_map = {"": "disk"}
-    model._hf_hook = types.SimpleNamespace(weights_map=weights)
-    try:
-        with warnings.catch_warnings():
-            # True of models that do not fit; here a shard is at most `max_shard_size`.
-            warnings.filterwarnings("ignore", message="Attempting to save a model with offloaded modules")
-            yield
-    finally:
-        del model._hf_hook
-        if previous is None:
-            del model.hf_device_map
-        else:
-            model.hf_device_map = previous

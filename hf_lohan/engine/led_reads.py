@@ -38,15 +38,17 @@ class LedReads:
         self._say(f"{_ELEMENTS}{first} {last} {name}")
         return self._access().read_elements(name, first, last)
 
-    def read_pieces(self, name: str, kind: str, first: int = 0, last: int | None = None) -> Iterator[tuple[int, Tensor]]:
+    def read_pieces(
+        self, name: str, kind: str, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
         """On rank 0, while it leads, of the working weight. See `ParameterAccess`."""
         assert kind == "param", "weights alone are read together"
         last = self.parts[name][0][1].shape.numel() if last is None else last
         self._say(f"{_ELEMENTS}{first} {last} {name}")
         pieces = self._access().read_pieces(name, kind, first, last)
         try:
-            for start, piece in pieces:
-                yield start, piece
+            while (piece := next(pieces, None)) is not None:
+                yield piece
         finally:
             for _ in pieces:  # who stops half-way must not leave the others waiting for the rest
                 pass

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
+from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
 
+_MAX_SHARD_SIZE = "10GB"
+"""Where nobody says otherwise: as diffusers has it."""
 _WEIGHTS_NAME = "diffusion_pytorch_model"
 
 
@@ -37,7 +40,7 @@ def save_diffusers_from_store(
     variant: str | None = None,
     **kwargs: Any,
 ) -> None:
-    """`ModelMixin.save_pretrained`, with its files and their names, shard by shard from the store. Raises ValueError
+    """`ModelMixin.save_pretrained`, with its files and their names, piece by piece from the store. Raises ValueError
     for arguments that it does not take."""
     asked = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
     if asked or kwargs.get("safe_serialization") is False:
@@ -54,15 +57,22 @@ def save_diffusers_from_store(
     state_dict = model.state_dict()
     others = {name: tensor for name, tensor in state_dict.items() if name not in weights}
     forms = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state_dict.items()}
+
+    def pieces_of(name: str) -> Iterable[Tensor]:
+        return [others[name]] if name in others else weights.pieces(name)
+
     suffix = f".{variant}" if variant else ""
     split = split_torch_state_dict_into_shards(
         forms,
-        max_shard_size=max_shard_size or stored_model.max_shard_bytes,
+        max_shard_size=max_shard_size or _MAX_SHARD_SIZE,
         filename_pattern=f"{_WEIGHTS_NAME}{{suffix}}{suffix}.safetensors",
     )
     for file, names in split.filename_to_tensors.items():
-        shard = {name: others[name].contiguous() if name in others else weights[name] for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        specs = [
+            TensorSpec(name, form.dtype, form.numel(), pieces_of(name), shape=tuple(form.shape))
+            for name, form in ((name, forms[name]) for name in names)
+        ]
+        write_safetensors(folder / file, specs)
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"

@@ -28,7 +28,6 @@ from hf_lohan.store.rank_folders import ranks_under
 
 _BUFFER_BYTES = 4 << 20
 _NUM_BUFFERS = 4
-_MAX_SHARD_BYTES = 2 * 1000**3
 
 
 def export(run: str | Path, out: str | Path) -> int | None:
@@ -112,7 +111,7 @@ def _export_store(store: Store, out: Path) -> None:
     access = ParameterAccess(store, form.model_blocks.blocks, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.dtype = form.master.working_dtype
-    stored_model = StoredModel(model, lambda: access, _MAX_SHARD_BYTES)
+    stored_model = StoredModel(model, lambda: access)
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     if (folder / "tokenizer_config.json").is_file():
         transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(out)

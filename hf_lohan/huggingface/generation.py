@@ -16,12 +16,11 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
-from hf_lohan.compat.transformers_private import build_from_config
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
-from hf_lohan.huggingface.loading import load_dtype, make_placeholders, store_the_rest, stream_model
+from hf_lohan.huggingface.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.weightless_model import read_model_config, weightless_model
 from hf_lohan.planner import KeysAndValues
@@ -81,11 +80,11 @@ def load_for_generation(
     model_config = read_model_config(path)
     wanted_dtype = load_dtype(path, model_config, dtype)
     with torch.device("meta"):
-        skeleton = build_from_config(model_class, model_config, wanted_dtype).requires_grad_(False)
+        skeleton = skeleton_of(model_class, model_config, wanted_dtype).requires_grad_(False)
     lay_out_for_this = partial(
         lay_out_generation,
         config=config,
-        working_dtype=wanted_dtype,
+        working_dtype=None,
         keys_and_values=keys_and_values(model_config, wanted_dtype, num_sequences, max_length),
         memory_is_host=device.memory_is_host,
     )
@@ -103,7 +102,7 @@ def load_for_generation(
             access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
             names = {name: name for name, _ in skeleton.named_parameters()}
             model = stream_model(path, model_class, model_config, wanted_dtype, access, names).requires_grad_(False)
-            store_the_rest(model, access, names, wanted_dtype)
+            store_the_rest(model, access, names)
             layout = lay_out_for_this(model)
             if layout.identity.fingerprint != tiers.store.model.fingerprint:
                 raise ValueError(
@@ -183,7 +182,7 @@ def _take_buffers(skeleton: nn.Module, store: Store) -> bool:
     for name, value in values.items():
         owner, _, own_name = name.rpartition(".")
         setattr(modules[owner], own_name, value)
-    make_placeholders(skeleton, None)
+    make_placeholders(skeleton)
     return True
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,8 @@ from torch.nn.modules.module import (
 )
 
 from hf_lohan.checkpoint.model_description import copy_buffers
-from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded, one_tensor_at_a_time
+from hf_lohan.compat.transformers_conversions import loaded_in_rows
+from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, refuse_other_weights
@@ -33,13 +34,69 @@ from hf_lohan.huggingface.attachment import (
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
+from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import lay_out
 from hf_lohan.planning.layout import resolved_here
 
 logger = logging.getLogger(__name__)
 
-Sink = Callable[[str, Tensor], bool]
-"""Takes a parameter by name; says whether it wanted it."""
+_CONVERSIONS = {
+    method: f"from_pretrained(path, dtype='bfloat16', quantization_config={config}(dequantize=True)).save_pretrained()"
+    for method, config in (("fp8", "FineGrainedFP8Config"), ("mxfp4", "Mxfp4Config"))
+}
+"""How transformers itself makes a bfloat16 checkpoint of a quantized one."""
+_MOST_ROWS_BYTES = 32 << 20
+"""Of larger weights so much is read and converted at a time, or what one buffer holds, if that is less."""
+
+
+class Sink:
+    """Writes loaded weights into the store, under the names that they have there."""
+
+    def __init__(
+        self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
+    ) -> None:
+        """`names`: in the store, of weights that are called otherwise when they are loaded. Unless they may be
+        ``of_any_dtype``, only those are taken that have the dtype of the working weights."""
+        self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
+        self.written: set[str] = set()
+        self._access = access
+        self._names = names or {}
+        self._of_any_dtype = of_any_dtype
+
+    def take(self, name: str, weight: Tensor) -> bool:
+        """Says whether the store wants it. Raises ValueError for one of another shape or dtype."""
+        name = self._names.get(name, name)
+        if name not in self._access.parts:
+            return False  # an alias of a tied weight: stored under its first name
+        self._check_dtype(name, weight)
+        self._access.write_parameter(name, weight)
+        self._note(name, weight)
+        return True
+
+    def take_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
+        """`take` for the rows from ``first`` on of a weight of this shape; one of another shape is not wanted."""
+        name = self._names.get(name, name)
+        if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
+            return False
+        self._check_dtype(name, rows)
+        self._access.write_elements(name, first * shape[1:].numel(), rows)
+        self._note(name, rows)
+        return True
+
+    def _note(self, name: str, weight: Tensor) -> None:
+        self.written.add(name)
+        advance(weight.numel() * self._dtype_of(name).itemsize)
+
+    def _check_dtype(self, name: str, weight: Tensor) -> None:
+        if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
+            raise ValueError(
+                f"{name} is of {weight.dtype} when it is loaded, and its model's config describes one of "
+                f"{self._dtype_of(name)}; load the model with dtype='float32', or in memory"
+            )
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        block, _ = self._access.parts[name][0]
+        return block.master.working_dtype
 
 
 def from_pretrained(
@@ -91,10 +148,10 @@ def from_pretrained(
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
     loaded_dtype = load_dtype(path, model_config, dtype)
-    working_dtype = torch.bfloat16 if bf16 else loaded_dtype if peft_config is None else None
+    working_dtype = torch.bfloat16 if bf16 else None
 
     with torch.device("meta"):
-        skeleton = build_from_config(model_class, model_config, loaded_dtype)
+        skeleton = skeleton_of(model_class, model_config, loaded_dtype)
         names = {name: name for name, _ in skeleton.named_parameters()}
         if peft_config is not None:
             skeleton, names = adapted_skeleton(skeleton, peft_config)
@@ -116,11 +173,11 @@ def from_pretrained(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
-        model = stream_model(path, model_class, model_config, loaded_dtype, access, names, **kwargs)
+        model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
         refuse_other_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
-        store_the_rest(model, access, names, working_dtype)
+        store_the_rest(model, access, names)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)
         final = lay_out_for_this(model)
@@ -142,14 +199,14 @@ def stream_model(
     dtype: torch.dtype,
     access: ParameterAccess,
     names: Mapping[str, str],
+    *,
+    casts: bool = False,
     **kwargs: Any,
 ) -> Any:
-    """The model of a checkpoint, its weights in the store and on meta. ``names`` are those in the store."""
-    write = _writer(access, only_dtype=dtype)
-    with (
-        long_work(f"streaming {path}", _stored_bytes(access, names.values())),
-        streamed_to(lambda name, tensor: write(names.get(name, name), tensor)),
-    ):
+    """The model of a checkpoint, its weights in the store and on meta. ``names`` are those in the store, which may have
+    another dtype if it ``casts``."""
+    sink = Sink(access, names, of_any_dtype=casts)
+    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink):
         return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
 
 
@@ -158,13 +215,7 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
 
     Goes through `from_pretrained`, not `load_state_dict`: MoE experts are saved un-fused and must be fused again.
     """
-    written: set[str] = set()
-    write = _writer(engine.parameters)
-
-    def sink(name: str, tensor: Tensor) -> bool:
-        written.add(name)
-        return write(name, tensor)
-
+    sink = Sink(engine.parameters)
     if hasattr(model, "peft_config"):
         _stream_adapters(model, path, sink)
         expected = {part.name for part in engine.parameter_slices if part.trainable}
@@ -174,11 +225,11 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
             loaded = type(model).from_pretrained(path, dtype="auto")
         for name, parameter in loaded.named_parameters():
             if parameter.device.type != "meta":
-                sink(name, parameter)
+                sink.take(name, parameter)
         copy_buffers(model, loaded.state_dict())
         expected = set(engine.parameters.parts)
     engine.forget_weights()
-    missing = sorted(expected - written)
+    missing = sorted(expected - sink.written)
     if missing:
         raise ValueError(
             f"the checkpoint {str(path)!r} has no weights for {len(missing)} parameters of this model, such as "
@@ -199,13 +250,13 @@ def _stream_adapters(model: Any, path: str | Path, sink: Sink) -> None:
         tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
         for saved_name, tensor in tensors.items():
             if saved_name in saved and id(tensor) in name_of:
-                sink(name_of[id(tensor)], saved[saved_name])
+                sink.take(name_of[id(tensor)], saved[saved_name])
 
 
 @contextlib.contextmanager
 def streamed_to(sink: Sink) -> Iterator[None]:
     """While this is on, every weight that transformers has loaded, renamed, fused and cast goes to `sink` and leaves a
-    meta parameter behind. Uses torch's public registration hooks; transformers runs unchanged."""
+    meta parameter behind: large ones some rows at a time, others whole, by torch's registration hooks."""
     parents: dict[nn.Module, tuple[nn.Module, str]] = {}
 
     def name_of(module: nn.Module, name: str) -> str:
@@ -221,7 +272,7 @@ def streamed_to(sink: Sink) -> Iterator[None]:
     def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
         if parameter is None or parameter.device.type == "meta" or not is_loaded(parameter):
             return None
-        if not sink(name_of(module, name), parameter):
+        if not sink.take(name_of(module, name), parameter):
             return None
         meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
         mark_loaded(meta)
@@ -233,27 +284,11 @@ def streamed_to(sink: Sink) -> Iterator[None]:
         register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
     ]
     try:
-        with one_tensor_at_a_time():
+        with loaded_in_rows(sink.take_rows, sink.most_bytes):
             yield
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _writer(access: ParameterAccess, only_dtype: torch.dtype | None = None) -> Sink:
-    def write(name: str, tensor: Tensor) -> bool:
-        if only_dtype is not None and tensor.dtype != only_dtype:
-            raise ValueError(
-                f"this model keeps {name} in {tensor.dtype} when loaded in {only_dtype}; a checkpoint streams in one "
-                f"dtype, so load it with dtype={tensor.dtype}, or in memory"
-            )
-        if name not in access.parts:
-            return False  # an alias of a tied weight: stored under its first name
-        access.write_parameter(name, tensor)
-        advance(_stored_bytes(access, [name]))
-        return True
-
-    return write
 
 
 def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
@@ -262,10 +297,31 @@ def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
     return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
 
 
+def _refuse_quantized(path: str | Path, model_config: Any) -> None:
+    found = getattr(model_config, "quantization_config", None)
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    raise ValueError(
+        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; take its original in bfloat16"
+        + (f", or convert it where it fits into RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
+    )
+
+
+def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
+    """The model without weights, in the dtypes that it is loaded in. Call it with meta as torch's default device."""
+    skeleton = build_from_config(model_class, model_config, dtype)
+    kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
+    for name, parameter in skeleton.named_parameters():
+        if name in kept:
+            parameter.data = parameter.data.to(torch.float32)
+    return skeleton
+
+
 def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
     """In which the checkpoint's weights are loaded. Raises ValueError for a quantized one."""
-    if getattr(model_config, "quantization_config", None) is not None:
-        raise ValueError(f"{str(path)!r} is a quantized checkpoint, which cannot be trained; take the original one")
+    _refuse_quantized(path, model_config)
     if isinstance(dtype, torch.dtype):
         return dtype
     checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
@@ -276,22 +332,21 @@ def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) ->
     return resolved
 
 
-def store_the_rest(
-    model: nn.Module, access: ParameterAccess, names: Mapping[str, str], working_dtype: torch.dtype | None
-) -> None:
+def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
     """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder. ``names``
     are those in the store."""
     for name, parameter in list(model.named_parameters()):
         if parameter.device.type != "meta":
             access.write_parameter(names[name], parameter)
-    make_placeholders(model, working_dtype)
+    make_placeholders(model, {name: access.parts[names[name]][0][0].master.working_dtype for name in names})
 
 
-def make_placeholders(model: nn.Module, working_dtype: torch.dtype | None) -> None:
-    """Take its numbers from every parameter, be it on meta or not."""
-    for parameter in list(model.parameters()):
+def make_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    """Take its numbers from every parameter, be it on meta or not. ``dtypes``: those that change, by name."""
+    for name, parameter in list(model.named_parameters()):
+        dtype = (dtypes or {}).get(name, parameter.dtype)
         placeholder = nn.Parameter(
-            torch.full((1,), float("nan"), dtype=working_dtype or parameter.dtype).expand(parameter.shape),
+            torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),
             requires_grad=parameter.requires_grad,
         )
         # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.

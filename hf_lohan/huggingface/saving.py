@@ -1,4 +1,4 @@
-"""`save_pretrained` of a model whose weights are in the store: shard by shard, never whole in RAM."""
+"""`save_pretrained` of a model whose weights are in the store: piece by piece, no weight whole in RAM."""
 
 from __future__ import annotations
 
@@ -12,14 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_lohan.compat.transformers_private import saved_from
+from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
+from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
 from hf_lohan.engine import LedReads, OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
-
-_MAX_SHARD_BYTES = 5 * 1000**3
 
 
 @dataclass(frozen=True)
@@ -29,7 +28,6 @@ class StoredModel:
     model: Any
     access: Callable[[], ParameterAccess]
     """Asked for each weight: an engine then waits for its updates."""
-    max_shard_bytes: int
     links: Links = field(default_factory=Links.alone)
     """To the other ranks. Where there are some, all of them save together."""
     led: LedReads | None = None
@@ -43,11 +41,7 @@ class StoredModel:
     @classmethod
     def of(cls, engine: OffloadEngine) -> StoredModel:
         """The model of an engine."""
-        largest_block_bytes = max(block.param_bytes for block in engine.layout.blocks)
-        assert isinstance(engine.config.cpu_memory, int)
-        # A shard stands in RAM beside the pools, which have taken their budget already.
-        shard_bytes = max(largest_block_bytes, min(engine.config.cpu_memory // 8, _MAX_SHARD_BYTES))
-        return cls(engine.model, lambda: engine.parameters, shard_bytes, engine.links)
+        return cls(engine.model, lambda: engine.parameters, engine.links)
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -68,6 +62,22 @@ class StoredWeights(Mapping[str, Tensor]):
         weight = self._stored_model.reads.read_parameter(self._stored_name[name])
         advance(weight.nbytes)
         return weight
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """One weight, flat, in pieces that are valid until the next."""
+        for _, piece in self._stored_model.reads.read_pieces(self._stored_name[name], "param"):
+            yield piece
+            advance(piece.nbytes)
+
+    def rows(self, name: str, row: int | None) -> Tensor:
+        """A row of a weight of shape [rows, ...] as one of shape [1, ...]; without ``row`` all of it."""
+        if row is None:
+            return self[name]
+        reads, stored_name = self._stored_model.reads, self._stored_name[name]
+        shape = reads.parts[stored_name][0][1].shape[1:]
+        found = reads.read_elements(stored_name, row * shape.numel(), (row + 1) * shape.numel())
+        advance(found.nbytes)
+        return found.view(1, *shape)
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored_name  # without reading it
@@ -105,9 +115,10 @@ def save_from_store(
 ) -> Any:
     """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
 
-    `max_shard_size` bounds the RAM this takes; by default a shard is as large as an eighth of `cpu_memory`, but at
-    least as the largest block, and at most 5 GB. A `state_dict` passed in is not used (scripts
-    pass what `accelerator.get_state_dict` gave them, which are the same weights); that is logged.
+    Weights go into the files a piece at a time, and experts that a checkpoint has one by one pass one by one. Where
+    transformers makes a file's tensor of several weights at once, or mixes rows of one, these stand in RAM for it. A
+    `state_dict` passed in is not used (scripts pass what `accelerator.get_state_dict` gave them, which are the same
+    weights); that is logged.
     """
     model = stored_model.model
     if kwargs.pop("state_dict", None) is not None:
@@ -122,10 +133,68 @@ def save_from_store(
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
         for name, tensor in model.state_dict().items()
     }
-    kwargs.setdefault("max_shard_size", stored_model.max_shard_bytes)
+    named = {id(state_dict[name]): name for name in weights}
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    with long_work(f"saving {save_directory}", total_bytes), saved_from(model, weights):
+
+    def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
+        pieces = _Pieces(weights, named, made)
+        specs = [
+            TensorSpec(name, tensor.dtype, tensor.numel(), pieces.of(name, tensor), shape=tuple(tensor.shape))
+            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+        ]
+        write_safetensors(Path(path), specs, metadata)
+
+    with long_work(f"saving {save_directory}", total_bytes), saved_by(model, write_file) as made:
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+class _Pieces:
+    """What the tensors of one file are made of."""
+
+    def __init__(self, weights: StoredWeights, named: Mapping[int, str], made: Mapping[int, SavedTensor]) -> None:
+        """`named`: weights on meta by their `id`; ``made``: what transformers made of such."""
+        self._weights = weights
+        self._named = named
+        self._made = made
+        self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
+        """A conversion's results for one row: what is made together is written one after another, as a rule."""
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
+        """A tensor of the file, in order, each piece valid until the next."""
+        if tensor.device.type != "meta":
+            yield tensor
+        elif id(tensor) in self._named:
+            yield from self._weights.pieces(self._named[id(tensor)])
+        elif id(tensor) in self._made:
+            yield from self._converted(self._made[id(tensor)])
+        else:
+            raise RuntimeError(
+                f"transformers saves {name}, and it is not known of which weights it is made; save with "
+                "save_original_format=False"
+            )
+
+    def _converted(self, saved: SavedTensor) -> Iterator[Tensor]:
+        conversion, num_rows = saved.conversion, saved.conversion.num_rows
+        if num_rows is None:
+            yield self._results(conversion, None)[saved.index]
+        elif conversion.is_split:
+            kind, row = divmod(saved.index, num_rows)
+            yield self._results(conversion, row)[kind]
+        else:
+            for row in range(num_rows):
+                yield self._results(conversion, row)[saved.index]
+
+    def _results(self, conversion: SavingConversion, row: int | None) -> list[Tensor]:
+        if self._last[:2] != (conversion, row):
+            self._last = (None, None, [])  # let go of before the next are made
+            self._last = (conversion, row, conversion.results(lambda form: self._value(form, row)))
+        return self._last[2]
+
+    def _value(self, form: Tensor, row: int | None) -> Tensor:
+        """Of what was on meta: whole, or one row."""
+        if form.device.type != "meta":
+            return form if row is None else form[row : row + 1]
+        return self._weights.rows(self._named[id(form)], row)
 
 
 def _adapter_state_dict(

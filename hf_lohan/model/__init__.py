@@ -23,6 +23,7 @@ from hf_lohan.model.discovery import (
     adamw_everywhere,
     discover_blocks,
     hidden_matrices,
+    kept_in_float32,
     muon_for_matrices,
 )
 from hf_lohan.model.experts import FusedExperts, find_experts
@@ -55,6 +56,7 @@ __all__ = [
     "find_experts",
     "has_foreign_forward",
     "hidden_matrices",
+    "kept_in_float32",
     "lay_out_block",
     "muon_for_matrices",
     "ranges",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -142,6 +143,15 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
     }
 
 
+def kept_in_float32(model: nn.Module) -> set[str]:
+    """Names of parameters that the model's classes compute with in float32 where the rest is bfloat16, as some routers
+    are."""
+    asked = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
+    patterns = {pattern.replace("*", ".*") for of_class in asked for pattern in of_class}
+    found = re.compile("|".join(sorted(patterns)))
+    return {name for name, _ in model.named_parameters() if patterns and found.search(name)}
+
+
 def muon_for_matrices(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
     """The `Rules` of a run with Muon for `hidden_matrices` and AdamW for the rest."""
     return dict.fromkeys(hidden_matrices(model), MUON)
@@ -158,19 +168,21 @@ def discover_blocks(
     """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them. Fused
     experts lie in the block of their layer, or, with `streams_experts`, each in one of its own.
 
-    `working_dtype` is that of all parameters; None: each has its own. Parameters of several dtypes or rules are not
-    mixed in a block: the fewer have one of their own. Raises DiscoveryError, or ValueError for a dtype that cannot be
-    trained.
+    `working_dtype` is that of all parameters, but those that `kept_in_float32` names; None: each has its own.
+    Parameters of several dtypes or rules are not mixed in a block: the fewer have one of their own. Raises
+    DiscoveryError, or ValueError for a dtype that cannot be trained.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
     rule_of = rules(model)
+    kept = kept_in_float32(model) if working_dtype == torch.bfloat16 else set[str]()
 
     def form_of(parameter: nn.Parameter) -> MasterFormat:
         rule = rule_of.get(parameter, ADAMW)
         if parameter.requires_grad:
             rule.refuse_shape(names[parameter], tuple(parameter.shape))
-        return master_format(working_dtype or parameter.dtype, moment_dtype, rule)
+        dtype = torch.float32 if names[parameter] in kept else working_dtype or parameter.dtype
+        return master_format(dtype, moment_dtype, rule)
 
     adapters = _adapters(list(names), layers)
     shared = _in_several(layers, set(adapters))

@@ -1,0 +1,295 @@
+"""How transformers turns checkpoints into weights and weights into checkpoints, a few rows at a time.
+
+Its converters stack all experts of a layer into one tensor and split it again when they save: three times the largest
+weight in RAM. Most of their operations leave an expert's row alone, so they run here on a few rows after another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import core_model_loading, modeling_utils
+from transformers.core_model_loading import (
+    Chunk,
+    Concatenate,
+    ConversionOps,
+    Interleave,
+    MergeModulelist,
+    SplitModulelist,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+)
+
+_LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
+
+TakeRows = Callable[[str, torch.Size, int, Tensor], bool]
+"""Takes the rows of a weight of this name and shape from row `first` on; says whether it wanted them."""
+WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
+"""Writes tensors by name into a safetensors file with this metadata."""
+
+
+# Loading.
+
+
+@contextlib.contextmanager
+def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
+    """`from_pretrained` gives weights larger than ``most_bytes`` to ``take``, as many rows at a time as these are, but
+    at least one, and keeps a tensor on meta instead. Nothing is read ahead.
+
+    Rows are those of the first dimension, experts for example. Weights that ``take`` does not want, or that are made
+    by operations which mix rows, are loaded whole.
+    """
+    stock_spawn = core_model_loading.spawn_materialize
+    stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
+
+    def spawn(thread_pool: Any, tensor: Any, device: Any = None, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_sharded = bool(args and args[0] is not None) or kwargs.get("sharding_op") is not None
+        if thread_pool is not None or is_sharded:
+            return stock_spawn(thread_pool, tensor, device, dtype, *args, **kwargs)
+        return _Unread(tensor, device, dtype)
+
+    def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        stock = stock_converts[WeightConverter if isinstance(self, WeightConverter) else WeightRenaming]
+        source = _source_of(self)
+        if source is not None and source.num_bytes > most_bytes:
+            rows_at_once = max(1, int(most_bytes * source.num_rows // source.num_bytes))
+            collected = dict(self.collected_tensors)
+            forms = _given_in_rows(
+                source, rows_at_once, take, lambda tensors: _run(self, stock, tensors, layer_name, *args, **kwargs)
+            )
+            if forms is not None:
+                return forms
+            self.collected_tensors.update(collected)
+        return stock(self, layer_name, *args, **kwargs)
+
+    previous = os.environ.get(_LOAD_ASYNC)
+    os.environ[_LOAD_ASYNC] = "1"
+    core_model_loading.spawn_materialize = spawn
+    for kind in stock_converts:
+        kind.convert = convert  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        core_model_loading.spawn_materialize = stock_spawn
+        for kind, stock in stock_converts.items():
+            kind.convert = stock  # type: ignore[method-assign]
+        if previous is None:
+            del os.environ[_LOAD_ASYNC]
+        else:
+            os.environ[_LOAD_ASYNC] = previous
+
+
+class _Unread:
+    """A tensor of a checkpoint file, or rows of it, read and cast when called."""
+
+    def __init__(self, source: Any, device: Any, dtype: Any, rows: slice | None = None) -> None:
+        self._source, self._device, self._dtype, self._rows = source, device, dtype, rows
+
+    def __call__(self) -> Tensor:
+        tensor: Tensor = self._source[... if self._rows is None else self._rows]
+        return tensor.to(device=self._device, dtype=self._dtype)
+
+    @property
+    def shape(self) -> torch.Size:
+        get_shape = getattr(self._source, "get_shape", None)
+        return torch.Size(self._source.shape if get_shape is None else get_shape())
+
+    @property
+    def num_bytes(self) -> int:
+        """At most, once it is read."""
+        return self.shape.numel() * (self._dtype or torch.float32).itemsize
+
+    def rows(self, first: int, last: int) -> _Unread:
+        return _Unread(self._source, self._device, self._dtype, slice(first, last))
+
+
+@dataclass(frozen=True)
+class _Source:
+    """What a weight of a number of rows is made of: by pattern either a tensor for each row, or one with all rows."""
+
+    tensors: dict[str, list[_Unread]]
+    is_merged: bool
+    num_rows: int
+    num_bytes: int
+
+    def rows(self, first: int, last: int) -> dict[str, list[_Unread]]:
+        if self.is_merged:
+            return {pattern: tensors[first:last] for pattern, tensors in self.tensors.items()}
+        return {pattern: [tensors[0].rows(first, last)] for pattern, tensors in self.tensors.items()}
+
+
+def _source_of(conversion: Any) -> _Source | None:
+    """None where a conversion may mix rows, or its tensors are not all alike: then stock does what it does."""
+    operations = getattr(conversion, "operations", [])
+    is_merged = bool(operations) and _merges_rows(operations[0])
+    collected: dict[str, list[_Unread]] = dict(conversion.collected_tensors)
+    every = [tensor for tensors in collected.values() for tensor in tensors]
+    if (
+        not every
+        or conversion.quantization_operation is not None
+        or not all(isinstance(tensor, _Unread) and tensor.shape for tensor in every)
+        or not all(_leaves_rows_alone(operation) for operation in operations[is_merged:])
+    ):
+        return None
+    by_pattern = list(collected.values())
+    if is_merged:
+        num_rows = {len(tensors) for tensors in by_pattern}
+        is_alike = all(len({tensor.shape for tensor in tensors}) == 1 for tensors in by_pattern)
+    else:
+        num_rows = {tensors[0].shape[0] for tensors in by_pattern}
+        is_alike = all(len(tensors) == 1 for tensors in by_pattern)
+    if len(num_rows) != 1 or not is_alike or num_rows == {0}:
+        return None
+    return _Source(collected, is_merged, num_rows.pop(), sum(tensor.num_bytes for tensor in every))
+
+
+def _given_in_rows(
+    source: _Source, rows_at_once: int, take: TakeRows, run: Callable[[dict[str, list[Any]]], dict[str, Any]]
+) -> dict[str, Tensor] | None:
+    """The weights on meta, when ``take`` has all their rows; None, if it did not want them."""
+    forms: dict[str, Tensor] = {}
+    for first in range(0, source.num_rows, rows_at_once):
+        last = min(first + rows_at_once, source.num_rows)
+        for name, found in run(source.rows(first, last)).items():
+            rows = found[0] if isinstance(found, list) else found
+            shape = torch.Size((source.num_rows, *rows.shape[1:]))
+            if not take(name, shape, first, rows):
+                assert first == 0, f"{name} was wanted, and then was not"
+                return None
+            forms[name] = torch.empty(shape, dtype=rows.dtype, device="meta")
+    return forms
+
+
+def _run(conversion: Any, stock: Any, tensors: dict[str, list[Any]], layer_name: str, *args: Any, **kwargs: Any) -> Any:
+    """The stock conversion of these tensors."""
+    conversion.collected_tensors.clear()
+    conversion.collected_tensors.update(tensors)
+    return stock(conversion, layer_name, *args, **kwargs)
+
+
+def _leaves_rows_alone(operation: ConversionOps) -> bool:
+    """Whether each row of its results is made of the same row of what it takes."""
+    if isinstance(operation, Transpose):
+        # One that compares shapes expects those of all rows.
+        return operation.dim0 > 0 and operation.dim1 > 0 and not operation.check_dims
+    if type(operation) in (Chunk, Concatenate, Interleave):
+        return operation.dim > 0  # type: ignore[attr-defined]
+    return False
+
+
+def _merges_rows(operation: ConversionOps) -> bool:
+    return type(operation) is MergeModulelist and operation.dim == 0
+
+
+def _splits_rows(operation: ConversionOps) -> bool:
+    return type(operation) is SplitModulelist and operation.dim == 0
+
+
+# Saving.
+
+
+@dataclass(frozen=True, eq=False)
+class SavedTensor:
+    """What transformers makes of weights when it saves them, for one tensor of a checkpoint that stands on meta."""
+
+    conversion: SavingConversion
+    index: int
+    """Among its results."""
+
+
+class SavingConversion:
+    """A conversion of weights on meta, which can be run again with their values, all rows or one."""
+
+    def __init__(self, run: Callable[[dict[str, list[Tensor]]], list[Tensor]], inputs: dict[str, list[Tensor]]) -> None:
+        self._run = run
+        self._inputs = inputs
+        self.num_rows: int | None = None
+        """None: some operation mixes rows, so it has to run on whole weights."""
+        self.is_split = False
+        """Each row becomes a tensor of its own. Results are those of the first row's first kind, of the second's ..."""
+
+    def results(self, value_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        """Of the values that `value_of` has for each weight: whole, or a single row of each."""
+        return self._run({pattern: [value_of(form) for form in forms] for pattern, forms in self._inputs.items()})
+
+
+@contextlib.contextmanager
+def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTensor]]:
+    """`save_pretrained` with a state dict of tensors on meta has its files written by ``write_file``, with their
+    shards and names as stock has them.
+
+    Yields what those tensors on meta are made of that are not of the state dict itself, by their `id`; while this is
+    open they live.
+    """
+    stock_convert, stock_save = WeightConverter.convert, modeling_utils.safe_save_file
+    made: dict[int, SavedTensor] = {}
+    living: list[Tensor] = []  # else an id could be another tensor's
+
+    def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
+        inputs = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
+        every = [tensor for tensors in inputs.values() for tensor in tensors]
+        if not any(isinstance(tensor, Tensor) and tensor.device.type == "meta" for tensor in every):
+            return stock_convert(self, layer_name, *args, **kwargs)
+
+        def run(tensors: dict[str, list[Tensor]]) -> list[Tensor]:
+            found = _run(self, stock_convert, tensors, layer_name, *args, **kwargs)
+            return [tensor[0] if isinstance(tensor, list) else tensor for tensor in found.values()]
+
+        converted = _run(self, stock_convert, inputs, layer_name, *args, **kwargs)
+        conversion = _saving_conversion(self.operations, run, inputs, len(converted))
+        forms: dict[str, Tensor] = {}
+        for index, (name, tensor) in enumerate(converted.items()):
+            result = tensor[0] if isinstance(tensor, list) else tensor
+            if any(result is weight for weight in every):
+                forms[name] = result  # as it was
+                continue
+            # One of its own: stock counts the bytes of a tensor's memory, and a view's is that of the whole.
+            forms[name] = torch.empty(result.shape, dtype=result.dtype, device="meta")
+            made[id(forms[name])] = SavedTensor(conversion, index)
+        living.extend((*every, *forms.values()))
+        return forms
+
+    def save(tensors: Mapping[str, Tensor], filename: Any, metadata: dict[str, str] | None = None) -> None:
+        if any(tensor.device.type == "meta" for tensor in tensors.values()):
+            write_file(tensors, os.fspath(filename), metadata or {})
+        else:
+            stock_save(tensors, filename, metadata=metadata)
+
+    device_map = vars(model).pop("hf_device_map", None)  # a model that was dispatched is saved in another way
+    WeightConverter.convert = convert  # type: ignore[method-assign]
+    modeling_utils.safe_save_file = save
+    try:
+        yield made
+    finally:
+        WeightConverter.convert = stock_convert  # type: ignore[method-assign]
+        modeling_utils.safe_save_file = stock_save
+        if device_map is not None:
+            model.hf_device_map = device_map
+
+
+def _saving_conversion(
+    operations: list[ConversionOps],
+    run: Callable[[dict[str, list[Tensor]]], list[Tensor]],
+    inputs: dict[str, list[Tensor]],
+    num_results: int,
+) -> SavingConversion:
+    conversion = SavingConversion(run, inputs)
+    forms = [form for tensors in inputs.values() for form in tensors]
+    is_split = _splits_rows(operations[-1])
+    num_rows = {form.shape[0] if form.dim() else 0 for form in forms}
+    if (
+        len(num_rows) == 1
+        and all(len(tensors) == 1 for tensors in inputs.values())
+        and all(_leaves_rows_alone(operation) for operation in operations[: len(operations) - is_split])
+    ):
+        (rows,) = num_rows
+        if rows and num_results == len(conversion.results(lambda form: form[:1])) * (rows if is_split else 1):
+            conversion.num_rows, conversion.is_split = rows, is_split
+    return conversion
