@@ -314,6 +314,8 @@ def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
     skeleton = build_from_config(model_class, model_config, dtype)
     kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
     for name, parameter in skeleton.named_parameters():
+        # Transformers makes all weights that it loads trainable, also those that their class freezes.
+        parameter.requires_grad_(parameter.is_floating_point())
         if name in kept:
             parameter.data = parameter.data.to(torch.float32)
     return skeleton
