@@ -70,7 +70,7 @@ PRIVATE_NAMES = {
     "_is_accelerate_prepared", "_models",
     # transformers'
     "_can_set_experts_implementation", "_from_config", "_globalstep_last_logged", "_gradient_checkpointing_func",
-    "_get_dtype_plan", "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
+    "_hf_hook", "_is_hf_initialized", "_n_gpu", "_set_gradient_checkpointing", "_total_loss_scalar", "_tr_loss",
     "HF_DEACTIVATE_ASYNC_LOAD",
     # TRL's
     "_buffered_inputs", "_last_world_entropy", "_total_train_tokens",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import os
 from pathlib import Path
 from typing import Any
 
@@ -162,9 +161,7 @@ def test_loaded_parameters_are_marked(tmp_path: Path) -> None:
         lambda _module, _name, parameter: seen.append(parameter is not None and private.is_loaded(parameter))
     )
     try:
-        with private.one_tensor_at_a_time():
-            assert os.environ["HF_DEACTIVATE_ASYNC_LOAD"] == "1"
-            transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     finally:
         hook.remove()
     assert any(seen), "parameters are registered without _is_hf_initialized: a streamed load would take none"
@@ -173,28 +170,8 @@ def test_loaded_parameters_are_marked(tmp_path: Path) -> None:
     assert private.is_loaded(parameter)
 
 
-def test_loading_can_be_told_not_to_read_ahead() -> None:
-    sources = "".join(
-        Path(path).read_text()
-        for path in map(inspect.getsourcefile, (transformers.core_model_loading, transformers.modeling_utils))
-        if path is not None
-    )
-    assert "HF_DEACTIVATE_ASYNC_LOAD" in sources, "a streamed load would have the whole checkpoint in RAM"
-
-
 def test_experts_can_be_asked_whether_they_group() -> None:
     assert private.groups_experts(tiny_model("qwen3_moe")), "_can_set_experts_implementation moved"
-
-
-def test_save_pretrained_asks_a_mapping_for_weights(tmp_path: Path) -> None:
-    model: Any = tiny_model("llama")
-    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    on_meta = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
-    with private.saved_from(model, weights):
-        model.save_pretrained(tmp_path, state_dict=on_meta)
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    for name, tensor in again.state_dict().items():
-        assert torch.equal(tensor, weights[name]), "save_pretrained does not ask _hf_hook.weights_map for weights"
 
 
 def test_layers_are_known_by_their_base_class() -> None:

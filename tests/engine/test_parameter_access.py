@@ -117,7 +117,7 @@ def test_some_elements_of_a_weight_are_written_and_read(
 
 def test_elements_that_a_weight_does_not_have_are_refused(open_access: Callable[..., Any]) -> None:
     access, _ = open_access()
-    with pytest.raises(ValueError, match="embed_tokens.weight has 96000 elements, so elements 95999 to 96001"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight has 96000 elements, so elements 95999 to 96001"):
         access.write_elements(LARGE, 95999, torch.zeros(2))
 
 
