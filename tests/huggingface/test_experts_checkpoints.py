@@ -66,18 +66,29 @@ def assert_same_files(ours: Path, stock: Path) -> None:
     assert next(others) == next(others)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "experts"),
+    [(torch.float32, "with_layer"), (torch.bfloat16, "with_layer"), (torch.bfloat16, "streamed")],
+    ids=str,
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_loaded_and_saved_as_transformers_does(
-    family: str, dtype: torch.dtype, load_streamed: Load, rows_taken: dict[str, list[tuple[int, int]]], tmp_path: Path
+    family: str,
+    dtype: torch.dtype,
+    experts: str,
+    load_streamed: Load,
+    rows_taken: dict[str, list[tuple[int, int]]],
+    tmp_path: Path,
 ) -> None:
     path = tmp_path / "checkpoint"
     tiny_experts(family, dtype=dtype).save_pretrained(path, max_shard_size="400KB")
     is_fused = not any(".experts.0." in name or "experts.0.w1" in name for name in tensors_in(path))
     assert is_fused == (family in FUSED_IN_FILES)
-    model = load_streamed(path, settings={"cpu_memory": "16MiB", "gpu_memory": "16MiB"})
+    model = load_streamed(path, settings={"cpu_memory": "16MiB", "gpu_memory": "16MiB", "experts": experts})
     stock = AutoModelForCausalLM.from_pretrained(path)
     assert_stored(engine_of(model), stock)
+    blocks = {len(parts) for parts in engine_of(model).parameters.parts.values()}  # type: ignore[union-attr]
+    assert blocks == ({1, NUM_EXPERTS} if experts == "streamed" else {1})
     fused = {name for name, p in stock.named_parameters() if p.dim() == 3 and p.shape[0] == NUM_EXPERTS}
     assert fused and fused <= rows_taken.keys()
     for name in fused:
