@@ -61,13 +61,18 @@ def stored_dtypes(engine: OffloadEngine) -> dict[str, torch.dtype]:
     return {name: parts[0][0].master.working_dtype for name, parts in engine.parameters.parts.items()}
 
 
-@pytest.mark.parametrize("experts", ["with_layer", "streamed"])
+@pytest.mark.parametrize(("experts", "activations"), [("with_layer", "auto"), ("streamed", "keep")])
 @pytest.mark.parametrize(
     ("family", "checkpoint_dtype"),
     [*((family, torch.bfloat16) for family in sorted(FLOAT32_ROUTERS)), ("Ernie4_5_MoeConfig", torch.float32)],
 )
 def test_trained_as_in_memory_to_the_bit(
-    family: str, checkpoint_dtype: torch.dtype, experts: str, load_streamed: Callable[..., Any], tmp_path: Path
+    family: str,
+    checkpoint_dtype: torch.dtype,
+    experts: str,
+    activations: str,
+    load_streamed: Callable[..., Any],
+    tmp_path: Path,
 ) -> None:
     """From a float32 checkpoint with `bf16`, masters are the checkpoint's; else as loaded in bfloat16."""
     path, is_float32 = tmp_path / "checkpoint", checkpoint_dtype == torch.float32
@@ -82,7 +87,8 @@ def test_trained_as_in_memory_to_the_bit(
             parameter.data.copy_(masters[name] if name in kept else rounded_half_up(masters[name]))
     expected = train_in_memory(reference, masters)
 
-    model = load_streamed(path, settings={**SETTINGS, "experts": experts}, bf16=is_float32).train()
+    settings = {**SETTINGS, "experts": experts, "activations": activations}
+    model = load_streamed(path, settings=settings, bf16=is_float32).train()
     engine = engine_of(model)
     assert engine is not None
     assert {name for name, dtype in stored_dtypes(engine).items() if dtype == torch.float32} == kept
