@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_experts import tiny_experts
 
 from hf_lohan.testing.models import tiny_model
 
@@ -106,6 +109,28 @@ def test_a_base_five_times_the_budget_is_adapted_merged_and_saved(
     assert result["peak_bytes"] <= idle_bytes + cpu_bytes + gpu_bytes
     merged = sum(path.stat().st_size for path in (tmp_path / "merged").glob("*.safetensors"))
     assert abs(merged - checkpoint_bytes) < MIB
+
+
+@pytest.mark.parametrize("family", ["MixtralConfig", pytest.param("GraniteMoeConfig", marks=pytest.mark.slow)])
+def test_experts_of_a_layer_that_are_five_times_the_budget(family: str, idle_bytes: int, tmp_path: Path) -> None:
+    """Loaded and saved, from a checkpoint that has them one by one, and from one that has them in one tensor."""
+    sizes = {"num_hidden_layers": 1, "hidden_size": 256, "intermediate_size": 1024, "num_local_experts": 64}
+    model = tiny_experts(family, **sizes)
+    fused_bytes = max(p.nbytes for p in model.parameters())
+    model.save_pretrained(tmp_path / "checkpoint", max_shard_size="60MB")
+    del model
+    cpu_bytes, gpu_bytes = 24 * MIB, 16 * MIB
+    assert fused_bytes > 5 * cpu_bytes
+    result = run("resave", tmp_path / "checkpoint", tmp_path, cpu_bytes, gpu_bytes)
+    print(result, idle_bytes)
+    assert result["peak_bytes"] <= idle_bytes + cpu_bytes + gpu_bytes
+    checkpoint, saved = (tensors_in(tmp_path / name) for name in ("checkpoint", "saved"))
+    assert checkpoint.keys() == saved.keys()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in checkpoint.items())
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 python train_within_budgets.py idle                                    anonymous memory after the imports alone
 python train_within_budgets.py load  CHECKPOINT OUT CPU_BYTES GPU_BYTES
 python train_within_budgets.py merge CHECKPOINT OUT CPU_BYTES GPU_BYTES    adapters, merged and saved
+python train_within_budgets.py resave CHECKPOINT OUT CPU_BYTES GPU_BYTES   as it is
 python train_within_budgets.py train CHECKPOINT OUT CPU_BYTES GPU_BYTES MAX_GRAD_NORM [ACTIVATIONS [BATCH LENGTH]]
 """
 
@@ -39,6 +40,11 @@ def merge(checkpoint: str, output_dir: str, offload: dict[str, int]) -> None:
     model.merge_and_unload().save_pretrained(f"{output_dir}/merged")
 
 
+def resave(checkpoint: str, output_dir: str, offload: dict[str, int]) -> None:
+    model = hf_lohan.from_pretrained(checkpoint, offload, torch_device="cpu", default_ssd_path=f"{output_dir}/store")
+    model.save_pretrained(f"{output_dir}/saved")
+
+
 def main(mode: str, *rest: str) -> dict[str, object]:
     torch.set_num_threads(2)
     if mode == "idle":
@@ -48,8 +54,9 @@ def main(mode: str, *rest: str) -> dict[str, object]:
     max_grad_norm, activations, batch_size, length = [*more, *("1.0", "recompute", "1", "32")[len(more) :]]
     peak = AnonymousMemoryPeak()
     peak.start()
-    if mode == "merge":
-        merge(checkpoint, output_dir, {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)})
+    if mode in ("merge", "resave"):
+        do = merge if mode == "merge" else resave
+        do(checkpoint, output_dir, {"cpu_memory": int(cpu_bytes), "gpu_memory": int(gpu_bytes)})
         peak.stop()
         return {"peak_bytes": peak.peak_bytes}
     args = TrainingArguments(
