@@ -73,13 +73,13 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
     os.environ[_LOAD_ASYNC] = "1"
     core_model_loading.spawn_materialize = spawn
     for kind in stock_converts:
-        kind.convert = convert  # type: ignore[method-assign]
+        kind.convert = convert
     try:
         yield
     finally:
         core_model_loading.spawn_materialize = stock_spawn
         for kind, stock in stock_converts.items():
-            kind.convert = stock  # type: ignore[method-assign]
+            kind.convert = stock
         if previous is None:
             del os.environ[_LOAD_ASYNC]
         else:
@@ -180,7 +180,7 @@ def _leaves_rows_alone(operation: ConversionOps) -> bool:
         # One that compares shapes expects those of all rows.
         return operation.dim0 > 0 and operation.dim1 > 0 and not operation.check_dims
     if type(operation) in (Chunk, Concatenate, Interleave):
-        return operation.dim > 0  # type: ignore[attr-defined]
+        return bool(operation.dim > 0)
     return False
 
 
@@ -263,12 +263,12 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             stock_save(tensors, filename, metadata=metadata)
 
     device_map = vars(model).pop("hf_device_map", None)  # a model that was dispatched is saved in another way
-    WeightConverter.convert = convert  # type: ignore[method-assign]
+    WeightConverter.convert = convert
     modeling_utils.safe_save_file = save
     try:
         yield made
     finally:
-        WeightConverter.convert = stock_convert  # type: ignore[method-assign]
+        WeightConverter.convert = stock_convert
         modeling_utils.safe_save_file = stock_save
         if device_map is not None:
             model.hf_device_map = device_map
