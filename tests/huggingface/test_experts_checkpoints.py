@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import slow_but
 from safetensors.torch import load_file
 from tiny_experts import FAMILIES, FUSED_IN_FILES, HIDDEN, INNER, NUM_EXPERTS, tiny_experts
 from torch import Tensor
@@ -66,6 +67,7 @@ def assert_same_files(ours: Path, stock: Path) -> None:
     assert next(others) == next(others)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("dtype", "experts"),
     [(torch.float32, "with_layer"), (torch.bfloat16, "with_layer"), (torch.bfloat16, "streamed")],
@@ -103,7 +105,9 @@ def test_loaded_and_saved_as_transformers_does(
         assert torch.equal(weight, stock.get_parameter(name)), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family", slow_but(("MixtralConfig", "GptOssConfig", "PhimoeConfig", "Lfm2MoeConfig"), FAMILIES)
+)
 def test_experts_are_read_one_by_one_to_be_saved(
     family: str, offload: Offload, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
