@@ -2,6 +2,7 @@
 
 `what`: "stock", one process with as much accumulation as there are ranks; "first", two ranks that end in the middle;
 "rest", two that go on; "vertical", two ranks whose micro-batches pass each block together; "accumulated", two of stock.
+"until-4": as many ranks as there are go on to that step; "parts", stock, with as much accumulation in each part.
 Each leaves in `<folder>/<what>/<family>` what it logged, and the weights.
 """
 
@@ -23,11 +24,21 @@ NUM_STEPS = 6
 ENDS_AFTER = 3
 
 
+PARTS = {2: 2, 3: 1, 5: 4, 6: 2}
+"""The ranks of each part of a run, by its last step."""
+
+
 class EndsInTheMiddle(TrainerCallback):
-    """Without a checkpoint."""
+    """With a checkpoint or without."""
+
+    def __init__(self, after: int, *, saves: bool = False) -> None:
+        self._after = after
+        self._saves = saves
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        control.should_training_stop = state.global_step == ENDS_AFTER
+        if state.global_step == self._after:
+            control.should_training_stop = True
+            control.should_save = self._saves
 
 
 def arguments(output_dir: Path, accumulation: int) -> TrainingArguments:
@@ -57,7 +68,7 @@ def train(folder: Path, what: str, family: str) -> None:
     if what in ("stock", "accumulated"):
         trainer = Trainer(model, args, **data)
     else:
-        callbacks = [EndsInTheMiddle()] if what == "first" else []
+        callbacks = [EndsInTheMiddle(ENDS_AFTER)] if what == "first" else []
         offload = {**OFFLOAD, "vertical_micro_batches": what == "vertical"}
         trainer = hf_lohan.Trainer(model, args, **data, callbacks=callbacks, offload=offload)
     trainer.train(resume_from_checkpoint="last_step" if what == "rest" else None)
@@ -69,7 +80,44 @@ def train(folder: Path, what: str, family: str) -> None:
         trainer.offload_engine.close()
 
 
+def train_until(folder: Path, last_step: int, family: str) -> None:
+    """One part of a run, from the last step of the part before."""
+    args = arguments(folder / "cut", accumulation=1)
+    trainer = hf_lohan.Trainer(
+        tiny_model(family, num_layers=2),
+        args,
+        train_dataset=rows(40, seed=1),  # type: ignore[arg-type]
+        callbacks=[EndsInTheMiddle(last_step)],
+        offload=OFFLOAD,
+    )
+    trainer.train(resume_from_checkpoint="last_step" if last_step > min(PARTS) else None)
+    if last_step == NUM_STEPS:
+        trainer.save_model(str(folder / "until-6" / family))
+        if args.process_index == 0:
+            (folder / "until-6" / family / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
+def train_parts(folder: Path, family: str) -> None:
+    """In one process of stock: as many batches a step as there are ranks."""
+    checkpoint: str | None = None
+    for last_step, num_ranks in PARTS.items():
+        args = arguments(folder / "stock-parts", accumulation=num_ranks)
+        callbacks = [EndsInTheMiddle(last_step, saves=True)]
+        data: dict[str, Any] = {"train_dataset": rows(40, seed=1)}
+        trainer = Trainer(tiny_model(family, num_layers=2), args, callbacks=callbacks, **data)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        checkpoint = f"{args.output_dir}/checkpoint-{last_step}"
+    trainer.save_model(str(folder / "parts" / family))
+    (folder / "parts" / family / "log.json").write_text(json.dumps(trainer.state.log_history))
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for family in sys.argv[3:]:
+        if sys.argv[2] == "parts":
+            train_parts(Path(sys.argv[1]), family)
+            continue
+        if sys.argv[2].startswith("until-"):
+            train_until(Path(sys.argv[1]), int(sys.argv[2].removeprefix("until-")), family)
+            continue
         train(Path(sys.argv[1]), sys.argv[2], family)

@@ -7,21 +7,33 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from typer.testing import CliRunner
 
+from hf_lohan.cli import app
 from hf_lohan.testing.models import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = str(Path(__file__).parent / "families_by_ranks.py")
-TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run_script(folder: Path, what: str, families: Sequence[str], *, num_ranks: int) -> None:
+    launcher = [*RANKS, str(num_ranks)] if num_ranks > 1 else []
+    subprocess.run(
+        [sys.executable, *launcher, SCRIPT, str(folder), what, *families],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=800,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +44,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     def train_once(what: str) -> Path:
         if what not in done:
-            launcher = [] if what == "stock" else TWO_RANKS
-            subprocess.run(
-                [sys.executable, *launcher, SCRIPT, str(folder), what, *FAMILIES],
-                env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-                check=True,
-                timeout=800,
-            )
+            run_script(folder, what, FAMILIES, num_ranks=1 if what == "stock" else 2)
             done.add(what)
         return folder / what
 
@@ -71,3 +77,16 @@ def test_micro_batches_of_two_ranks_together_train_as_those_of_stock(
 ) -> None:
     """Each rank adds its own first, as `DistributedDataParallel` does."""
     assert_same(trained("vertical") / family, trained("accumulated") / family)
+
+
+def test_a_run_goes_on_with_one_rank_four_and_two(tmp_path: Path) -> None:
+    """Each part from the last step of the one before, cut anew."""
+    run_script(tmp_path, "parts", ["llama"], num_ranks=1)
+    for last_step, num_ranks in {2: 2, 3: 1, 5: 4, 6: 2}.items():
+        if last_step > 2:
+            told = CliRunner().invoke(
+                app, ["reshard", str(tmp_path / "cut"), "--ranks", str(num_ranks), "--remove-old"]
+            )
+            assert told.exit_code == 0, told.output
+        run_script(tmp_path, f"until-{last_step}", ["llama"], num_ranks=num_ranks)
+    assert_same(tmp_path / "until-6" / "llama", tmp_path / "parts" / "llama")
