@@ -7,7 +7,7 @@ import math
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
 from hf_lohan.planner.offload_plan import ExpertPrediction, TrainingSetup
-from hf_lohan.planner.pool_plan import SizeClass
+from hf_lohan.planner.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 
 ROUTER_SYNC_S = 50e-6
 """Until the host knows what a router on the device has chosen."""
@@ -41,6 +41,9 @@ class ExpertCosts:
         self.resident_bytes = resident_bytes
         hit_params = math.fsum(experts.hits() * experts.num_trainable_params for experts in layers)
         self.gradient_bytes = hit_params * model.param_itemsize
+        """Of what is hit: where no token went, an update of zeros needs none."""
+        self.lent_bytes = self.gradient_bytes if _lends(setup) else 0.0
+        """Of weights that an update in backward has from the slots."""
         self.wait_s = math.fsum(_wait_s(experts.param_bytes, hardware, self.from_ssd) for experts in layers)
         """In a forward, for routers and for the first expert of each layer: nothing computes meanwhile."""
         self.updates_left_out = 0.0
@@ -84,6 +87,10 @@ class ExpertCosts:
             self.updates_left_out += num_trained * (1 - hit_share) * (1 - 1 / most_behind)
             behind = experts.hits() * experts.num_trainable_params * (1 - hit_share)
             self.catch_up_bytes += behind * setup.state_bytes_per_param / setup.num_micro_batches
+
+
+def _lends(setup: TrainingSetup) -> bool:
+    return setup.pools is not None and setup.pools.num_slots.get(SizeClass.EXPERT, 0) >= MIN_SLOTS_TO_LEND
 
 
 def _slot_bytes(setup: TrainingSetup) -> int:
