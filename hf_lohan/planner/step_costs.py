@@ -175,7 +175,7 @@ class StepCosts:
 
     def _lent(self) -> Load:
         """What an update in backward gets from the slots instead of the SSDs."""
-        lent_bytes = max(0, self._setup.lent_bytes - self._resident_param_bytes)
+        lent_bytes: float = max(0, self._setup.lent_bytes - self._resident_param_bytes)
         lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
         return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
 
