@@ -13,13 +13,14 @@ from torch import Tensor
 from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TextStreamer
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Lane
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.hardware.measurement import store_paths
 from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
 from hf_lohan.huggingface.attachment import engine_of
 from hf_lohan.huggingface.generation import load_for_generation
 from hf_lohan.planning import bytes_per_token
-from hf_lohan.timeline import SSD_READ, Timeline
+from hf_lohan.timeline import SSD_READ
 
 _SCRATCH_BYTES, _BUFFER_BYTES = 128 << 20, 64 << 20
 _MEASURING_S = 1.0
@@ -89,14 +90,14 @@ class GenerationFigures:
 class PassClock(LogitsProcessor):
     """Notes when each pass has its logits, and what was read from the drives until then. Changes nothing."""
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
         self.passes: list[tuple[float, int]] = []
         """(seconds of `time.perf_counter`, bytes read so far)."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        scores.view(-1)[:1].cpu()  # the device has come so far
-        self.passes.append((time.perf_counter(), self._timeline.totals()[SSD_READ].num_bytes))
+        self._engine.device.record(Lane.COMPUTE).synchronize()
+        self.passes.append((time.perf_counter(), self._engine.timeline.totals()[SSD_READ].num_bytes))
         return scores
 
     def per_pass(self) -> tuple[float, float]:
@@ -138,7 +139,7 @@ def generate_text(
     assert engine is not None
     try:
         loaded_s = time.perf_counter()
-        clock = PassClock(engine.timeline)
+        clock = PassClock(engine)
         settings = request.settings() | {"logits_processor": LogitsProcessorList([clock])}
         if request.seed is not None:
             torch.manual_seed(request.seed)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.model import stored_form
+from hf_lohan.model import Block, stored_form
 from hf_lohan.planner import KeysAndValues, PoolRequest, SizeClass, plan_pools, slots_for_generation, token_traffic
+from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.layout import OffloadLayout
+
+_GOOD_BUFFER_BYTES = 4 << 20
+_BUFFERS_SHARE = 64
+"""A buffer takes at most one part in so many of `cpu_memory`: most of it is for copies of weights."""
 
 
 def lay_out_generation(
@@ -46,7 +53,7 @@ def lay_out_generation(
             num_state_buffers_per_chunk=1,
             hold_gradients=False,
             stages_params=not memory_is_host,
-            min_chunk_numel=max(block.granule_numel for block in blocks),
+            min_chunk_numel=_chunk_numel(blocks, config.cpu_memory),
         )
     )
     return OffloadLayout(
@@ -58,6 +65,17 @@ def lay_out_generation(
         kept_layers=slots.kept_layers if len(slots.kept_layers) < len(form.model_blocks.layers) else (),
         is_split=True,
     )
+
+
+def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
+    """Weights pass through buffers as large as drives like, but no larger than half a block: others come while one is
+    copied. Nothing is updated, so chunks need not follow that."""
+    chunk_numel = max(block.granule_numel for block in blocks)
+    largest_bytes = max(block.param_bytes for block in blocks)
+    most_bytes = min(_GOOD_BUFFER_BYTES, largest_bytes // 2, cpu_memory_bytes // _BUFFERS_SHARE)
+    while 2 * chunk_numel * MASTER_ITEMSIZE_BYTES <= most_bytes:
+        chunk_numel *= 2
+    return chunk_numel
 
 
 def bytes_per_token(layout: OffloadLayout) -> int:

@@ -28,6 +28,24 @@ class SlowBackend(FileBackend):
         return super().write(fd, offset, views)
 
 
+class PacedBackend(FileBackend):
+    """A drive that reads so many bytes a second, whoever asks: requests wait for one another. Writes are not slowed."""
+
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self._lock = threading.Lock()
+        self._end_s = 0.0
+
+    def read(self, fd: int, offset: int, views: Sequence[memoryview]) -> int:
+        began_s = time.perf_counter()
+        num_bytes = super().read(fd, offset, views)
+        with self._lock:
+            end_s = self._end_s = max(self._end_s, began_s) + num_bytes / self.bytes_per_s
+        while (left_s := end_s - time.perf_counter()) > 0:
+            time.sleep(left_s)
+        return num_bytes
+
+
 class GatedBackend(FileBackend):
     """Reads and writes wait until the test sets ``gate``; ``arrived`` counts those that have come so far."""
 
