@@ -31,7 +31,7 @@ from rich.console import Console
 from transformers import LogitsProcessorList
 
 import hf_lohan.engine.memory
-import hf_lohan.weights.block_loader
+import hf_lohan.weights.prefetcher
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.files import IoEngine
@@ -128,7 +128,7 @@ def generating(
             held.enter_context(patch.object(hf_lohan.engine.memory, "IoEngine", paced))
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)
-            held.enter_context(patch.object(hf_lohan.weights.block_loader, "LoadSchedule", schedule))
+            held.enter_context(patch.object(hf_lohan.weights.prefetcher, "LoadSchedule", schedule))
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
         engine = attach(model, layout, tiers, config)
