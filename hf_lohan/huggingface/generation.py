@@ -87,6 +87,7 @@ def load_for_generation(
         working_dtype=None,
         keys_and_values=keys_and_values(model_config, wanted_dtype, num_sequences, max_length),
         memory_is_host=device.memory_is_host,
+        experts_per_token=getattr(model_config, "num_experts_per_tok", None),
     )
     layout = lay_out_for_this(skeleton)
     fingerprint = _fingerprint(path, wanted_dtype)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_lohan.planner.pool_plan import BlockShape, BudgetError, SizeClass
+from hf_lohan.planner.pool_plan import MIN_EXPERT_SLOTS, BlockShape, BudgetError, SizeClass
 from hf_lohan.planner.record_traffic import PARAM, RecordTraffic, spread
 from hf_lohan.wording import format_bytes, times
 
@@ -37,14 +37,16 @@ class GenerationSlots:
     num_layer_slots: int
     kept_layers: tuple[str, ...]
     """Those that stay, evenly spread: what comes from the drives then comes while others compute."""
+    num_expert_slots: int
+    """For experts that come one by one. They hold those of the last tokens."""
 
 
 def slots_for_generation(
     blocks: Sequence[BlockShape], *, gpu_memory_bytes: int, keys_and_values: KeysAndValues, prefetch_blocks: int
 ) -> GenerationSlots:
     """Share what the keys and values leave of ``gpu_memory_bytes``: a ring of ``prefetch_blocks`` + 1 slots, slots of
-    their own for the modules outside the layers, and layers that stay. Raises BudgetError where two layers, the largest
-    of those modules and the keys and values do not fit."""
+    their own for the modules outside the layers, layers that stay, and experts. Raises BudgetError where two layers,
+    two experts, the largest of those modules and the keys and values do not fit."""
 
     def sizes(size_class: SizeClass) -> list[int]:
         return [block.param_bytes for block in blocks if block.size_class is size_class]
@@ -52,15 +54,17 @@ def slots_for_generation(
     layer_bytes, outer_bytes = max(sizes(SizeClass.LAYER)), max(sizes(SizeClass.OUTER), default=0)
     num_layers, num_outer = len(sizes(SizeClass.LAYER)), len(sizes(SizeClass.OUTER))
     resident_bytes = max(sizes(SizeClass.RESIDENT), default=0) * len(sizes(SizeClass.RESIDENT))
-    least_slots = min(2, num_layers)
-    least_bytes = least_slots * layer_bytes + outer_bytes + resident_bytes
+    expert_bytes, num_experts = max(sizes(SizeClass.EXPERT), default=0), len(sizes(SizeClass.EXPERT))
+    least_slots, least_experts = min(2, num_layers), min(MIN_EXPERT_SLOTS, num_experts)
+    least_bytes = least_slots * layer_bytes + least_experts * expert_bytes + outer_bytes + resident_bytes
     left_bytes = gpu_memory_bytes - keys_and_values.num_bytes - least_bytes
     if left_bytes < 0:
         needed = least_bytes + keys_and_values.num_bytes
         raise BudgetError(
-            f"gpu_memory of {format_bytes(gpu_memory_bytes)} is too small: two layers and the embeddings or head that "
-            f"must be there with them take {format_bytes(least_bytes)}, beside {keys_and_values}; set gpu_memory to at "
-            f"least {needed} bytes ({format_bytes(needed)}), or generate fewer tokens or sequences"
+            f"gpu_memory of {format_bytes(gpu_memory_bytes)} is too small: two layers{_two_experts(least_experts)} and "
+            "the embeddings or head that must be there with them take "
+            f"{format_bytes(least_bytes)}, beside {keys_and_values}; set gpu_memory to at least {needed} bytes "
+            f"({format_bytes(needed)}), or generate fewer tokens or sequences"
         )
     ring = min(1 + prefetch_blocks, num_layers)
     for_ring = min(ring - least_slots, left_bytes // layer_bytes)
@@ -69,22 +73,36 @@ def slots_for_generation(
     if other_outer_bytes <= left_bytes:
         left_bytes -= other_outer_bytes
     num_slots = min(num_layers, least_slots + max(0, for_ring) + left_bytes // layer_bytes)
+    left_bytes -= (num_slots - least_slots - max(0, for_ring)) * layer_bytes
+    more_experts = min(num_experts - least_experts, left_bytes // expert_bytes) if expert_bytes else 0
     layers = [block.name for block in blocks if block.size_class is SizeClass.LAYER]
     num_kept = num_layers if num_slots == num_layers else max(0, num_slots - ring)
     kept = set(spread(num_layers)[:num_kept])
     return GenerationSlots(
-        num_layer_slots=num_slots, kept_layers=tuple(name for index, name in enumerate(layers) if index in kept)
+        num_layer_slots=num_slots,
+        kept_layers=tuple(name for index, name in enumerate(layers) if index in kept),
+        num_expert_slots=least_experts + more_experts,
     )
 
 
+def _two_experts(number: int) -> str:
+    return f", {times(number, 'expert')}" if number else ""
+
+
 def token_traffic(
-    blocks: Sequence[BlockShape], kept_layers: Sequence[str], *, num_outer_slots: int
+    blocks: Sequence[BlockShape], slots: GenerationSlots, *, num_outer_slots: int, experts_share: float = 1.0
 ) -> tuple[RecordTraffic, ...]:
-    """What one token reads of each block's parameters where none of them has a copy in RAM, in forward order."""
+    """What one token reads of each block's parameters where none of them has a copy in RAM, in forward order. Of
+    experts that come one by one: the ``experts_share`` of them that a token goes to, if it is as likely to go to each,
+    less those in slots."""
     num_outer = sum(block.size_class is SizeClass.OUTER for block in blocks)
-    kept = set(kept_layers)
+    kept = set(slots.kept_layers)
+    num_experts = sum(block.size_class is SizeClass.EXPERT for block in blocks)
+    missing_share = 1 - slots.num_expert_slots / num_experts if num_experts else 0.0
 
     def read_bytes(block: BlockShape) -> int:
+        if block.size_class is SizeClass.EXPERT:
+            return int(experts_share * missing_share * block.param_bytes)
         stays = {
             SizeClass.LAYER: block.name in kept,
             SizeClass.OUTER: num_outer_slots >= num_outer,
@@ -93,7 +111,11 @@ def token_traffic(
 
     return tuple(
         RecordTraffic(
-            block=block.name, kind=PARAM, num_bytes=block.param_bytes, read_bytes_per_step=read_bytes(block)
+            block=block.name,
+            kind=PARAM,
+            num_bytes=block.param_bytes,
+            read_bytes_per_step=read_bytes(block),
+            is_expert_weight=block.size_class is SizeClass.EXPERT,
         )
         for block in blocks
     )

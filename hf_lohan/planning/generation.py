@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.model import Block, stored_form
+from hf_lohan.model import Block, find_experts, stored_form
 from hf_lohan.planner import KeysAndValues, PoolRequest, SizeClass, plan_pools, slots_for_generation, token_traffic
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
-from hf_lohan.planning.layout import OffloadLayout
+from hf_lohan.planning.layout import OffloadLayout, streams_experts
+from hf_lohan.ranks import ALONE
 
 _GOOD_BUFFER_BYTES = 4 << 20
 _BUFFERS_SHARE = 64
@@ -25,16 +27,28 @@ def lay_out_generation(
     working_dtype: torch.dtype | None,
     keys_and_values: KeysAndValues,
     memory_is_host: bool,
+    experts_per_token: int | None = None,
 ) -> OffloadLayout:
     """Lay a frozen `model` (real or on meta) out for `generate`. `config` must be resolved; `working_dtype`: see
-    `discover_blocks`; `memory_is_host`: see `Device`.
+    `discover_blocks`; `memory_is_host`: see `Device`; ``experts_per_token``: to how many of a layer's experts it goes,
+    if that is known.
 
     The keys and values are taken off `gpu_memory` first, a ring of slots and layers that stay have the rest. What the
-    buffers leave of `cpu_memory` is for copies of what still has to be read. Raises DiscoveryError or BudgetError.
+    buffers leave of `cpu_memory` is for copies of what still has to be read. Experts come one by one where all
+    sequences together go to half of them or fewer (`experts: auto`). Raises DiscoveryError or BudgetError.
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
     form = stored_form(model, working_dtype, config.optimizer_state_dtype)
+    num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
+    num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
+    if config.experts == "streamed":
+        goes_by_experts = streams_experts(model, form, config, ALONE)
+    else:
+        is_few = num_choices is not None and 2 * num_choices <= num_experts
+        goes_by_experts = config.experts == "auto" and is_few
+    if goes_by_experts:
+        form = stored_form(model, working_dtype, config.optimizer_state_dtype, streams_experts=True)
     blocks = form.model_blocks.blocks
     assert not any(block.state_numel for block in blocks), "freeze it first"
     shapes = [block.shape() for block in blocks]
@@ -56,11 +70,16 @@ def lay_out_generation(
             min_chunk_numel=_chunk_numel(blocks, config.cpu_memory),
         )
     )
+    pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})
+    share = min(1.0, num_choices / num_experts) if num_choices and num_experts else 1.0
+    num_outer_slots = pools.num_slots[SizeClass.OUTER]
     return OffloadLayout(
         **vars(form),
         plan=pools,
         holds_gradients=False,
-        records_of_a_step=token_traffic(shapes, slots.kept_layers, num_outer_slots=pools.num_slots[SizeClass.OUTER]),
+        records_of_a_step=token_traffic(
+            shapes, slots, num_outer_slots=num_outer_slots, experts_share=share
+        ),
         record_bytes=config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0,
         kept_layers=slots.kept_layers if len(slots.kept_layers) < len(form.model_blocks.layers) else (),
         is_split=True,
@@ -79,6 +98,7 @@ def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
 
 
 def bytes_per_token(layout: OffloadLayout) -> int:
-    """What each pass has to read from the drives: what neither the slots keep nor a copy in RAM has."""
+    """What each pass has to read from the drives: what neither the slots keep nor a copy in RAM has. Of experts that
+    come one by one it is what a pass reads on average where each is as likely as the others."""
     in_ram = {record.block for record in layout.resident_records}
     return sum(record.read_bytes_per_step for record in layout.records_of_a_step if record.block not in in_ram)

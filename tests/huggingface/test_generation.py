@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import hf_lohan
 from hf_lohan.huggingface import engine_of, generation
+from hf_lohan.planner import SizeClass
 from hf_lohan.planning import bytes_per_token
 from hf_lohan.timeline import SSD_READ
 
@@ -57,7 +58,7 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
             **options.pop("settings", {}),
         }
         model = hf_lohan.load_for_generation(
-            checkpoint, settings, max_length=14, num_sequences=6, torch_device="cpu", **options
+            checkpoint, settings, torch_device="cpu", **{"max_length": 14, "num_sequences": 6, **options}
         )
         models.append(model)
         return model
@@ -193,3 +194,37 @@ def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], 
     with pytest.raises(ValueError, match=r"keys and values of 2 sequences of 5,000 tokens \(.* MiB\); set gpu_memory"):
         hf_lohan.load_for_generation(checkpoint, settings, max_length=5000, num_sequences=2, torch_device="cpu")
     assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize(("architecture", "gpu_memory"), [("mixtral", "600KiB"), ("qwen3_moe", "330KiB")])
+def test_experts_that_come_one_by_one_say_the_same(
+    architecture: str, gpu_memory: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of(architecture)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = load(checkpoint, settings={"resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
+    engine = engine_of(model)
+    num_experts = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
+    assert engine.layout.plan.num_slots[SizeClass.EXPERT] < num_experts == 4 * NUM_LAYERS
+    for settings in (GREEDY, SAMPLED, BEAMS):
+        ours, stocks = generated(model, settings), generated(stock, settings)
+        assert torch.equal(ours.sequences, stocks.sequences)
+        for mine, others in zip(ours.logits, stocks.logits, strict=True):
+            assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize(("num_sequences", "comes_one_by_one"), [(1, True), (2, False)])
+def test_experts_come_one_by_one_where_a_pass_goes_to_half_of_them_or_fewer(
+    num_sequences: int, comes_one_by_one: bool, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of("mixtral")
+    model = load(checkpoint, num_sequences=num_sequences, settings={"gpu_memory": "2MiB"})
+    experts = [block for block in engine_of(model).layout.blocks if block.size_class is SizeClass.EXPERT]
+    assert bool(experts) == comes_one_by_one
+    prompt = PROMPT[:num_sequences]
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = [
+        each.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, eos_token_id=None, **GREEDY)
+        for each in (model, stock)
+    ]
+    assert torch.equal(*tokens)

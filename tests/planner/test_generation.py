@@ -72,10 +72,26 @@ def test_layers_that_stay_are_spread_and_the_others_are_read_for_each_token() ->
     )
     kept = [int(name.removeprefix("layer")) for name in chosen.kept_layers]
     assert len(kept) == 4 and max(b - a for a, b in pairwise(kept)) <= 4
-    traffic = token_traffic(MODEL, chosen.kept_layers, num_outer_slots=2)
+    traffic = token_traffic(MODEL, chosen, num_outer_slots=2)
     read = {record.block: record.read_bytes_per_step for record in traffic}
     assert {name for name, num_bytes in read.items() if num_bytes} == {
         f"layer{number}" for number in range(NUM_LAYERS) if number not in kept
     }
-    with_one = token_traffic(MODEL, chosen.kept_layers, num_outer_slots=1)
+    with_one = token_traffic(MODEL, chosen, num_outer_slots=1)
     assert sum(record.read_bytes_per_step for record in with_one) == 6 * LAYER + 2 * OUTER
+
+
+def test_experts_that_come_one_by_one_have_what_layers_leave() -> None:
+    names = [f"layer{number}.experts.{expert}" for number in range(NUM_LAYERS) for expert in range(8)]
+    experts = [block(name, SizeClass.EXPERT, 40) for name in names]
+    least = LEAST + 2 * 40
+    chosen = slots_for_generation(
+        [*MODEL, *experts], gpu_memory_bytes=least + 8 * LAYER + OUTER + 900, keys_and_values=CACHED, prefetch_blocks=2
+    )
+    assert (chosen.num_layer_slots, len(chosen.kept_layers), chosen.num_expert_slots) == (10, 10, 2 + 22)
+    traffic = token_traffic([*MODEL, *experts], chosen, num_outer_slots=2, experts_share=0.25)
+    assert sum(record.read_bytes_per_step for record in traffic) == 80 * int(0.25 * (1 - 24 / 80) * 40)
+    with pytest.raises(BudgetError, match="two layers, 2 experts and the embeddings"):
+        slots_for_generation(
+            [*MODEL, *experts], gpu_memory_bytes=least - 1, keys_and_values=CACHED, prefetch_blocks=2
+        )
