@@ -83,8 +83,9 @@ class GenerationFigures:
 
     @property
     def bound_s(self) -> float:
-        """No pass is shorter: the drives read what is missing."""
-        return self.missing_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
+        """No pass is shorter: the drives read what is missing, or what was read where slots had kept more than that."""
+        num_bytes = min(self.missing_bytes, self.read_bytes)
+        return num_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
 
 
 class PassClock(LogitsProcessor):

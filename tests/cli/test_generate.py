@@ -70,7 +70,8 @@ def test_what_is_read_and_what_bounds_it_is_said(checkpoint: Path, tmp_path: Pat
     assert result.exit_code == 0, result.output
     read, missing = re.findall(r"(\d+(?:\.\d+)? KiB)", result.stderr)[:2]
     read_kib, missing_kib = (float(size.split()[0]) for size in (read, missing))
-    assert abs(read_kib - missing_kib) <= 3 * LAYER_KIB / 8, "what is missing, and what was read ahead in the end"
+    # At most what was read ahead in the end is more; where loads come late, the ring may have two layers still.
+    assert -2 <= (read_kib - missing_kib) / LAYER_KIB <= 3 / 8
     assert re.search(r"reached \d+(\.\d+)?% of it", result.stderr)
 
 

@@ -176,7 +176,9 @@ def test_a_token_reads_what_is_missing_and_layers_that_stay_are_read_once(
     for _ in range(4):
         generated(model, GREEDY | {"max_new_tokens": 9 + 1})
     per_token = (engine.timeline.totals()[SSD_READ].num_bytes - before) / num_tokens
-    assert abs(per_token - bytes_per_token(engine.layout)) <= 3 * layer_kib * 1024 / num_tokens
+    # At most what was read ahead in the end is more; where loads come late, the ring may have two layers still.
+    more_layers = (per_token - bytes_per_token(engine.layout)) / (layer_kib * 1024)
+    assert -2 <= more_layers <= 3 / num_tokens and (num_streamed or not per_token)
     assert engine.peak_gpu_pool_bytes <= engine.config.gpu_memory
 
 

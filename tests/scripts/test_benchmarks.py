@@ -98,3 +98,14 @@ def test_every_benchmark_takes_the_same_arguments(tmp_path: Path) -> None:
     assert {"bench_step", "bench_io", "gpu_step", "measure_state_dtypes", "paced_step"} <= set(options)
     shared = set.intersection(*options.values())
     assert {"device", "hidden", "layers", "cpu_memory", "num_turns", "store", "output"} <= shared
+
+
+@pytest.mark.slow
+def test_generating_from_a_paced_drive_in_small(tmp_path: Path) -> None:
+    own = ["--layers", "8", "--drive", "10e6", "--tokens", "2", "--store", str(tmp_path / "store")]
+    run(BENCHMARKS / "generate_from_ssd.py", *SMALL, *own, "--output", str(tmp_path / "figures.json"), folder=tmp_path)
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert figures["is_drive_paced"] and figures["drive_bytes_per_s"] == 10e6
+    assert figures["missing_bytes_per_token"]["all"] == 0 < figures["missing_bytes_per_token"]["ring"]
+    assert figures["slot_bytes"]["bytes"] < figures["slot_bytes"]["ring"] < figures["slot_bytes"]["all"]
+    assert all(figures["token_s"][side] >= 0.9 * figures["bound_s"][side] for side in figures["bound_s"])
