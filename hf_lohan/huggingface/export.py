@@ -92,8 +92,18 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
     # Of several, each parameter has its own, as it was described.
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
-    form = stored_form(model, working_dtype, _moment_dtype(store), partial(_rules, _read_facts(folder)))
-    if form.identity.fingerprint != store.model.fingerprint:
+    # A run's budgets decided whether its experts are blocks of their own.
+    for streams_experts in (False, True):
+        form = stored_form(
+            model,
+            working_dtype,
+            _moment_dtype(store),
+            partial(_rules, _read_facts(folder)),
+            streams_experts=streams_experts,
+        )
+        if form.identity.fingerprint == store.model.fingerprint:
+            break
+    else:
         raise ValueError(
             f"the model that {folder} describes is not laid out as its records are (it was trained with another "
             "version of transformers or hf_lohan); use that version, or a checkpoint"

@@ -12,13 +12,19 @@ from broken_runs import a_trainer
 from hf_lohan.testing.models import tiny_batch
 
 
-@pytest.mark.parametrize("family", ["llama", "mixtral", "gpt2"])
-def test_export_is_what_save_model_writes(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("family", "offload"),
+    [
+        *((family, {}) for family in ("llama", "mixtral", "gpt2")),
+        ("mixtral", {"experts": "streamed", "activations": "keep"}),
+    ],
+)
+def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     from hf_lohan.huggingface.export import export
 
-    trainer = a_trainer(tmp_path / "run", family=family, max_steps=2)
+    trainer = a_trainer(tmp_path / "run", family=family, max_steps=2, offload=offload)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
