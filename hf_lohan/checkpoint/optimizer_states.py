@@ -104,7 +104,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
             first, last = _own_states(block, links.ranks)
             if first < last:
                 file_name = _file_name(number, links.ranks)
-                _write_states(engine, access, cloner, block, (first, last), folder / file_name)
+                _write_states(access, cloner, block, (first, last), folder / file_name)
                 for name, place in _places(engine, block, (first, last), file_name):
                     parameters.setdefault(name, []).append(place)
             links.barrier(f"the states of {block.name} to be saved")  # no rank is silent for longer than that takes
@@ -129,7 +129,7 @@ def _file_name(number: int, ranks: Ranks) -> str:
 
 
 def _write_states(
-    engine: OffloadEngine, access: ParameterAccess, cloner: RecordCloner, block: Block, own: tuple[int, int], file: Path
+    access: ParameterAccess, cloner: RecordCloner, block: Block, own: tuple[int, int], file: Path
 ) -> None:
     with ExitStack() as held:
         specs = []
@@ -137,7 +137,7 @@ def _write_states(
             begin, end = block.master.elements(kind, *own)
             pieces = _record_pieces(access, block, kind, own)
             held.callback(pieces.close)  # gives its buffers back, also if writing fails half-way
-            sources = engine.tiers.store.extents(block.name, kind)
+            sources = access.extents(block, kind)
             clone = None if sources is None else partial(cloner.clone, sources)
             specs.append(TensorSpec(kind, block.master.state_dtype(kind), end - begin, pieces, clone))
         write_safetensors(file, specs)

@@ -21,6 +21,7 @@ from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder, ranks_under, stores_under
 from hf_lohan.store.resharding import NumberedAgreement, copy_records
 from hf_lohan.store.store_folders import remove_store
+from hf_lohan.updates import MISSED_STEPS_NAME
 from hf_lohan.wording import times
 
 _PIECE_BYTES = 4 << 20
@@ -45,6 +46,7 @@ def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) 
                 for rank in range(num_before)
             ]
             commits = _commits_to_keep(old)
+            _refuse_behind(commits, paths)
             _, form = described_model(next((store for store in old if store.model_folder is not None), old[0]))
             _check_cut(form, old)
             records = _records(form, num_ranks)
@@ -66,6 +68,14 @@ def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) 
         Console().print(said, soft_wrap=True, highlight=False)
     finally:
         io.close()
+
+
+def _refuse_behind(commits: Sequence[Commit], paths: Sequence[str]) -> None:
+    if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
+        raise ValueError(
+            f"experts in {paths[0]} are steps behind (lazy_experts), and records that are cut anew cannot catch up; "
+            "train one step with lazy_experts=false first"
+        )
 
 
 def _ranks_before(paths: Sequence[str], num_ranks: int) -> int:

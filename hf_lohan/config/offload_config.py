@@ -89,6 +89,12 @@ class OffloadConfig:
     is nearer to the true one than stock's and not the same bits. "auto" streams them where two layers and a gradient of
     all experts of one take more than half of `gpu_memory`."""
 
+    lazy_experts: bool = False
+    """Whether an expert that streams, and that no token of a step went to, takes that step later: when it is needed, 5
+    steps behind at the latest. These are the same steps, to the bit. Until then it is neither read nor written; when it
+    is needed it is read with its moments. That pays where a step leaves out a fifth of the experts and more: the tokens
+    of an ordinary batch reach them all. For AdamW and Adam; what another optimizer updates takes each step at once."""
+
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
     outputs of its matrix products and attention to host memory and the SSD, and makes only the cheap rest again; "keep"
@@ -245,6 +251,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
     "experts": partial(check_choice, allowed=get_args(Experts)),
+    "lazy_experts": check_flag,
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),

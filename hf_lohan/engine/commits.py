@@ -12,7 +12,7 @@ from hf_lohan.config import interval_s
 from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
-from hf_lohan.updates import StepCounts
+from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
 
 Describe = Callable[[], Mapping[str, bytes] | None]
 """What makes the files that belong beside a model's records, by name or relative path."""
@@ -64,6 +64,7 @@ class StepCommits:
         store: Store,
         step_counts: StepCounts,
         timeline: Timeline,
+        missed: MissedSteps | None = None,
         *,
         when_written: Callable[[Callable[[], None]], None],
         when_reached: Callable[[Callable[[], None]], None],
@@ -72,11 +73,13 @@ class StepCommits:
     ) -> None:
         """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
         `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`. `agreement`: where several ranks commit together."""
+        where somebody asks for it, whatever the `interval`. `missed`: what of the store is steps behind. `agreement`:
+        where several ranks commit together."""
         self._store = store
         self._agreement = agreement
         self._step_counts = step_counts
         self._timeline = timeline
+        self._missed = missed
         self._when_written = when_written
         self._when_reached = when_reached
         self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
@@ -165,9 +168,12 @@ class StepCommits:
         began_s = time.perf_counter()
         num_updates = {part.name: count for part, count in self._step_counts.items() if part.trainable}
         facts = {"durability": self._store.durability, "num_updates": num_updates, **journal.facts}
+        files = dict(journal.files)
+        if (packed := self._missed.packed() if self._missed is not None else None) is not None:
+            files[MISSED_STEPS_NAME] = packed
         with self._timeline.task(UPDATES_WAIT, "commit"):
             self._store.commit(
-                facts, journal.files, journal.log_lines, keep_log=not journal.begins_log, model_files=model_files
+                facts, files, journal.log_lines, keep_log=not journal.begins_log, model_files=model_files
             )
         self.last_commit_s = time.perf_counter() - began_s
         self.num_commits += 1
@@ -179,6 +185,8 @@ class StepCommits:
         if last is None:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
         self._store.drop()
+        if self._missed is not None:
+            self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
         num_updates = last.facts["num_updates"]
         self._step_counts.update(
             {part: int(num_updates[part.name]) for part in self._step_counts if part.name in num_updates}

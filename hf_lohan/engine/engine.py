@@ -15,7 +15,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
-from hf_lohan.engine.expert_parts import expert_loader, streamed_experts
+from hf_lohan.engine.expert_parts import caught_up_records, expert_loader, streamed_experts
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
@@ -74,13 +74,14 @@ class OffloadEngine:
         self.agreement = StepAgreement(self._links)
         """What ranks say and decide of each step."""
         agreement = None if is_alone else self.agreement
-        self._parameters = ParameterAccess(tiers.store, layout.blocks, tiers.states, self._links)
+        chunks = layout.chunks()
+        self.records = caught_up_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
+        self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, self._links)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
         self._groups = ParamGroups({part: block.master.rule for part, block in self._block_of.items()})
         self._optimizer: OffloadOptimizer | None = None
         self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
-        chunks = layout.chunks()
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
         self._pipeline = GradientPipeline(
             UpdateSetup(
@@ -103,18 +104,20 @@ class OffloadEngine:
                 keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
                 open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
+                missed=self.records.missed,
                 copies_new_weights=None if is_alone else CpuDevice(self.timeline),
                 means=gradient_means(tiers, chunks),
                 agreement=agreement,
             )
         )
         layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
-        self.expert_loader = expert_loader(self._ring, tiers, layout, self._pipeline.deliver)
+        self.expert_loader = expert_loader(self._ring, tiers, layout, self._pipeline.deliver, self.records)
         self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
         self.commits = StepCommits(
             tiers.store,
             self.step_counts,
             self.timeline,
+            self.records.missed,
             when_written=self._pipeline.when_written,
             when_reached=self._pipeline.when_reached,
             interval=CommitInterval.asked_for(config.commit_every),
@@ -135,13 +138,10 @@ class OffloadEngine:
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
         names = {module: name for name, module in model.named_modules()}
-        self.activations = ActivationTiers(
-            self.device, {layer: names[layer] for layer in layout.model_blocks.layers}, tiers.shared_ram
-        )
-        self.planned_memory = PlannedMemory(self.activations, config.activations, tiers, layout)
-        self._plan = FollowedPlan(
-            events, self.planned_memory, self._pipeline, self._step, self.clip_history, self.commits
-        )
+        layers = {layer: names[layer] for layer in layout.model_blocks.layers}
+        self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
+        self.planned_memory = memory = PlannedMemory(self.activations, config.activations, tiers, layout)
+        self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits)
         self._lifetime = Lifetime()
         parts = PassParts(
             device=self.device,

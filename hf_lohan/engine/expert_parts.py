@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
@@ -10,11 +10,20 @@ from hf_lohan.device import Event
 from hf_lohan.engine.forward_pass import ForwardPass
 from hf_lohan.engine.memory import Tiers
 from hf_lohan.experts import ComputeExpert, ExpertLoader, ExpertParts, StreamedExperts
-from hf_lohan.model import Block
+from hf_lohan.model import Block, Chunk
+from hf_lohan.planner import SizeClass
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.updates import Delivery
-from hf_lohan.weights import LocalWeights, SlotRing
+from hf_lohan.updates import CaughtUpRecords, Delivery, MissedSteps
+from hf_lohan.weights import LocalWeights, RecordReader, SlotRing
+
+
+def caught_up_records(
+    tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool
+) -> CaughtUpRecords:
+    """The store's as the last step left them, and what of them is steps behind: experts, if these may be lazy."""
+    lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
+    return CaughtUpRecords(tiers.store, layout.blocks, MissedSteps(layout.blocks, chunks, lazy))
 
 
 def expert_loader(
@@ -22,12 +31,13 @@ def expert_loader(
     tiers: Tiers,
     layout: OffloadLayout,
     deliver: Callable[[Block, Tensor, Event | None], Delivery],
+    records: RecordReader,
 ) -> ExpertLoader | None:
-    """What brings experts that are blocks of their own. ``deliver``: see `LocalWeights`."""
+    """What brings experts that are blocks of their own, from ``records``. ``deliver``: see `LocalWeights`."""
     layers = list(layout.model_blocks.experts.values())
     if not layers:
         return None
-    source = LocalWeights(tiers.device, tiers.store, tiers.expert_staging, deliver)
+    source = LocalWeights(tiers.device, records, tiers.expert_staging, deliver)
     return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
 
 

@@ -60,8 +60,9 @@ class ForwardPass(Protocol):
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
-        """What the backward of the forward of that number has for one expert's part of a parameter is complete."""
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """What the backward of the forward of that number has for one expert's part of a parameter is complete. None:
+        zeros."""
 
     def fetch_in_backward(self, block: Block) -> Slot:
         """Bring the block here for the backward."""
@@ -124,7 +125,7 @@ class OneForward:
         self._pass.begin_backward()
         self._pass.take_gradient(part, parameter)
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
         self._pass.begin_backward()
         self._pass.send_gradient(part, gradient)
 

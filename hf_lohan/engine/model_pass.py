@@ -229,9 +229,13 @@ class ModelPass:
         with _cause_of_abort():
             self._parts.arrivals.take(part, parameter)
 
-    def send_gradient(self, part: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None:
-        """A parameter's gradient of the step is complete, unless the backward under way ``has_more`` of it."""
+    def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
+        """A parameter's gradient of the step is complete, unless the backward under way ``has_more`` of it; None:
+        zeros."""
         self._note_gradient(part)
+        if gradient is None:
+            self._parts.arrivals.reach(part)
+            return
         with _cause_of_abort():
             self._parts.arrivals.send(part, gradient, has_more=has_more)
 

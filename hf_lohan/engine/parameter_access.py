@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.device import Buffer, BufferPool
+from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import encode_master_
 from hf_lohan.ranks import Links
 from hf_lohan.store import RecordRead, RecordSpec, Store
+from hf_lohan.updates import CaughtUpRecords
 
 
 class Sliceable(Protocol):
@@ -38,7 +40,10 @@ class ParameterAccess:
     of it.
     """
 
-    def __init__(self, store: Store, blocks: list[Block], pool: BufferPool, links: Links | None = None) -> None:
+    def __init__(
+        self, store: Store | CaughtUpRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
+    ) -> None:
+        """``store``: what reads and writes its records; where some may be steps behind, as the last step left them."""
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
@@ -55,6 +60,10 @@ class ParameterAccess:
         """Record kinds, beside `param`, that hold something of this parameter."""
         block, part = self.parts[name][0]
         return block.master.state_kinds if part.trainable else ()
+
+    def extents(self, block: Block, kind: str) -> list[tuple[str, Extent]] | None:
+        """Where the files hold a record as it is read here; None where it is elsewhere, or they do not."""
+        return self._store.extents(block.name, kind)
 
     def state_dtype(self, name: str, kind: str) -> torch.dtype:
         """Element type of one record kind of a parameter."""

@@ -37,8 +37,9 @@ class ForwardUnderWay(Protocol):
     def enter_backward(self) -> None:
         """A backward begins, or goes on."""
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
-        """What the backward of the forward of that number has for one expert's part of a parameter is complete."""
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """What the backward of the forward of that number has for one expert's part of a parameter is complete. None:
+        zeros."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,7 +139,8 @@ class StreamedExperts:
         for expert, slot in self._as_they_come(descending, top_k_index.numel(), Call.BACKWARD):
             made[expert] = self._backward_of(expert, slot, forward_number, waiting.pop(expert), needs)
         for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
-            self._send_zeros(expert, forward_number)
+            for part in _trained(self._blocks[expert]):
+                self._parts.forward_pass().take_part(forward_number, part, None)
         in_order = [made[expert] for expert in routed.experts]
         of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in in_order]) if needs[0] else None
         of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in in_order])
@@ -170,12 +172,6 @@ class StreamedExperts:
             of_part = found[id(own[_name_in_module(part)])]
             self._parts.forward_pass().take_part(forward_number, part, of_part)
         return found.get(id(leaves[0])), found.get(id(leaves[1]))
-
-    def _send_zeros(self, expert: int, forward_number: int) -> None:
-        for part in _trained(self._blocks[expert]):
-            weight = part.parameter
-            zeros = torch.zeros(1, *part.shape[1:], dtype=weight.dtype, device=weight.device)
-            self._parts.forward_pass().take_part(forward_number, part, zeros)
 
 
 class _Routed:

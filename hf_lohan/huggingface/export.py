@@ -25,6 +25,7 @@ from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
 from hf_lohan.store.rank_folders import ranks_under
+from hf_lohan.updates import MISSED_STEPS_NAME, CaughtUpRecords, MissedSteps
 
 _BUFFER_BYTES = 4 << 20
 _NUM_BUFFERS = 4
@@ -118,7 +119,10 @@ def _export_store(store: Store, out: Path) -> None:
     if BUFFERS_NAME in store.committed.journal:  # as they were at that step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
-    access = ParameterAccess(store, form.model_blocks.blocks, pool)
+    blocks = form.model_blocks.blocks
+    missed = MissedSteps(blocks, [chunk for block in blocks for chunk in block.cut(_BUFFER_BYTES)])
+    missed.restore(store.committed.journal.get(MISSED_STEPS_NAME))
+    access = ParameterAccess(CaughtUpRecords(store, blocks, missed), blocks, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access)

@@ -48,7 +48,7 @@ class PassUnderWay(Protocol):
 
     def begin_backward(self, before_end: Callable[[], None]) -> None: ...
 
-    def send_gradient(self, part: ParamSlice, gradient: Tensor, *, has_more: bool = False) -> None: ...
+    def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -209,7 +209,7 @@ class JointForward:
             "cannot be told apart; set vertical_micro_batches: false"
         )
 
-    def take_part(self, number: int, part: ParamSlice, gradient: Tensor) -> None:
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
         """Sums of all experts of a layer may be more than the device has room for, so the host adds them up. It does so
         as they come; where that may not be in the order of the micro-batches, they wait on the device."""
         self.enter_backward()

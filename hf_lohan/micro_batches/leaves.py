@@ -129,14 +129,17 @@ class GradientSums:
     """Adds up what the micro-batches contribute, in float32, and sends each parameter's gradient on once it is the
     step's. It comes in the order of the micro-batches; where it may not, `keep_order` has it wait."""
 
-    def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor], None]) -> None:
+    def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor | None], None]) -> None:
+        """``send`` is given None for a gradient of zeros."""
         self.keeps_order = False
         """Whether micro-batches may come in another order than their own."""
         self._num_micro_batches = num_micro_batches
         self._send = send
         self._sums: dict[ParamSlice, Tensor] = {}
         self._num_added: Counter[ParamSlice] = Counter()
-        self._early: dict[ParamSlice, dict[int, Tensor]] = defaultdict(dict)
+        self._of_zeros: set[ParamSlice] = set()
+        """Of which some micro-batch has zeros, and none has more."""
+        self._early: dict[ParamSlice, dict[int, Tensor | None]] = defaultdict(dict)
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
     def keep_order(self) -> None:
@@ -151,8 +154,8 @@ class GradientSums:
         """Take the gradient of the micro-batch's last leaf, with what was kept of others."""
         self._add_in_order(micro_batch, part, self._taken(micro_batch, part, leaf))
 
-    def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
-        """Take all that a micro-batch has for a part of a parameter."""
+    def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """Take all that a micro-batch has for a part of a parameter; None: zeros."""
         self._add_in_order(micro_batch, part, gradient)
 
     def _taken(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
@@ -161,12 +164,12 @@ class GradientSums:
         kept = self._unfinished.pop((micro_batch, part), None)
         return gradient if kept is None else kept.add_(gradient)
 
-    def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor) -> None:
+    def _add_in_order(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
         if self.keeps_order:
             early = self._early[part]
             early[micro_batch] = gradient
-            while (due := early.pop(self._num_added[part], None)) is not None:
-                self._add(part, due)
+            while self._num_added[part] in early:
+                self._add(part, early.pop(self._num_added[part]))
         else:
             self._add(part, gradient)
         if self._num_added[part] == self._num_micro_batches:
@@ -182,18 +185,21 @@ class GradientSums:
         for (micro_batch, part), gradient in sorted(self._unfinished.items(), key=lambda item: item[0][0]):
             self._add_in_order(micro_batch, part, gradient)
         self._unfinished.clear()
-        for part in {**self._sums, **self._early}:
+        for part in {**self._sums, **self._early, **dict.fromkeys(self._of_zeros)}:
             self._complete(part)
         self._num_added.clear()
 
     def clear(self) -> None:
         """Backward broke off."""
-        for waiting in (self._sums, self._num_added, self._early, self._unfinished):
+        for waiting in (self._sums, self._num_added, self._of_zeros, self._early, self._unfinished):
             waiting.clear()
 
-    def _add(self, part: ParamSlice, gradient: Tensor) -> None:
+    def _add(self, part: ParamSlice, gradient: Tensor | None) -> None:
         total = self._sums.get(part)
-        if total is None:
+        if gradient is None:
+            if total is None:
+                self._of_zeros.add(part)
+        elif total is None:
             # The only one needs no sum, and is widened where it is used.
             self._sums[part] = gradient.to(torch.float32) if self._num_micro_batches > 1 else gradient
         else:
@@ -205,3 +211,6 @@ class GradientSums:
             self._add(part, gradient)
         if part in self._sums:
             self._send(part, self._sums.pop(part))
+        elif part in self._of_zeros:
+            self._send(part, None)
+        self._of_zeros.discard(part)

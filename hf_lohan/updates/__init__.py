@@ -5,16 +5,19 @@ what the computing thread talks to, `worker` what then happens on a thread of it
 norm is known (`held`), or applies it. `queue` orders the reads, updates and writes of one chunk after another,
 `chunk_update` does a chunk's, and `handover` brings the new weights to whoever needs their block. `step` knows the norm
 and makes the step count or undoes it. `groups` says which hyperparameters a parameter has, and `setup` what all this is
-built from. Two refinements have a file each: a `loan` of the weights that backward uses, and `speculation` about the
+built from. Steps with a gradient of zeros may be taken later: `missed_steps` knows of them, and `caught_up` reads what
+lacks them. Two refinements have a file each: a `loan` of the weights that backward uses, and `speculation` about the
 norm. Knows no model and no slots.
 """
 
 from hf_lohan.updates.arrival import GradientArrivals
+from hf_lohan.updates.caught_up import CaughtUpRecords
 from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.groups import ParamGroups
 from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.means import GradientMeans, OwnGradients
+from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
 from hf_lohan.updates.rank_means import RankMeans
@@ -23,7 +26,9 @@ from hf_lohan.updates.speculation import ClipHistory, ClipWay
 from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
+    "MISSED_STEPS_NAME",
     "ArrivedChunk",
+    "CaughtUpRecords",
     "ClipHistory",
     "ClipWay",
     "Delivery",
@@ -31,6 +36,7 @@ __all__ = [
     "GradientMeans",
     "GradientNorms",
     "GradientPipeline",
+    "MissedSteps",
     "NonFiniteGradientError",
     "OwnGradients",
     "ParamGroups",

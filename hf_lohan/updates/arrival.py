@@ -128,11 +128,9 @@ class GradientArrivals:
         for arrived in list(self._open.values()):
             self._close(arrived)
 
-    def reach(self, blocks: Iterable[Block]) -> None:
-        """A backward came by these blocks: see `GradientPipeline.reach`."""
-        trained = (part for block in blocks for part in block.trainable_slices if part.parameter.requires_grad)
-        pieces = (piece for part in trained for piece in self._pieces[part])
-        self._pipeline.reach(piece.chunk for piece in pieces)
+    def reach(self, part: ParamSlice) -> None:
+        """A backward came by what a slice has of its parameter, and has zeros for it: see `GradientPipeline.reach`."""
+        self._pipeline.reach(piece.chunk for piece in self._pieces[part])
 
     def abandon(self) -> None:
         """Backward broke off: give incomplete chunks' buffers back."""

@@ -79,6 +79,11 @@ class ChunkGradient:
         slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
         return cls(chunk, None, slices, is_zero=True)
 
+    @classmethod
+    def of_nothing(cls, chunk: Chunk) -> ChunkGradient:
+        """For none of them: the chunk takes the steps that it has missed, and not that in progress."""
+        return cls(chunk, None, set(), is_zero=True)
+
     @property
     def values(self) -> Tensor:
         """`dtype` [chunk.numel], in its buffer."""

@@ -17,14 +17,15 @@ from torch import Tensor
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import PARAM_ALIGN_NUMEL, Chunk, ChunkPiece, ranges, round_up
-from hf_lohan.optim import Aside, MasterFormat, Segment, here, replay_, update_records_, within
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice, ranges, round_up
+from hf_lohan.optim import Aside, MasterFormat, Segment, Steps, here, replay_, update_records_, within
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
 from hf_lohan.updates.chunk_gradient import ChunkGradient
 from hf_lohan.updates.handover import IN_RAM, Handover, HoldsParams, NewParams
-from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.loan import WeightLoan, give_back
+from hf_lohan.updates.missed_steps import Settings, segments_of
 from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
 
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
@@ -57,6 +58,7 @@ class ChunkUpdater:
         self._gradients, self._num_arrival_buffers = setup.gradients, setup.num_arrival_buffers
         self._timeline = setup.device.timeline
         self._aside = setup.device.compute_aside
+        self._missed = setup.missed
         self._handover = handover
         self._failed = failed
         self._threads = KernelThreads(torch.get_num_threads())
@@ -80,8 +82,11 @@ class ChunkUpdater:
         buffers: list[Buffer] | None,
     ) -> ChunkUpdate:
         """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
-        come from the device. Without `buffers`, wait for some."""
+        come from the device, unless they were caught up on their way there. Without `buffers`, wait for some."""
         chunk = gradient.chunk
+        if self._missed.is_behind(chunk):
+            give_back(loan)
+            loan = None
         master = chunk.block.master
         if buffers is None:
             with self._timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
@@ -134,7 +139,10 @@ class ChunkUpdater:
                 unhashed=[kind for kind in update.records if self._store.ram.keeps(block, kind)],
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
+                missed=self._missed.steps_before(gradient.chunk),
             )
+        if not update.is_guess:
+            self._missed.catch_up(gradient.chunk)  # before anybody is told that the store has it
         if gradient.buffer is not None and not update.is_guess:
             gradient.buffer.release()
         for buffer in update.private:
@@ -188,13 +196,15 @@ def update_in_parts(
     unhashed: Sequence[str] = (),
     granule_numel: int = GRANULE_NUMEL,
     aside: Aside = here,
+    missed: Steps = (),
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place from its ``gradient`` [numel], scaled by ``clip_coefficient`` as
     `update_records_` does, or from one of zeros, if there is none. ``reads`` filled these; they have arrived, and are
     verified here. Returns checksums of the records' granules by kind, but of the ``unhashed``.
 
     ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
-    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`.
+    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`;
+    ``missed``: what each of the steps before updates, which had gradients of zeros and are not in the records yet.
     Raises CorruptionError; what the records hold then is of no use.
     """
     numel = records["param"].numel()
@@ -216,10 +226,22 @@ def update_in_parts(
         of_part, inside, at = records_of(part), within(segments, start, stop), position + start
         # What is left of the buffers is the last part's.
         own = [buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private]
-        if gradient is None:
-            replay_(of_part, [inside], form, position=at, private=own)
+        before = [of_step for step in missed if (of_step := within(step, start, stop))]
+        of_gradient = gradient[start:stop] if gradient is not None else None
+        if of_gradient is None:
+            replay_(of_part, [*before, inside], form, position=at, private=own)
+        elif before:
+            replay_(
+                of_part,
+                before,
+                form,
+                position=at,
+                private=own,
+                gradient=of_gradient,
+                segments=inside,
+                scale=clip_coefficient,
+            )
         else:
-            of_gradient = gradient[start:stop]
             update_records_(of_part, of_gradient, inside, form, position=at, scale=clip_coefficient, private=own)
         return hash_(part)
 
@@ -248,28 +270,15 @@ def update_in_parts(
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
     """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
-    as torch's optimizers leave them out: no decay, no decay of moments, no step.
-
-    A run ends behind a parameter that is no whole number of vectors: its last elements are rounded as scalars are, in
-    torch's kernel as in ours.
-    """
+    as torch's optimizers leave them out: no decay, no decay of moments, no step."""
     if gradient.chunk.block.needs_whole:
         pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
         return [_whole(piece, group_of, step_counts) for piece in pieces]
-    segments: list[Segment] = []
-    joins = False
-    for piece in gradient.chunk.pieces:
-        if piece.param_slice not in gradient.slices:
-            joins = False
-            continue
-        group, step = group_of(piece.param_slice), step_counts[piece.param_slice] + 1
-        last = segments[-1] if segments else None
-        if joins and last is not None and (last.group, last.step) == (group, step):
-            segments[-1] = Segment(last.start, piece.stop_in_chunk, group, step)
-        else:
-            segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, group, step))
-        joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0
-    return segments
+
+    def settings_of(part: ParamSlice) -> Settings | None:
+        return (group_of(part), step_counts[part] + 1) if part in gradient.slices else None
+
+    return segments_of(gradient.chunk, settings_of)
 
 
 def _whole(piece: ChunkPiece, group_of: GroupOf, step_counts: StepCounts) -> Segment:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Set
 from contextlib import contextmanager
 
 from hf_lohan.device import Buffer
 from hf_lohan.files import IoRequest
-from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
+from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.timeline import UPDATES_WAIT
 from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.chunk_update import ChunkUpdate, ChunkUpdater
@@ -90,6 +90,12 @@ class UpdateQueue:
         with self._timed():
             self._finish_all()
         return had_one
+
+    def wait_for_writes_of(self, blocks: Set[Block]) -> None:
+        """Of what was updated of these: from here on, reads find it."""
+        for chunk, write in self._writes:
+            if chunk.block in blocks:
+                write.wait()
 
     def settle(self) -> None:
         """Wait until all is written."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hf_lohan.config import Schedule
 from hf_lohan.device import BufferPool, Device, HostStack
@@ -12,6 +12,7 @@ from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import RecordFiles, Store
 from hf_lohan.threads import Command
 from hf_lohan.updates.means import GradientMeans, OwnGradients
+from hf_lohan.updates.missed_steps import MissedSteps
 
 GroupOf = Callable[[ParamSlice], Hashable]
 """A parameter's hyperparameters, as its block's rule has them."""
@@ -65,5 +66,7 @@ class UpdateSetup:
     tell what went wrong elsewhere."""
     copies_new_weights: Device | None = None
     """To whoever needs their block: `device`, if None. Where that is host memory, the host copies them at once."""
+    missed: MissedSteps = field(default_factory=lambda: MissedSteps((), ()))
+    """Steps with gradients of zeros that chunks of the store take later; where nothing is said, none does."""
     agreement: StepAgreement | None = None
     """Of the ranks that train together; None where there is one."""

@@ -43,6 +43,10 @@ class UpdateWorker:
         self._are_held = setup.holds_gradients
         self._is_optimized = setup.schedule == "optimized"
         self._store = setup.store
+        self._missed = setup.missed
+        self._step_counts = setup.step_counts
+        self._missing: set[ParamSlice] = set()
+        """Parameters that take the step in progress later."""
         self._handover = handover
         self._means = means
         means.when_none_was_given(partial(self._apply_or_hold, may_guess=False, loan=None))
@@ -129,6 +133,7 @@ class UpdateWorker:
         self.settle()
         self.undone_s += self._queue.forget()
         self._store.drop()
+        self._missed.undo()
 
     # At the step's end.
 
@@ -136,8 +141,13 @@ class UpdateWorker:
         """How the step is applied. `apply_held` is still to come: from here on, whoever reads a block waits for what
         is held of it. `of_zeros`: chunks of which no gradient came, and whose gradient is zero."""
         applied = self._judge(clip_coefficient, group_of)
-        for chunk in of_zeros:
+        others = self._held.chunks | self._queue.chunks
+        eager, late, self._missing = self._missed.decide(of_zeros, others, group_of, self._step_counts)
+        self._queue.wait_for_writes_of(self._missed.added)  # who reads them reads all their records from here on
+        for chunk in eager:
             self._held.hold(ChunkGradient.of_zeros(chunk))
+        for chunk in late:
+            self._held.hold(ChunkGradient.of_nothing(chunk))
         if self._is_optimized:
             self._handover.announce(self._held.chunks)
         return applied
@@ -154,6 +164,8 @@ class UpdateWorker:
         if self._guess.was_right(clip_coefficient, group_of):
             self._guess.stop()
             self._held.forget(self._queue.chunks)
+            for chunk in self._queue.chunks:
+                self._missed.catch_up(chunk)
             return "accepted"
         self.undo_guesses()
         return "redone"
@@ -165,7 +177,7 @@ class UpdateWorker:
             if not self._are_held and self.can_undo is False:
                 gradient.refuse_not_finite()
             self._queue.update(gradient, group_of, clip_coefficient=clip_coefficient, may_borrow=True)
-        self._end_step(of_others)
+        self._end_step({*of_others, *self._missing})
 
     def abandon_step(self) -> None:
         """Forget all of the step, and undo its updates if the store can; `abandoned` tells what was done."""
@@ -173,6 +185,12 @@ class UpdateWorker:
         if updated and self.can_undo:
             self._undo()
         self._held.forget(self._held.chunks)
+        self._missed.abandon()
+        if self._queue.chunks:  # what stays updated takes the rest of its block with it
+            rest = {chunk for block in updated for chunk in self._missed.chunks(block)} - self._queue.chunks
+            for chunk in rest:
+                if self._missed.is_behind(chunk):
+                    self._queue.update(ChunkGradient.of_nothing(chunk), self._group_of)
         touched, remains = self.abandoned
         self.abandoned = touched | updated, remains or bool(self._queue.chunks)
         self._end_step()
@@ -182,4 +200,6 @@ class UpdateWorker:
     def _end_step(self, of_others: Collection[ParamSlice] = ()) -> None:
         self._queue.end_step(of_others)
         self._guess.end_step()
+        self._missed.end_step()
+        self._missing = set()
         self.can_undo = None

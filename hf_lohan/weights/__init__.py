@@ -18,7 +18,7 @@ from hf_lohan.weights.saved_weights import saved_weight_hooks
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
-from hf_lohan.weights.source import LocalWeights, WeightSource
+from hf_lohan.weights.source import LocalWeights, RecordReader, WeightSource
 
 __all__ = [
     "BlockLoader",
@@ -33,6 +33,7 @@ __all__ = [
     "LocalWeights",
     "LockstepPrefetcher",
     "Prefetcher",
+    "RecordReader",
     "SharedWeights",
     "Slot",
     "SlotRing",

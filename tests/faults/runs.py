@@ -22,7 +22,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
-from transformers import LlamaForCausalLM, OPTForCausalLM, PrinterCallback, TrainerCallback, TrainingArguments
+from transformers import (
+    LlamaForCausalLM,
+    OPTForCausalLM,
+    PrinterCallback,
+    Qwen3MoeForCausalLM,
+    TrainerCallback,
+    TrainingArguments,
+)
 from transformers.utils.logging import disable_progress_bar
 from write_calls import WriteCall, watch_write_calls
 
@@ -33,7 +40,7 @@ from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
-PRELOADED = (LlamaForCausalLM, OPTForCausalLM, hf_lohan.Trainer)
+PRELOADED = (LlamaForCausalLM, OPTForCausalLM, Qwen3MoeForCausalLM, hf_lohan.Trainer)
 """What transformers and hf_lohan load only when it is asked for."""
 tqdm.get_lock()  # else each process makes a semaphore, which a killed one leaves behind
 
@@ -54,7 +61,8 @@ class Run:
     ssd: str = "auto"
     cpu_memory: str = "4MiB"
     """With 4 MiB no record has a copy in it, with 7 MiB most have, with 64 MiB all."""
-    family: Literal["llama", "opt"] = "llama"
+    family: Literal["llama", "opt", "qwen3_moe"] = "llama"
+    """Experts, of a mixture, stream, and take later what steps they may."""
     num_layers: int = 2
     num_steps: int = 12
     save_steps: int = 0
@@ -171,7 +179,9 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         disable_tqdm=True,
         seed=0,
     )
-    rows = [{key: value[0] for key, value in tiny_batch(seed=seed).items()} for seed in range(NUM_ROWS)]
+    numel = 16 if run.family != "qwen3_moe" else 2  # few tokens leave experts out
+    batches = (tiny_batch(sequence_length=numel, seed=seed) for seed in range(NUM_ROWS))
+    rows = [{key: value[0] for key, value in batch.items()} for batch in batches]
     overrides = {"dropout": 0.1} if run.family == "opt" else {}
     model = tiny_model(run.family, num_layers=run.num_layers, **overrides)
     offload = {
@@ -182,6 +192,8 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "commit_every": run.commit_every,
         "net_timeout": run.net_timeout,
     }
+    if run.family == "qwen3_moe":
+        offload |= {"experts": "streamed", "lazy_experts": True}
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
         model,

@@ -19,6 +19,9 @@ from runs import INTERRUPTED, TERMINATED, Mishap, Outcome, Run, assert_same, rea
 from write_calls import WriteCall
 
 import hf_lohan
+from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.store import last_commit
+from hf_lohan.updates import MISSED_STEPS_NAME
 
 Undisturbed = Callable[[Run], Outcome]
 
@@ -54,8 +57,12 @@ def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, save_steps=3, cpu_memory="7MiB"), 20),
         (Run(num_steps=40, cpu_memory="64MiB"), 20),
         (Run(num_steps=40, optimizer="Muon"), 20),
+        (Run(family="qwen3_moe", num_steps=80), 50),
     ],
-    ids=["hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"],
+    ids=[
+        *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
+        "experts-behind",
+    ],
 )
 def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
     run = run_in(tmp_path, run)
@@ -71,6 +78,15 @@ def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Whose states are of another kind than those of the other blocks."""
     run = run_in(tmp_path, Run(optimizer="Muon", num_steps=6))
     finish_first(run, num_steps=3)
+    assert_ends_as(run, undisturbed)
+
+
+def test_killed_while_experts_are_behind(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    """The commit has by which steps, so that what takes them is another process."""
+    run = run_in(tmp_path, Run(family="qwen3_moe", num_steps=9, save_steps=6))
+    finish_first(run, num_steps=5)
+    commit = last_commit(store_paths_of(run.output_dir))
+    assert commit is not None and MISSED_STEPS_NAME in commit.journal
     assert_ends_as(run, undisturbed)
 
 

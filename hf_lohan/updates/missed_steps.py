@@ -1,0 +1,274 @@
+"""Steps with a gradient of zeros that were not taken yet: which chunks are behind, by which steps, and with which
+hyperparameters these are to be taken.
+
+What is behind is caught up when its update comes (`ChunkUpdater`) and where somebody reads it (`CaughtUpRecords`). Such
+a step is the same whenever it is taken, if its hyperparameters and its number are those that it had.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from functools import partial
+from threading import Lock
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from safetensors.numpy import load, save
+
+from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice
+from hf_lohan.optim import AdamWGroup, Segment
+
+GroupOf = Callable[[ParamSlice], Hashable]
+StepCounts = Mapping[ParamSlice, int]
+Settings = tuple[Hashable, int]
+"""A param group's, and the number of the step."""
+
+MISSED_STEPS_NAME = "missed_steps.safetensors"
+"""What `MissedSteps.packed` makes, beside the records of a commit."""
+MOST_MISSED = 5
+"""Missed steps take a core 0.75 ns each and parameter. So many of them take about as long as a drive of 3 GB/s takes to
+read the 12 bytes of the parameter, which whoever needs the expert waits for anyway."""
+_RULES = ("AdamW", "Adam")
+"""Those whose hyperparameters are an `AdamWGroup`."""
+
+
+class MissedSteps:
+    """Of the chunks of one store. Steps are counted here from where the store was opened or went back to.
+
+    The worker's thread changes it; readers may ask on any thread.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        chunks: Iterable[Chunk],
+        lazy: Set[Block] = frozenset(),
+        *,
+        most: int = MOST_MISSED,
+    ) -> None:
+        """`blocks`: all, in one order for one store; `lazy`: those that may be `most` steps behind, and no more. What
+        was behind when the store was committed may be so in any case."""
+        self._blocks = list(blocks)
+        self._chunks: dict[Block, list[Chunk]] = {}
+        for chunk in chunks:
+            self._chunks.setdefault(chunk.block, []).append(chunk)
+        self._lazy = {block for block in lazy if block.master.rule.name in _RULES}
+        self._most = most
+        self._lock = Lock()
+        self._now = 0
+        """The last step that counts."""
+        self._history: dict[int, dict[str, Settings]] = {}
+        """By step and name, of parameters of which some part missed it."""
+        self._applied: dict[Chunk, int] = {}
+        """The last step that is in the records of those that are behind."""
+        self._caught_up: dict[Chunk, int] = {}
+        """What updates of the step in progress have taken out of these."""
+        self._added: list[Chunk] | None = None
+        """What the step in progress has put there, once that is decided."""
+
+    # What is missed.
+
+    def is_behind(self, chunk: Chunk) -> bool:
+        """Whether its records lack steps that count."""
+        return chunk in self._applied
+
+    def behind(self, block: Block) -> bool:
+        """Whether some of a block's records do."""
+        return any(chunk in self._applied for chunk in self._chunks.get(block, ()))
+
+    def chunks(self, block: Block) -> Sequence[Chunk]:
+        """What may be behind of a block."""
+        return self._chunks.get(block, ())
+
+    def steps(self, chunk: Chunk) -> list[list[Segment]]:
+        """What the chunk has missed: what each such step updates."""
+        with self._lock:
+            return self._steps(chunk, self._now)
+
+    def steps_before(self, chunk: Chunk) -> list[list[Segment]]:
+        """Without the step in progress, also if that is decided."""
+        with self._lock:
+            return self._steps(chunk, self._now - (self._added is not None))
+
+    def _steps(self, chunk: Chunk, last: int) -> list[list[Segment]]:
+        applied = self._applied.get(chunk, last)
+        settings = [self._history[step] for step in range(applied + 1, last + 1) if step in self._history]
+        found = [segments_of(chunk, partial(_named, of_step)) for of_step in settings]
+        return [segments for segments in found if segments]
+
+    # The step in progress, on the worker's thread.
+
+    def decide(
+        self, of_zeros: Iterable[Chunk], others: Set[Chunk], group_of: GroupOf, step_counts: StepCounts
+    ) -> tuple[list[Chunk], list[Chunk], set[ParamSlice]]:
+        """The step counts, and `of_zeros` have a gradient of zeros in it; `others` have one that is not. Returns what
+        of the former takes its step now, what else is to catch up now, and the parameters whose step is missed."""
+        with self._lock:
+            step, of_step, added = self._now + 1, dict[str, Settings](), list[Chunk]()
+            eager: list[Chunk] = []
+            missed: set[ParamSlice] = set()
+            zeros = list(of_zeros)
+            for chunk in zeros:
+                if self._may_miss(chunk, step) and self._note(chunk, of_step, group_of, step_counts):
+                    if chunk not in self._applied:
+                        self._applied[chunk] = self._now
+                        added.append(chunk)
+                    missed.update(piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice))
+                else:
+                    eager.append(chunk)
+            elsewhere = {*zeros, *others}
+            late = [
+                chunk
+                for chunk, applied in self._applied.items()
+                if chunk not in elsewhere and step - applied > self._most
+            ]
+            self._now, self._added = step, added
+            if of_step:
+                self._history[step] = of_step
+            return eager, late, missed
+
+    def _may_miss(self, chunk: Chunk, step: int) -> bool:
+        return chunk.block in self._lazy and step - self._applied.get(chunk, self._now) <= self._most
+
+    def _note(self, chunk: Chunk, of_step: dict[str, Settings], group_of: GroupOf, step_counts: StepCounts) -> bool:
+        """Whether its parameters take the very step that other parts of them take."""
+        for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
+            number = step_counts[part] + 1
+            if part.name not in of_step:
+                of_step[part.name] = (group_of(part), number)
+            elif of_step[part.name][1] != number:
+                return False
+        return True
+
+    @property
+    def added(self) -> set[Block]:
+        """The blocks that are behind since the step was decided, and were not before."""
+        return {chunk.block for chunk in self._added or ()}
+
+    def catch_up(self, chunk: Chunk) -> None:
+        """Its records have all that it missed, or are about to."""
+        with self._lock:
+            if chunk in self._applied:
+                self._caught_up[chunk] = self._applied.pop(chunk)
+
+    def undo(self) -> None:
+        """Updates of the step in progress were undone."""
+        with self._lock:
+            self._applied.update(self._caught_up)
+            self._caught_up.clear()
+
+    def abandon(self) -> None:
+        """The step in progress does not count, also if that was decided. What of it is not undone stays."""
+        with self._lock:
+            if self._added is not None:
+                for chunk in self._added:
+                    self._applied.pop(chunk, None)
+                self._history.pop(self._now, None)
+                self._now, self._added = self._now - 1, None
+
+    def end_step(self) -> None:
+        """All of the step's updates are on their way."""
+        with self._lock:
+            self._caught_up.clear()
+            self._added = None
+            oldest = min(self._applied.values(), default=self._now)
+            for step in [step for step in self._history if step <= oldest]:
+                del self._history[step]
+
+    # Commits.
+
+    def packed(self) -> bytes | None:
+        """What goes with a commit: for each block by how many steps it is behind (int32), and these steps. None if all
+        have all."""
+        with self._lock:
+            if not self._applied:
+                return None
+            behind = np.zeros(len(self._blocks), np.int32)
+            for index, block in enumerate(self._blocks):
+                found = {self._applied.get(chunk, self._now) for chunk in self._chunks.get(block, ())}
+                assert len(found) <= 1, f"parts of {block.name} are at different steps"
+                behind[index] = self._now - found.pop() if found else 0
+            steps = range(self._now - int(behind.max()) + 1, self._now + 1)
+            names = sorted({name for of_step in self._history.values() for name in of_step})
+            groups: dict[Hashable, int] = {}
+            number, group = np.zeros((2, len(steps), len(names)), np.int32)
+            for row, step in enumerate(steps):
+                for column, name in enumerate(names):
+                    settings = self._history.get(step, {}).get(name)
+                    if settings is not None:
+                        group[row, column] = groups.setdefault(settings[0], len(groups))
+                        number[row, column] = settings[1]
+            values = np.array([_numbers(settings) for settings in groups], np.float64)
+            arrays: dict[str, npt.NDArray[Any]] = {"behind": behind, "number": number, "group": group, "groups": values}
+            return save(arrays, {"names": json.dumps(names)})
+
+    def restore(self, packed: bytes | None) -> None:
+        """What `packed` made of it; None: all have all."""
+        with self._lock:
+            self._now = 0
+            self._added = None
+            for known in (self._history, self._applied, self._caught_up):
+                known.clear()
+            if packed is None:
+                return
+            arrays = load(packed)
+            head_bytes = int.from_bytes(packed[:8], "little")
+            names = json.loads(json.loads(packed[8 : 8 + head_bytes])["__metadata__"]["names"])
+            groups = [_settings(row) for row in arrays["groups"].tolist()]
+            self._now = len(arrays["number"])
+            for row in range(self._now):
+                found = zip(names, arrays["number"][row].tolist(), arrays["group"][row].tolist(), strict=True)
+                self._history[row + 1] = {name: (groups[group], number) for name, number, group in found if number}
+            for block, behind in zip(self._blocks, arrays["behind"].tolist(), strict=True):
+                if behind:
+                    self._applied.update(dict.fromkeys(self._chunks[block], self._now - behind))
+
+    def forget(self, block: Block) -> None:
+        """The block's records have all that it missed; no step is in progress."""
+        with self._lock:
+            for chunk in self._chunks.get(block, ()):
+                self._applied.pop(chunk, None)
+
+
+def _named(of_step: Mapping[str, Settings], part: ParamSlice) -> Settings | None:
+    return of_step.get(part.name)
+
+
+def _is_trained(part: ParamSlice) -> bool:
+    return part.trainable and part.parameter.requires_grad
+
+
+def _numbers(settings: Hashable) -> list[float]:
+    assert isinstance(settings, AdamWGroup), "hyperparameters of another optimizer"
+    group = settings
+    return [group.lr, group.beta1, group.beta2, group.eps, group.weight_decay, float(group.decays_weights)]
+
+
+def _settings(numbers: Sequence[float]) -> AdamWGroup:
+    """The inverse of `_numbers`."""
+    lr, beta1, beta2, eps, weight_decay, decays_weights = numbers
+    return AdamWGroup(lr, beta1, beta2, eps, weight_decay, bool(decays_weights))
+
+
+def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], Settings | None]) -> list[Segment]:
+    """Runs of neighbouring parameters with equal settings. Parameters without any are left out.
+
+    A run ends behind a parameter that is no whole number of vectors: its last elements are rounded as scalars are, in
+    torch's kernel as in ours.
+    """
+    segments: list[Segment] = []
+    joins = False
+    for piece in chunk.pieces:
+        settings = settings_of(piece.param_slice)
+        if settings is None:
+            joins = False
+            continue
+        last = segments[-1] if segments else None
+        if joins and last is not None and (last.group, last.step) == settings:
+            segments[-1] = Segment(last.start, piece.stop_in_chunk, *settings)
+        else:
+            segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, *settings))
+        joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0
+    return segments

@@ -1,0 +1,74 @@
+"""Under Trainer, experts that are steps behind show nowhere: not in weights, checkpoints, exports or what follows."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_runs import a_trainer, assert_same, outcome
+
+from hf_lohan.huggingface.export import export
+from hf_lohan.testing.models import tiny_batch
+
+FEW_TOKENS = [
+    {key: value[0] for key, value in tiny_batch(batch_size=1, sequence_length=2, seed=seed).items()}
+    for seed in range(32)
+]
+EAGER, LAZY = {"experts": "streamed"}, {"experts": "streamed", "lazy_experts": True}
+
+
+def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **settings: Any) -> Any:
+    trainer = a_trainer(
+        folder,
+        family="qwen3_moe",
+        rows=FEW_TOKENS,
+        offload=offload,
+        **{"max_steps": 8, "logging_steps": 1, "per_device_train_batch_size": 1, **settings},
+    )
+    trainer.train(resume_from_checkpoint=resume)
+    return trainer
+
+
+def is_behind(trainer: Any) -> bool:
+    engine = trainer.offload_engine
+    engine.settle()
+    return any(engine.records.missed.behind(block) for block in engine.layout.blocks)
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
+@pytest.mark.parametrize("state_dtype", ["float32", "int8"])
+def test_a_run_is_the_same(max_grad_norm: float, state_dtype: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"max_grad_norm": max_grad_norm, "eval_strategy": "steps", "eval_steps": 3}
+    eager = trained(tmp_path / "eager", EAGER | {"optimizer_state_dtype": state_dtype}, **settings)
+    lazy = trained(tmp_path / "lazy", LAZY | {"optimizer_state_dtype": state_dtype}, **settings)
+    assert is_behind(lazy) and not is_behind(eager)
+    evaluated = [[row["eval_loss"] for row in run.state.log_history if "eval_loss" in row] for run in (lazy, eager)]
+    assert evaluated[0] == evaluated[1] and len(evaluated[0]) >= 2
+    assert_same(outcome(lazy), outcome(eager))
+
+
+def test_a_checkpoint_has_all_steps(tmp_path: Path) -> None:
+    expected = outcome(trained(tmp_path / "eager", EAGER))
+    saved = trained(tmp_path / "saved", LAZY, save_strategy="steps", save_steps=5)
+    assert is_behind(saved)
+    assert_same(outcome(saved), expected)
+    for offload in (LAZY, EAGER):
+        again = trained(tmp_path / "again", offload, resume=str(tmp_path / "saved" / "checkpoint-5"))
+        rows, weights = outcome(again)
+        assert rows == expected[0]
+        assert all(torch.equal(weights[name], weight) for name, weight in expected[1].items())
+
+
+def test_an_export_has_all_steps(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    trainer = trained(tmp_path / "run", LAZY)
+    assert is_behind(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.offload_engine.close()
+    assert export(tmp_path / "run", tmp_path / "exported") == 8
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported")]
+    for (name, saved), exported in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(saved, exported), name

@@ -1,0 +1,233 @@
+"""Experts that take their steps of zeros later are, whenever somebody looks, what they are that took them at once."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lazy_bench import CHUNK_NUMEL, NUM_EXPERTS, LazyBench, assert_equal
+from torch import Tensor
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.optim import MasterFormat, UpdateRule, master_format
+
+ALL = range(NUM_EXPERTS)
+MOST = 3
+FORMS = [
+    master_format(torch.float32),
+    master_format(torch.bfloat16),
+    master_format(torch.bfloat16, "bfloat16"),
+    master_format(torch.float32, "int8"),
+]
+MakeBench = Callable[..., LazyBench]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Iterator[MakeBench]:
+    benches: list[LazyBench] = []
+
+    def make_bench(form: MasterFormat = FORMS[1], *, most: int = MOST, folder: str = "", **settings: Any) -> LazyBench:
+        benches.append(LazyBench(tmp_path / (folder or str(most)), form, most=most, **settings))
+        return benches[-1]
+
+    yield make_bench
+    for bench in benches:
+        bench.close()
+
+
+def both(make: MakeBench, form: MasterFormat = FORMS[1], **settings: Any) -> tuple[LazyBench, LazyBench]:
+    """One whose experts may be behind, and one whose are not."""
+    return make(form, **settings), make(form, most=0, **settings)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype}")
+@pytest.mark.parametrize("mode", ["deferred", "in_backward", "accepted", "redone"])
+def test_who_looks_sees_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:
+    """With steps that are dropped, learning rates that change, several backwards a step, and steps not committed."""
+    settings = {"hold_gradients": mode != "in_backward", "speculates": mode in ("accepted", "redone")}
+    lazy, eager = both(make, form, **settings)
+    choose = random.Random(f"{mode} {form}")
+    were_behind: set[int] = set()
+    for step in range(12):
+        touched = set(choose.sample(ALL, choose.randint(0, 2)))
+        others = {number for number in ALL if choose.random() < 0.2} if mode == "deferred" else set()
+        is_dropped, commits = choose.random() < 0.2, mode == "deferred" and choose.random() < 0.5
+        for bench in (lazy, eager):
+            bench.group = replace(bench.group, lr=1e-2 / (1 + step))
+            if others:
+                bench.backward(others, 100 + step, is_final=False)
+            bench.backward(touched, step)
+            if is_dropped:
+                bench.pipeline.wait_for_norms()
+                bench.pipeline.abandon_step()
+            else:
+                clips = mode == "redone" or (mode == "deferred" and step % 2 == 0)
+                bench.finish_step(0.5 if clips else 1.0, commits=commits or mode != "deferred")
+        were_behind |= lazy.behind()
+        assert not eager.behind()
+        number = choose.choice(ALL)
+        assert torch.equal(lazy.weights_of(number), eager.weights_of(number)), (step, number)
+    assert were_behind == set(ALL) and lazy.behind()
+    assert set(lazy.applied) <= {mode, "deferred"} and mode in lazy.applied
+    assert_equal(lazy, eager)
+
+
+def test_nothing_is_read_or_written_of_what_takes_its_step_later(
+    make: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = make()
+    bench.backward(ALL, 0)
+    bench.finish_step()
+    asked: list[str] = []
+    for name in ("read", "write"):
+        of_store = getattr(bench.store, name)
+
+        def noted(block: str, *args: Any, of_store: Any = of_store, **keywords: Any) -> Any:
+            asked.append(block)
+            return of_store(block, *args, **keywords)
+
+        monkeypatch.setattr(bench.store, name, noted)
+    bench.backward({2}, 1)
+    bench.finish_step()
+    assert set(asked) == {"expert2"} and bench.behind() == {0, 1, 3}
+
+
+def test_nobody_is_behind_by_more_than_was_said(make: MakeBench) -> None:
+    lazy, eager = both(make)
+    behind = []
+    for step in range(2 * MOST + 3):
+        for bench in (lazy, eager):
+            bench.backward(ALL if step == 0 else {1}, step)
+            bench.finish_step()
+        behind.append(max(len(lazy.missed.steps(chunk)) for chunk in lazy.chunks))
+    assert behind == [0, 1, 2, 3, 0, 1, 2, 3, 0]
+    assert_equal(lazy, eager)
+
+
+def test_experts_of_a_layer_that_no_backward_came_by_take_no_step(make: MakeBench) -> None:
+    lazy, eager = both(make)
+    for bench in (lazy, eager):
+        for step in range(9):
+            bench.backward(ALL if step == 0 else {0}, step)
+            bench.finish_step()
+            for other in range(step % 3):  # steps of something else
+                bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
+                bench.finish_step(1 / (1 + other))
+    assert_equal(lazy, eager)
+
+
+@pytest.mark.parametrize("chunk_numel", [CHUNK_NUMEL, 3 * CHUNK_NUMEL])
+def test_a_commit_knows_what_is_behind_and_how_to_catch_up(chunk_numel: int, make: MakeBench) -> None:
+    """Whoever opens it may hold more or less at once, and let none be behind."""
+    lazy, eager = both(make)
+    for step in range(3):
+        for bench in (lazy, eager):
+            bench.group = replace(bench.group, lr=0.3 / (1 + step))
+            bench.backward(ALL if step == 0 else {step}, step)
+            bench.finish_step()
+    assert lazy.behind()
+    lazy.close()
+    again = make(folder=str(MOST), most=0, chunk_numel=chunk_numel)
+    again.restore()
+    assert again.behind() == {0, 1, 3}
+    assert_equal(again, eager)
+    again.group = eager.group
+    for bench in (again, eager):
+        bench.backward((), 9)
+        bench.finish_step()
+    assert not again.behind()
+    assert_equal(again, eager)
+
+
+def test_going_back_to_a_commit_goes_back_to_what_was_behind(make: MakeBench) -> None:
+    lazy, eager = both(make)
+    for bench in (lazy, eager):
+        bench.backward(ALL, 0)
+        bench.finish_step()
+        bench.backward({1}, 1)
+        bench.finish_step()
+        bench.backward({0}, 2)
+        bench.finish_step(commits=False)
+        bench.backward({2}, 3)
+        bench.go_back()
+    assert lazy.behind() == {0, 2, 3}
+    assert_equal(lazy, eager)
+
+
+def test_who_reads_makes_no_step_harder_to_undo(make: MakeBench) -> None:
+    lazy, eager = both(make, hold_gradients=False)
+    for bench in (lazy, eager):
+        bench.backward(ALL, 0)
+        bench.finish_step()
+        bench.backward({1}, 1)
+        bench.finish_step()
+        bench.states_of(0)
+        assert not bench.store.has_drafts
+        bench.backward({0, 1}, 2)
+        bench.pipeline.wait_for_norms()
+        assert not bench.pipeline.is_past_undoing
+        bench.pipeline.abandon_step()
+    assert lazy.behind() == {0, 2, 3}
+    assert_equal(lazy, eager)
+
+
+def test_a_step_that_cannot_be_undone_leaves_no_expert_half_behind(make: MakeBench) -> None:
+    """Some chunks of an expert were updated when its backward broke off, and drafts of the step before lie below."""
+    lazy, eager = both(make, hold_gradients=False)
+    for bench in (lazy, eager):
+        bench.backward(ALL, 0)
+        bench.finish_step()
+        bench.backward({1}, 1)
+        bench.finish_step(commits=False)
+        bench.pipeline.settle()
+        bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
+        bench.pipeline.abandon_step()
+    assert lazy.behind() == {2, 3}
+    assert_equal(lazy, eager)
+    lazy.commit()
+
+
+def test_what_is_written_over_takes_its_steps_first(make: MakeBench) -> None:
+    """Moments stay those of the weights that were there."""
+    lazy, eager = both(make)
+    bounce = mapped_empty(1 << 20)
+    for bench in (lazy, eager):
+        bench.backward(ALL, 0)
+        bench.finish_step()
+        bench.backward({1}, 1)
+        bench.finish_step()
+        bench.records.write_unaligned("expert2", "param", 3, torch.ones(40, dtype=torch.bfloat16), bounce)
+    assert lazy.behind() == {0, 3}
+    assert_equal(lazy, eager)
+
+
+def test_single_elements_are_read_as_they_are_now(make: MakeBench) -> None:
+    lazy, eager = both(make)
+    bounce = mapped_empty(1 << 20)
+
+    def some(bench: LazyBench) -> Tensor:
+        out = torch.empty(77)
+        bench.records.read_unaligned("expert3", "exp_avg", CHUNK_NUMEL - 5, out, bounce)
+        return out
+
+    for bench in (lazy, eager):
+        bench.backward(ALL, 0)
+        bench.finish_step()
+        before = some(bench)
+        bench.backward({1}, 1)
+        bench.finish_step()
+    assert torch.equal(some(lazy), some(eager)) and not torch.equal(some(lazy), before)
+
+
+def test_another_rule_takes_each_step_at_once(make: MakeBench) -> None:
+    """Its hyperparameters are not what a commit can hold."""
+    lazy = make(master_format(torch.float32, rule=UpdateRule("Lion", ("exp_avg",))))
+    lazy.group = (("lr", 1e-3), ("betas", (0.9, 0.99)), ("weight_decay", 0.1))
+    lazy.backward({1}, 0)
+    lazy.finish_step()
+    assert not lazy.behind()
