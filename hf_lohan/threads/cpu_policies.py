@@ -6,12 +6,13 @@ team beside the model's, and glibc giving back what the next step takes again.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import logging
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -60,13 +61,25 @@ def keep_freed_memory() -> bool:
 
 
 _here = threading.local()
+_starting = threading.Lock()
+
+
+@contextlib.contextmanager
+def number_of_threads_kept() -> Iterator[None]:
+    """What a thread sets for itself also holds for threads that come after it: take that back. One at a time, or what
+    others set meanwhile would be taken for what was there, and a sum come out in another order."""
+    with _starting:
+        of_others = torch.get_num_threads()
+        try:
+            yield
+        finally:
+            torch.set_num_threads(of_others)
 
 
 def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool) -> threading.Thread:
     """Start a daemon thread. ``beside_kernels``: a model's kernels run on the same cores. Then this thread runs its own
     ones alone, until it calls `use_all_cores`: with a second team there are more threads than cores, and OpenMP lets
     those that compute sleep after each kernel instead of looking out for the next."""
-    of_others = torch.get_num_threads()
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -79,10 +92,10 @@ def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool)
 
     thread = threading.Thread(target=run, name=name, daemon=True)
     try:
-        thread.start()
-        has_begun.wait()
-    finally:  # what a thread sets for itself also holds for threads that come after it: take that back
-        torch.set_num_threads(of_others)
+        with number_of_threads_kept():
+            thread.start()
+            has_begun.wait()
+    finally:
         may_go_on.set()
     return thread
 
@@ -94,8 +107,9 @@ def use_all_cores() -> None:
         _here.runs_alone = False
         of_others = list[int]()
         thread = threading.Thread(target=lambda: of_others.append(torch.get_num_threads()))
-        thread.start()
-        thread.join()
+        with _starting:  # else it may see what one that begins has set for itself
+            thread.start()
+            thread.join()
         torch.set_num_threads(of_others[0])
 
 

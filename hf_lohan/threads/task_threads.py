@@ -8,9 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-import torch
-
-from hf_lohan.threads.cpu_policies import run_kernels_alone
+from hf_lohan.threads.cpu_policies import number_of_threads_kept, run_kernels_alone
 from hf_lohan.threads.forks import Owner
 
 _Part = TypeVar("_Part")
@@ -74,19 +72,16 @@ class KernelThreads:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        of_others = torch.get_num_threads()
         has_begun = threading.Semaphore(0)
 
         def begin() -> None:
             run_kernels_alone()
             has_begun.release()
 
-        try:
+        with number_of_threads_kept():
             self._threads = TaskThreads(num_threads, "lohan-kernels", begin=begin)
             for _ in range(num_threads):
                 has_begun.acquire()
-        finally:  # as in `start_thread`
-            torch.set_num_threads(of_others)
 
     def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
         """What `work` makes of each part; where it fails, the first error, once all are done."""
