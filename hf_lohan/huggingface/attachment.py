@@ -42,7 +42,15 @@ from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
-from hf_lohan.planning import OffloadLayout, PlannedStep, RunPlan, StepShape, chunked_loss_of, lay_out
+from hf_lohan.planning import (
+    OffloadLayout,
+    PlannedStep,
+    RunPlan,
+    StepShape,
+    chunked_loss_of,
+    experts_as_stored,
+    lay_out,
+)
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.threads import keep_freed_memory, set_compute_threads
 from hf_lohan.timeline import Timeline
@@ -90,6 +98,7 @@ def offload_model(
     config = activations_kept_if_needed(model, resolved_here(config, device, default_ssd_path, links_to_other_ranks()))
     recompute_without_reentry(model)
     refuse_chunks(model, config)
+    config = experts_as_stored(model, config, links_to_other_ranks().ranks)
     layout = lay_out(
         model,
         config,

@@ -35,7 +35,7 @@ from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.model import kept_in_float32
-from hf_lohan.planning import lay_out
+from hf_lohan.planning import experts_as_stored, lay_out
 from hf_lohan.planning.layout import resolved_here
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,7 @@ def from_pretrained(
         skeleton.requires_grad_(False)
     config = activations_kept_if_needed(skeleton, config)
     refuse_chunks(skeleton, config)
+    config = experts_as_stored(skeleton, config, links_to_other_ranks().ranks)
     lay_out_for_this = partial(
         lay_out,
         config=config,

@@ -11,6 +11,7 @@ from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.order import why_in_turn
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
+from hf_lohan.planning.stored_experts import experts_as_stored
 
 __all__ = [
     "OffloadLayout",
@@ -19,6 +20,7 @@ __all__ = [
     "StepShape",
     "bytes_per_token",
     "chunked_loss_of",
+    "experts_as_stored",
     "kept_ranks",
     "kept_record_name",
     "lay_out",

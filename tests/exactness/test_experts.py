@@ -1,0 +1,66 @@
+"""A Trainer over experts that come one by one: losses and weights are those of the stock one, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from covering import slow_but
+from expert_models import ALL_SLOTS, FAMILIES, expert_model, least_gpu_memory
+from torch import Tensor
+from trajectories import Trajectory, arguments, dataset, logged, stored_weights
+from transformers import Trainer as StockTrainer
+
+import hf_lohan
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.planner import SizeClass
+
+NUM_STEPS = 3
+UNCLIPPED: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 0.0, "weight_decay": 0.1}
+QUICK_FAMILIES = ("gpt_oss", "qwen2_moe", "deepseek_v3", "phimoe")
+"""Transposed and interleaved with biases; shared experts; a router by groups; a router that draws."""
+
+_stock: dict[str, Trajectory] = {}
+
+
+def train_stock(family: str, folder: Path) -> Trajectory:
+    if family not in _stock:
+        model = expert_model(family)
+        trainer = StockTrainer(model, arguments(folder, **UNCLIPPED), train_dataset=dataset())
+        trainer.train()
+        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        _stock[family] = Trajectory(*logged(trainer), weights)
+    return _stock[family]
+
+
+def assert_same(ours: Trajectory, stock: Trajectory) -> None:
+    assert (ours.losses, ours.learning_rates) == (stock.losses, stock.learning_rates)
+    assert ours.weights.keys() == stock.weights.keys()
+    assert [name for name, weight in stock.weights.items() if not torch.equal(ours.weights[name], weight)] == []
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("slots", ["two", "all"])
+@pytest.mark.parametrize("activations", ["recompute", "swap", "keep", "auto"])
+@pytest.mark.parametrize("family", slow_but(QUICK_FAMILIES, FAMILIES))
+def test_every_family_trains_as_stock(family: str, activations: str, slots: str, tmp_path: Path) -> None:
+    model = expert_model(family)
+    gpu_memory = least_gpu_memory(model, activations=activations) if slots == "two" else ALL_SLOTS
+    trainer = hf_lohan.Trainer(
+        model,
+        arguments(tmp_path / "ours", **UNCLIPPED),
+        train_dataset=dataset(),
+        offload={
+            "gpu_memory": gpu_memory, "cpu_memory": "6MiB", "prefetch_blocks": 1, "experts": "streamed",
+            "activations": activations,
+        },
+    )  # fmt: skip
+    trainer.train()
+    engine: OffloadEngine = trainer.offload_engine
+    num_blocks = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
+    assert engine.layout.plan.num_slots[SizeClass.EXPERT] == (2 if slots == "two" else num_blocks)
+    ours = Trajectory(*logged(trainer), stored_weights(trainer))
+    engine.close()
+    assert_same(ours, train_stock(family, tmp_path / "stock"))

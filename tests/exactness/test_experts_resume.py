@@ -1,0 +1,165 @@
+"""A run over experts that come one by one goes on from its steps and its checkpoints, also where they come otherwise."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from broken_runs import Breaks, a_trainer, assert_same, outcome
+from expert_models import ALL_SLOTS, least_gpu_memory
+from trajectories import arguments, dataset, logged, stored_weights
+from transformers import AutoModelForCausalLM
+from transformers import Trainer as StockTrainer
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.files import ForeignStoreError
+from hf_lohan.planner import SizeClass
+from hf_lohan.testing.models import tiny_model
+
+FAMILY = "mixtral"
+UNCLIPPED: dict[str, Any] = {"family": FAMILY, "max_grad_norm": 0.0, "save_strategy": "steps", "save_steps": 3}
+NARROW: dict[str, Any] = {
+    "gpu_memory": least_gpu_memory(tiny_model(FAMILY)),
+    "cpu_memory": "6MiB",
+    "prefetch_blocks": 1,
+}
+"""Two slots of an expert."""
+WIDE: dict[str, Any] = {"gpu_memory": ALL_SLOTS, "cpu_memory": "16MiB"}
+
+
+def num_expert_slots(trainer: Any) -> int:
+    return int(trainer.offload_engine.layout.plan.num_slots[SizeClass.EXPERT])
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Losses and weights of the stock Trainer."""
+    settings = {"max_steps": 8, "logging_steps": 3, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}
+    model = tiny_model(FAMILY)
+    args = arguments(tmp_path_factory.mktemp("stock"), max_grad_norm=0.0, **settings)
+    trainer = StockTrainer(model, args, train_dataset=dataset())
+    trainer.train()
+    return logged(trainer)[0], {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def assert_as_stock(trainer: Any, stock: Any) -> None:
+    assert logged(trainer)[0] == stock[0]
+    weights = stored_weights(trainer)
+    trainer.offload_engine.close()
+    assert [name for name, weight in stock[1].items() if not torch.equal(weights[name], weight)] == []
+
+
+@pytest.mark.parametrize(("before", "behind"), [("streamed", "with_layer"), ("with_layer", "streamed")])
+def test_a_checkpoint_goes_on_in_either_form(before: str, behind: str, stock: Any, tmp_path: Path) -> None:
+    first = a_trainer(tmp_path / "a", Breaks(3), **UNCLIPPED, offload={**WIDE, "experts": before})
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    first.offload_engine.close()
+    second = a_trainer(tmp_path / "b", **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": behind})
+    second.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert (num_expert_slots(second) > 0) is (behind == "streamed")
+    assert_as_stock(second, stock)
+
+
+def test_the_last_step_goes_on_under_other_budgets(stock: Any, tmp_path: Path) -> None:
+    for step, budgets in ((2, NARROW), (5, WIDE)):
+        broken = a_trainer(tmp_path, Breaks(step), **UNCLIPPED, offload={**budgets, "experts": "streamed"})
+        with pytest.raises(KeyboardInterrupt):
+            broken.train(resume_from_checkpoint="last_step" if step > 2 else None)
+        assert num_expert_slots(broken) == (12 if budgets is WIDE else 2)
+        broken.offload_engine.close()
+        assert hf_lohan.last_step(tmp_path) == step
+    last = a_trainer(tmp_path, **UNCLIPPED, offload={**NARROW, "experts": "streamed"})
+    last.train(resume_from_checkpoint="last_step")
+    assert_as_stock(last, stock)
+
+
+@pytest.mark.parametrize("stored", ["streamed", "with_layer"])
+def test_the_store_decides_where_nobody_else_does(
+    stored: str, stock: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Budgets under which a run that begins would choose the other form."""
+    first = a_trainer(tmp_path, Breaks(4), **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": stored})
+    with pytest.raises(KeyboardInterrupt):
+        first.train()
+    first.offload_engine.close()
+    other = "with_layer" if stored == "streamed" else "streamed"
+    refused = a_trainer(tmp_path, **UNCLIPPED, offload={"gpu_memory": "1MiB", "experts": other})
+    with pytest.raises(ForeignStoreError, match=f"set experts to auto or {stored} to go on from there"):
+        refused.train(resume_from_checkpoint="last_step")
+    budgets = WIDE if stored == "streamed" else {"gpu_memory": "1MiB"}
+    caplog.set_level(logging.INFO, logger="hf_lohan")
+    last = a_trainer(tmp_path, **UNCLIPPED, offload={**budgets, "experts": "auto"})
+    last.train(resume_from_checkpoint="last_step")
+    said = [record.message for record in caplog.records if "as in the store in" in record.message]
+    assert len(said) == 1 and ("one by one" in said[0]) is (stored == "streamed")
+    assert (num_expert_slots(last) > 0) is (stored == "streamed")
+    assert_as_stock(last, stock)
+    elsewhere = a_trainer(tmp_path / "elsewhere", **UNCLIPPED, offload={**budgets, "experts": "auto"})
+    elsewhere.train()
+    assert (num_expert_slots(elsewhere) > 0) is (stored == "with_layer")
+    elsewhere.offload_engine.close()
+
+
+def test_a_store_of_experts_is_verified_and_exported(tmp_path: Path) -> None:
+    trainer = a_trainer(
+        tmp_path / "run", family=FAMILY, max_steps=2, max_grad_norm=0.0, offload={**NARROW, "experts": "streamed"}
+    )
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.offload_engine.close()
+    verified = CliRunner().invoke(app, ["verify", str(tmp_path / "run")])
+    assert verified.exit_code == 0 and "every checksum is right" in verified.stdout, verified.output
+    exported_by = CliRunner().invoke(app, ["export", str(tmp_path / "run"), str(tmp_path / "exported")])
+    assert exported_by.exit_code == 0 and "(step 2)" in exported_by.stdout, exported_by.output
+    saved, exported = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported"))
+    for (name, weight), other in zip(saved.named_parameters(), exported.parameters(), strict=True):
+        assert torch.equal(weight, other), name
+
+
+def test_the_best_model_comes_back(tmp_path: Path) -> None:
+    """The first checkpoint, as the learning rate ruins the model."""
+    trainer = a_trainer(
+        tmp_path,
+        family=FAMILY,
+        rows=dataset(8),
+        max_grad_norm=0.0,
+        gradient_accumulation_steps=1,
+        learning_rate=0.5,
+        max_steps=3,
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        load_best_model_at_end=True,
+        offload={**NARROW, "experts": "streamed"},
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    ours = stored_weights(trainer)
+    trainer.offload_engine.close()
+    best = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-1")
+    assert [name for name, weight in best.named_parameters() if not torch.equal(ours[name], weight)] == []
+
+
+@pytest.mark.parametrize("clip", ["defer", pytest.param("speculate", marks=pytest.mark.slow)])
+def test_broken_off_while_it_clips(clip: str, tmp_path: Path) -> None:
+    """To the bit of a run that is not broken off, whose norms are summed alike."""
+    settings: dict[str, Any] = {"family": FAMILY, "offload": {**NARROW, "experts": "streamed", "clip": clip}}
+    whole = a_trainer(tmp_path / "whole", **settings)
+    whole.train()
+    resume = None
+    for step in (2, 5):
+        broken = a_trainer(tmp_path / "run", Breaks(step), **settings)
+        with pytest.raises(KeyboardInterrupt):
+            broken.train(resume_from_checkpoint=resume)
+        broken.offload_engine.close()
+        resume = "last_step"
+    last = a_trainer(tmp_path / "run", **settings)
+    last.train(resume_from_checkpoint=resume)
+    assert_same(outcome(last), outcome(whole))

@@ -1,0 +1,237 @@
+"""Clipped, skipped, half frozen, looked at between steps: with experts that come one by one all is as in memory."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from clip_norms import CLIPS, LETS_THROUGH, MAX_NORMS, assert_speculated
+from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
+from expert_models import least_gpu_memory
+
+import hf_lohan
+from hf_lohan.huggingface.attachment import offload_model
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import SizeClass
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+NORM_TOLERANCE = 1e-5
+"""Relative. Stock adds squares up in float32."""
+STREAMED: dict[str, Any] = {"experts": "streamed", "hold_gradients": False}
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+ROUTER = "mlp.gate.weight"
+
+
+def clip(twins: Twins, max_norm: float) -> None:
+    """Both by the engine's norm; stock's own is nearly that."""
+    own = torch.nn.utils.get_total_norm([p.grad for p in twins.stock.parameters() if p.grad is not None])
+    norm = twins.engine.clip_grad_norm(max_norm)
+    assert torch.allclose(norm, own, rtol=NORM_TOLERANCE, atol=0)
+    torch.nn.utils.clip_grads_with_norm_(twins.stock.parameters(), max_norm, norm)
+
+
+@MAX_NORMS
+@pytest.mark.parametrize("clip_by", ["defer", "speculate"])
+def test_clipped_by_one_norm_both_are_equal(clip_by: str, max_norms: list[float], make_twins: TwinsFactory) -> None:
+    twins = make_twins("mixtral", recompute=True, experts="streamed", clip=clip_by)
+    for step, max_norm in enumerate(max_norms):
+        twins.backward(10 * step)
+        clip(twins, max_norm)
+        twins.step()
+        twins.assert_equal()
+    if clip_by == "speculate":
+        assert_speculated(twins, max_norms)
+
+
+@pytest.mark.parametrize("max_norm", [CLIPS, LETS_THROUGH])
+def test_a_guess_in_the_last_of_several_backwards(max_norm: float, make_twins: TwinsFactory) -> None:
+    twins = make_twins("qwen3_moe", experts="streamed", clip="speculate")
+    for step in range(2):
+        for number in range(3):
+            twins.engine.announce_backward(is_final=number == 2)
+            twins.backward(10 * step + number, scale=1 / 3)
+        clip(twins, max_norm)
+        twins.step()
+    twins.assert_equal()
+    assert_speculated(twins, [max_norm] * 2)
+
+
+@pytest.mark.parametrize(
+    "way", [STREAMED, {"experts": "streamed", "clip": "defer"}, {"experts": "streamed", "clip": "speculate"}]
+)
+@pytest.mark.parametrize("spoiled", ["loss", "expert"])
+def test_a_step_that_is_not_finite_never_happened(spoiled: str, way: dict[str, Any], make_twins: TwinsFactory) -> None:
+    twins = make_twins("mixtral", **way)
+
+    def good(first_seed: int) -> None:
+        twins.backward(first_seed)
+        if twins.engine.layout.holds_gradients:
+            clip(twins, LETS_THROUGH)
+        twins.step()
+
+    good(100)
+    factor = float("inf")
+    if spoiled == "expert":  # a product of finite numbers that is too large within one layer's experts
+        factor = 3e38
+    (twins.model(**tiny_batch(seed=77)).loss * factor).backward()
+    if twins.engine.layout.holds_gradients:
+        assert not twins.engine.clip_grad_norm(LETS_THROUGH).isfinite()
+    twins.optimizer.step()
+    twins.optimizer.zero_grad()
+    assert twins.optimizer.step_was_skipped
+    twins.assert_equal()
+    good(200)
+    assert not twins.optimizer.step_was_skipped
+    twins.assert_equal()
+
+
+def frozen(*parts: str) -> Any:
+    model = tiny_model("mixtral")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not any(part in name for part in parts))
+    return model
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    "parts", [("gate.weight",), ("experts",), ("experts.gate_up_proj",), ("self_attn", "norm", "embed", "gate.weight")]
+)
+def test_in_part_frozen(parts: tuple[str, ...], recompute: bool, make_twins: TwinsFactory) -> None:
+    """The router; all experts; half of each expert's weights, which then come with their layers; all but experts."""
+    settings = {**STREAMED, "experts": "auto" if parts == ("experts.gate_up_proj",) else "streamed"}
+    twins = make_twins(model_factory=partial(frozen, *parts), recompute=recompute, **settings)
+    num_slots = twins.engine.layout.plan.num_slots[SizeClass.EXPERT]
+    assert num_slots == 0 if settings["experts"] == "auto" else num_slots >= 2
+    twins.train(3)
+    twins.assert_equal()
+
+
+def test_adapters_beside_frozen_experts(make_twins: TwinsFactory) -> None:
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        torch.manual_seed(1)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        return peft.get_peft_model(tiny_model("mixtral"), config)
+
+    twins = make_twins(model_factory=adapted, **STREAMED)
+    twins.train(3)
+    twins.assert_equal()
+    assert twins.engine.expert_loader is not None and twins.engine.expert_loader.figures.num_loads > 0
+
+
+def test_adapters_on_experts_are_refused(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_parameters=["mlp.experts.gate_up_proj"], task_type="CAUSAL_LM")
+    model = peft.get_peft_model(tiny_model("mixtral"), config)
+    offload = hf_lohan.OffloadConfig.load({"cpu_memory": "5MiB", "gpu_memory": "1MiB", "experts": "streamed"})
+    with pytest.raises(ValueError, match="adapters.*set experts to with_layer"):
+        offload_model(model, offload, torch_device="cpu", default_ssd_path=tmp_path / "store")
+
+
+def test_evaluation_between_steps(make_twins: TwinsFactory) -> None:
+    twins = make_twins("qwen3_moe", recompute=True, **STREAMED)
+    for step in range(3):
+        twins.train(1, first_seed=10 * step)
+        for model in twins.models:
+            model.eval()
+        with torch.no_grad():
+            logits = [model(**tiny_batch(seed=step, batch_size=3)).logits for model in twins.models]
+        assert torch.equal(*logits)
+        for model in twins.models:
+            model.train()
+    twins.assert_equal()
+
+
+def test_a_fused_weight_is_read_and_changed_between_steps(make_twins: TwinsFactory) -> None:
+    twins = make_twins("mixtral", recompute=True, **STREAMED)
+    for step in range(2):
+        twins.train(1, first_seed=10 * step)
+        weights = [model.get_parameter(FUSED) for model in twins.models]
+        with torch.no_grad():
+            assert torch.equal(weights[0] * 2, weights[1] * 2)
+        with pytest.raises(RuntimeError, match="read it under torch.no_grad"):
+            weights[1].sum()
+        with torch.no_grad(), hf_lohan.gathered_parameters(weights):
+            for weight in weights:
+                weight[1] *= 0.5
+    twins.train(1, first_seed=50)
+    twins.assert_equal()
+
+
+def test_bfloat16_weights(build_engine: EngineFactory) -> None:
+    """As AdamW on float32 masters with the gradients of the bfloat16 model."""
+    stock, model = (tiny_model("mixtral").train() for _ in range(2))
+    engine = build_engine(model, dtype=torch.bfloat16, **STREAMED)
+    model.config.dtype = torch.bfloat16
+    optimizer = OffloadAdamW(model.parameters(), lr=1e-3, weight_decay=0.1, engine=engine)
+    masters = {name: torch.nn.Parameter(p.detach().clone()) for name, p in stock.named_parameters()}
+    stock_optimizer = torch.optim.AdamW(masters.values(), lr=1e-3, weight_decay=0.1, fused=True)
+    for step in range(3):
+        for name, parameter in stock.named_parameters():
+            half_up = (masters[name].detach().view(torch.int32) + 0x8000) >> 16
+            parameter.data = half_up.to(torch.int16).view(torch.bfloat16)
+            parameter.grad = None
+        losses = [either(**tiny_batch(seed=step)).loss for either in (stock, model)]
+        assert torch.equal(*losses)
+        for loss in losses:
+            loss.backward()
+        for name, parameter in stock.named_parameters():
+            masters[name].grad = parameter.grad.float()
+        stock_optimizer.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    access = engine.parameters
+    for name, master in masters.items():
+        working, residual = (access.read_flat(name, kind) for kind in ("param", "master_residual"))
+        joined = (working.view(torch.int16).int() << 16) + residual.int()
+        assert torch.equal(joined.view(torch.float32), master.detach().flatten()), name
+        assert torch.equal(access.read_flat(name, "exp_avg_sq"), stock_optimizer.state[master]["exp_avg_sq"].flatten())
+
+
+# How often experts come.
+
+
+@pytest.mark.parametrize("activations", ["recompute", "swap", "keep"])
+def test_an_output_that_was_put_away_has_no_expert_come_again(activations: str, make_twins: TwinsFactory) -> None:
+    """Two slots: each call loads all that it needs but for what the call before left there. With the operation's output
+    put away there is one call in forward and one in backward; made again, another one before that."""
+    twins = make_twins(
+        "mixtral",
+        recompute=activations != "keep",
+        gpu_memory=least_gpu_memory(tiny_model("mixtral"), activations=activations),
+        activations=activations,
+        **STREAMED,
+    )
+    engine, num_layers = twins.engine, len(twins.engine.layout.model_blocks.experts)
+    assert engine.expert_loader is not None
+    twins.train(1)
+    if activations == "swap":
+        assert all("lohan.experts" in layer.operations for layer in engine.planned_memory.trace.values())
+    figures = engine.expert_loader.figures
+    before = figures.num_used
+    experts = [block for blocks in engine.layout.model_blocks.experts.values() for block in blocks]
+    twins.train(1, first_seed=200)
+    used = figures.num_used - before
+    hit_in_each_call = len(experts)  # 64 choices among 4 experts of each layer: all are
+    assert used == hit_in_each_call * (3 if activations == "recompute" else 2)
+    assert num_layers == 3
+    twins.assert_equal()
+
+
+# When.
+
+
+def test_auto_streams_them_where_two_layers_and_a_gradient_are_more_than_half(make_twins: TwinsFactory) -> None:
+    model = tiny_model("mixtral")
+    layer = sum(parameter.numel() for parameter in model.model.layers[0].parameters()) * 4
+    gradient = model.get_parameter(FUSED).numel() * 4
+    half = 2 * layer + gradient
+    above, below = make_twins("mixtral", experts="auto", gpu_memory=2 * half + (16 << 10)), None
+    assert above.engine.layout.plan.num_slots[SizeClass.EXPERT] == 0
+    above.engine.close()
+    below = make_twins("mixtral", experts="auto", gpu_memory=2 * half - (16 << 10), ssd="", **{})
+    assert below.engine.layout.plan.num_slots[SizeClass.EXPERT] >= 2

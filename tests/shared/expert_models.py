@@ -1,0 +1,63 @@
+"""Tiny mixtures of many families, and how little of the device each can be trained with."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.planner import BudgetError
+from hf_lohan.planning import lay_out
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+FAMILIES = {
+    "mixtral": "MixtralForCausalLM",
+    "qwen2_moe": "Qwen2MoeForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "deepseek_v2": "DeepseekV2ForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "olmoe": "OlmoeForCausalLM",
+    "granitemoe": "GraniteMoeForCausalLM",
+    "phimoe": "PhimoeForCausalLM",
+    "glm4_moe": "Glm4MoeForCausalLM",
+    "ernie4_5_moe": "Ernie4_5_MoeForCausalLM",
+    "jamba": "JambaForCausalLM",
+    "lfm2_moe": "Lfm2MoeForCausalLM",
+}
+NUM_EXPERTS = 4
+ALL_SLOTS = "8MiB"
+"""More than any of these models takes."""
+
+
+def expert_model(family: str, *, seed: int = 0) -> Any:
+    """Randomly initialised in float32, in training; rows of the experts' weights are whole vectors of the CPU: of
+    others it rounds the last elements of a tensor as it does no others, and experts are parts of one in memory."""
+    from tiny_configs import model_class_of, tiny_config
+
+    model_class = model_class_of(FAMILIES[family])
+    config = tiny_config(model_class)
+    config.use_cache = False
+    if hasattr(config, "moe_intermediate_size"):
+        config.moe_intermediate_size = 32
+    torch.manual_seed(seed)
+    return model_class._from_config(config, dtype=torch.float32).train()
+
+
+def least_gpu_memory(model: Any, **settings: Any) -> int:
+    """Bytes that hold two slots of a layer, two of an expert and one of what is outside the layers."""
+    config = OffloadConfig.load({"gpu_memory": "4KiB", "cpu_memory": "64MiB", "experts": "streamed", **settings})
+    resolved = config.resolve(
+        host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path="nowhere"
+    )
+    with pytest.raises(BudgetError) as refused:
+        lay_out(model, resolved, working_dtype=None, hold_gradients=True)
+    found = re.search(r"set gpu_memory to at least (\d+)", str(refused.value))
+    assert found is not None, refused.value
+    return int(found[1])
