@@ -87,7 +87,7 @@ class OffloadConfig:
     """How the experts of a mixture come to the device: "with_layer", all of a layer at once; "streamed", one by one, so
     that two experts must find room, not two layers. The norm that clips is then summed over experts in float64, which
     is nearer to the true one than stock's and not the same bits. "auto" streams them where two layers and a gradient of
-    all experts of one take more than half of `gpu_memory`."""
+    all experts of one take more than half of `gpu_memory`, but goes on as a store that is there has them."""
 
     lazy_experts: bool = False
     """Whether an expert that streams, and that no token of a step went to, takes that step later: when it is needed, 5

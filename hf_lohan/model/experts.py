@@ -11,6 +11,8 @@ from hf_lohan.model.block import PARAM_ALIGN_NUMEL
 
 _SAID_BY_DECORATOR = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
 """What transformers' `use_experts_implementation` says of a module; this room does not import transformers."""
+_WRAPPED_BY_ADAPTER = "base_layer"
+"""By this name PEFT's adapters have what they are added to."""
 
 
 @dataclass(frozen=True)
@@ -31,13 +33,15 @@ class FusedExperts:
 def find_experts(model: nn.Module) -> dict[str, FusedExperts]:
     """By name, the modules of experts whose experts can stream one by one. Left out, so that they stream with their
     layer, are those that transformers does not call through its registry of implementations; whose weights have
-    different dtypes, are used elsewhere, too, or in part frozen; and whose experts are no whole number of vectors
-    apart: an update rounds the last elements of a tensor as scalars are."""
+    different dtypes, are used elsewhere, too, or in part frozen; that an adapter wraps, which adds to their weights as
+    they are read; and whose experts are no whole number of vectors apart: an update rounds the last elements of a
+    tensor as scalars are."""
     users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
     found = {}
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
-        if not parameters or not all(hasattr(module, said) for said in _SAID_BY_DECORATOR):
+        is_wrapped = name.rpartition(".")[2] == _WRAPPED_BY_ADAPTER
+        if not parameters or is_wrapped or not all(hasattr(module, said) for said in _SAID_BY_DECORATOR):
             continue
         experts = FusedExperts(module, int(module.num_experts), parameters)
         if _can_stream(experts) and all(users[parameter] == 1 for parameter in parameters.values()):

@@ -299,8 +299,8 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
         if not found:
             raise ValueError(
                 f"experts: streamed was asked for, but {type(model).__name__} has no experts that could come one by "
-                "one: fused tensors of modules that transformers calls through its registry of implementations; set "
-                "experts to auto"
+                "one: fused tensors of modules that transformers calls through its registry of implementations, with "
+                "no adapters on them; set experts to auto or with_layer"
             )
         if ranks.num_ranks > 1:
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import replace
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
+from hf_lohan.config.offload_config import Experts
 from hf_lohan.files import ForeignStoreError
 from hf_lohan.model import find_experts
 from hf_lohan.ranks import Ranks
@@ -27,7 +28,7 @@ def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> 
     if manifest is None or not _is_of(manifest.model, model):  # whoever opens it says what it is
         return config
     blocks = {record.block for record in manifest.layout.records}
-    stored = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
+    stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
     if config.experts == stored:
         return config
     assert config.ssd != "auto"

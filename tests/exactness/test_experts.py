@@ -9,7 +9,6 @@ import pytest
 import torch
 from covering import slow_but
 from expert_models import ALL_SLOTS, FAMILIES, expert_model, least_gpu_memory
-from torch import Tensor
 from trajectories import Trajectory, arguments, dataset, logged, stored_weights
 from transformers import Trainer as StockTrainer
 

@@ -1,4 +1,4 @@
-"""A run over experts that come one by one goes on from its steps and its checkpoints, also where they come otherwise."""
+"""A run over experts that come one by one goes on from its steps and checkpoints, also with whole layers."""
 
 from __future__ import annotations
 

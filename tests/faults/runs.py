@@ -24,6 +24,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import (
     LlamaForCausalLM,
+    MixtralForCausalLM,
     OPTForCausalLM,
     PrinterCallback,
     Qwen3MoeForCausalLM,
@@ -40,7 +41,7 @@ from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()
-PRELOADED = (LlamaForCausalLM, OPTForCausalLM, Qwen3MoeForCausalLM, hf_lohan.Trainer)
+PRELOADED = (LlamaForCausalLM, MixtralForCausalLM, OPTForCausalLM, Qwen3MoeForCausalLM, hf_lohan.Trainer)
 """What transformers and hf_lohan load only when it is asked for."""
 tqdm.get_lock()  # else each process makes a semaphore, which a killed one leaves behind
 
@@ -61,8 +62,8 @@ class Run:
     ssd: str = "auto"
     cpu_memory: str = "4MiB"
     """With 4 MiB no record has a copy in it, with 7 MiB most have, with 64 MiB all."""
-    family: Literal["llama", "opt", "qwen3_moe"] = "llama"
-    """Experts, of a mixture, stream, and take later what steps they may."""
+    family: Literal["llama", "opt", "mixtral", "qwen3_moe"] = "llama"
+    """Experts of mixtures stream; those of the last one take later what steps they may."""
     num_layers: int = 2
     num_steps: int = 12
     save_steps: int = 0
@@ -192,8 +193,8 @@ def make_trainer(run: Run, callback: TrainerCallback) -> Any:
         "commit_every": run.commit_every,
         "net_timeout": run.net_timeout,
     }
-    if run.family == "qwen3_moe":
-        offload |= {"experts": "streamed", "lazy_experts": True}
+    if run.family in ("mixtral", "qwen3_moe"):
+        offload |= {"experts": "streamed", "lazy_experts": run.family == "qwen3_moe"}
     optimizer = (torch.optim.Muon, {"lr": 0.02}) if run.optimizer == "Muon" else None
     trainer = hf_lohan.Trainer(
         model,

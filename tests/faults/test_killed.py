@@ -58,10 +58,12 @@ def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, cpu_memory="64MiB"), 20),
         (Run(num_steps=40, optimizer="Muon"), 20),
         (Run(family="qwen3_moe", num_steps=80), 50),
+        (Run(family="mixtral", num_steps=80, activations="swap"), 50),
     ],
     ids=[
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
         "experts-behind",
+        "experts-swapped",
     ],
 )
 def test_killed_again_and_again(run: Run, num_kills: int, undisturbed: Undisturbed, tmp_path: Path) -> None:
@@ -78,6 +80,14 @@ def test_killed_with_muon(undisturbed: Undisturbed, tmp_path: Path) -> None:
     """Whose states are of another kind than those of the other blocks."""
     run = run_in(tmp_path, Run(optimizer="Muon", num_steps=6))
     finish_first(run, num_steps=3)
+    assert_ends_as(run, undisturbed)
+
+
+def test_killed_with_experts_one_by_one(undisturbed: Undisturbed, tmp_path: Path) -> None:
+    run = run_in(tmp_path, Run(family="mixtral", num_steps=6))
+    done = Interrupter(run, seed=3).interrupt(signal.SIGKILL, 3, ANYWHERE)
+    assert {one.exit_code for one in done} == {-signal.SIGKILL}
+    assert_progress(done, least_distinct_steps=1)
     assert_ends_as(run, undisturbed)
 
 

@@ -1,0 +1,34 @@
+"""Outputs of experts that come one by one, swapped on a device whose copies run late."""
+
+from __future__ import annotations
+
+import pytest
+from covering import slow_but
+from engines import TwinsFactory
+from expert_models import least_gpu_memory
+
+from hf_lohan.planner import SizeClass
+from hf_lohan.testing.async_device import AsyncDevice
+from hf_lohan.testing.models import tiny_model
+
+
+@pytest.mark.parametrize("seed", slow_but((0, 1), range(10)))
+def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
+    """With two slots, so that each is written again as soon as compute has let it go; gradients held, or applied in
+    backward."""
+    family = ("mixtral", "qwen3_moe")[seed % 2]
+    twins = make_twins(
+        family,
+        recompute=True,
+        device=AsyncDevice(seed, max_delay_s=5e-4),
+        experts="streamed",
+        activations="swap",
+        hold_gradients=seed % 4 > 1,
+        gpu_memory=least_gpu_memory(tiny_model(family), activations="swap"),
+    )
+    assert twins.engine.layout.plan.num_slots[SizeClass.EXPERT] == 2
+    twins.train(3)
+    twins.assert_equal()
+    assert twins.engine.activations.swapper.swapped_bytes > 0
+    device = twins.engine.device
+    assert isinstance(device, AsyncDevice) and device.num_races == 0
