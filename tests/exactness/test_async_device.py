@@ -103,7 +103,7 @@ def offloaded(family: str, mode: str, device: Device, folder: Path) -> Iterator[
     settings = MODES[mode]
     model = _model(family, recompute=settings["recompute"])
     config = OffloadConfig.load(
-        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "ssd": str(folder), "io_threads": 2},
+        {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "ssd": str(folder), "io_threads": 2, "experts": "with_layer"},
         prefetch_blocks=2 if mode == "lent" else 1,
         activations="swap" if mode == "swap" else "recompute",
     ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(folder))

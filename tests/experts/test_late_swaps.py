@@ -17,10 +17,11 @@ def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
     """With two slots, so that each is written again as soon as compute has let it go; gradients held, or applied in
     backward."""
     family = ("mixtral", "qwen3_moe")[seed % 2]
+    device = AsyncDevice(seed, max_delay_s=5e-4)
     twins = make_twins(
         family,
         recompute=True,
-        device=AsyncDevice(seed, max_delay_s=5e-4),
+        device=device,
         experts="streamed",
         activations="swap",
         hold_gradients=seed % 4 > 1,
@@ -30,5 +31,4 @@ def test_late_copies_change_no_bit(seed: int, make_twins: TwinsFactory) -> None:
     twins.train(3)
     twins.assert_equal()
     assert twins.engine.activations.swapper.swapped_bytes > 0
-    device = twins.engine.device
-    assert isinstance(device, AsyncDevice) and device.num_races == 0
+    assert device.num_races == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from clip_norms import CLIPS, LETS_THROUGH, MAX_NORMS, assert_speculated
-from engines import EngineFactory, Twins, TwinsFactory
+from engines import ConfigFactory, EngineFactory, Twins, TwinsFactory
 from expert_models import least_gpu_memory
 
 import hf_lohan
@@ -18,6 +18,8 @@ from hf_lohan.huggingface.attachment import offload_model
 from hf_lohan.model import ParamSlice, stored_form
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import BudgetError, SizeClass
+from hf_lohan.planning import lay_out
+from hf_lohan.ranks import Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.arrival import GradientArrivals
 
@@ -213,11 +215,11 @@ def test_an_output_that_was_put_away_has_no_expert_come_again(activations: str, 
     if activations == "swap":
         for layer in engine.planned_memory.trace.values():
             assert any(name.startswith("lohan.experts") for name in layer.operations)
-    figures = engine.expert_loader.figures
-    num_used, num_loads = figures.num_used, figures.num_loads
+    before = engine.expert_loader.figures
     num_experts = sum(len(blocks) for blocks in engine.layout.model_blocks.experts.values())
     twins.train(1, first_seed=200)
-    num_used, num_loads = figures.num_used - num_used, figures.num_loads - num_loads
+    after = engine.expert_loader.figures
+    num_used, num_loads = after.num_used - before.num_used, after.num_loads - before.num_loads
     # All are chosen: there are 64 choices among 4 of each layer.
     assert num_used == num_experts * (3 if activations == "recompute" else 2)
     assert num_loads > 2 * num_experts if activations == "recompute" else num_loads <= 2 * num_experts
@@ -241,6 +243,15 @@ def test_auto_streams_them_where_two_layers_and_a_gradient_are_more_than_half(
         twins.assert_equal()
 
 
+def test_several_ranks_are_refused(make_config: ConfigFactory) -> None:
+    model, ranks = tiny_model("mixtral"), Ranks(rank=0, num_ranks=2, local_rank=0, num_local=2)
+    of_run: dict[str, Any] = {"working_dtype": None, "hold_gradients": True, "ranks": ranks}
+    with pytest.raises(ValueError, match=r"streamed was asked for with 2 ranks.*set experts to with_layer"):
+        lay_out(model, make_config(experts="streamed", cpu_memory="16MiB"), **of_run)
+    layout = lay_out(model, make_config(experts="auto", cpu_memory="16MiB"), **of_run)
+    assert layout.plan.num_slots[SizeClass.EXPERT] == 0
+
+
 class NotesLargest:
     """The largest gradient that went to the host, in bytes."""
 
@@ -248,9 +259,9 @@ class NotesLargest:
         self.num_bytes = 0
         stock_send = GradientArrivals.send
 
-        def send(arrivals: GradientArrivals, part: ParamSlice, gradient: torch.Tensor) -> None:
+        def send(arrivals: GradientArrivals, part: ParamSlice, gradient: torch.Tensor, **said: bool) -> None:
             self.num_bytes = max(self.num_bytes, gradient.nbytes)
-            stock_send(arrivals, part, gradient)
+            stock_send(arrivals, part, gradient, **said)
 
         monkeypatch.setattr(GradientArrivals, "send", send)
 

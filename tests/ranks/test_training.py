@@ -81,7 +81,7 @@ def train_rank(
     own_folder = str(folder / f"rank-{rank}")
     config = OffloadConfig.load(
         {"cpu_memory": "6MiB", "gpu_memory": "1MiB", "ssd": own_folder, "io_threads": 1, "prefetch_blocks": 1},
-        **{"activations": "recompute", **settings},
+        **{"activations": "recompute", "experts": "with_layer", **settings},
     ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
     layout = lay_out(
         model,
