@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from covering import slow_but
 from expert_models import ALL_SLOTS, FAMILIES, expert_model, least_gpu_memory
+from torch import Tensor
 from trajectories import Trajectory, arguments, dataset, logged, stored_weights
 from transformers import Trainer as StockTrainer
 
@@ -63,3 +65,36 @@ def test_every_family_trains_as_stock(family: str, activations: str, slots: str,
     ours = Trajectory(*logged(trainer), stored_weights(trainer))
     engine.close()
     assert_same(ours, train_stock(family, tmp_path / "stock"))
+
+
+@pytest.mark.parametrize("clip", ["defer", "speculate"])
+def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Path) -> None:
+    """The first step's norm is stock's own within its rounding; behind it weights differ by that."""
+    settings: dict[str, Any] = {"max_steps": NUM_STEPS, "max_grad_norm": 1.0, "gradient_accumulation_steps": 2}
+    trainer = hf_lohan.Trainer(
+        expert_model("mixtral"),
+        arguments(tmp_path / "ours", **settings),
+        train_dataset=dataset(),
+        offload={"gpu_memory": "512KiB", "cpu_memory": "6MiB", "experts": "streamed", "clip": clip},
+    )
+    trainer.train()
+    ours = Trajectory(*logged(trainer), stored_weights(trainer))
+    trainer.offload_engine.close()
+    assert any(norm > 1.0 for norm in ours.norms)
+    args = arguments(tmp_path / "given", **settings)
+    given: Any = StockTrainer(expert_model("mixtral"), args, train_dataset=dataset())
+    norms = iter(ours.norms)
+
+    def clip_by_ours(parameters: Iterable[Tensor], max_norm: float) -> Tensor:
+        norm = torch.tensor(next(norms))
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+        return norm
+
+    given.accelerator.clip_grad_norm_ = clip_by_ours
+    given.train()
+    assert next(norms, None) is None
+    weights = {name: parameter.detach() for name, parameter in given.model.named_parameters()}
+    assert_same(ours, Trajectory(*logged(given), weights))
+    stock = StockTrainer(expert_model("mixtral"), arguments(tmp_path / "stock", **settings), train_dataset=dataset())
+    stock.train()
+    assert ours.norms[0] == pytest.approx(logged(stock)[1][0], rel=1e-5)
