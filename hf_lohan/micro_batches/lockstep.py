@@ -68,7 +68,8 @@ class Lockstep:
             for thread in threads:
                 thread.start()
             self._wake_next()
-            self._has_ended.wait()
+            while not self._has_ended.wait(_LOOK_S):  # an interrupt that came just before the wait shows behind it
+                pass
         except BaseException as error:
             self._abandon(error)
         for number, thread in enumerate(threads):
