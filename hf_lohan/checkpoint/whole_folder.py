@@ -83,16 +83,18 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
     else:
         unfinished = Path(run_dir, UNFINISHED_NAME)
         links.barrier("rank 0 to make the folder of a checkpoint")
-        _wait_until_seen(unfinished, links.ranks.rank)
+        _wait_until_seen(unfinished, links)
         yield unfinished
         links.barrier("all ranks to save their parts")
     links.barrier("rank 0 to give the checkpoint its name")
 
 
-def _wait_until_seen(folder: Path, rank: int) -> None:
-    """Network file systems show with some delay what another machine has made."""
+def _wait_until_seen(folder: Path, links: Links) -> None:
+    """Network file systems show with some delay what another machine has made. Rank 0 removes it if it fails."""
+    rank = links.ranks.rank
     until_s = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
+        links.raise_if_failed("waiting for the folder of a checkpoint")
         if time.monotonic() > until_s:
             raise ValueError(
                 f"rank {rank} does not see {folder}, which rank 0 has made: put output_dir on a file system that all "
