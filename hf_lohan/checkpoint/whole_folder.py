@@ -94,7 +94,7 @@ def _wait_until_seen(folder: Path, links: Links) -> None:
     rank = links.ranks.rank
     until_s = time.monotonic() + _SEEN_WITHIN_S
     while not folder.is_dir():
-        links.raise_if_failed("waiting for the folder of a checkpoint")
+        links.raise_if_failed("waited for the folder of a checkpoint")
         if time.monotonic() > until_s:
             raise ValueError(
                 f"rank {rank} does not see {folder}, which rank 0 has made: put output_dir on a file system that all "
