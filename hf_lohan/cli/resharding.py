@@ -48,6 +48,7 @@ def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) 
             commits = _commits_to_keep(old)
             _refuse_behind(commits, paths)
             _, form = described_model(next((store for store in old if store.model_folder is not None), old[0]))
+            _refuse_streamed_experts(form, num_ranks, paths)
             _check_cut(form, old)
             records = _records(form, num_ranks)
             new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
@@ -75,6 +76,14 @@ def _refuse_behind(commits: Sequence[Commit], paths: Sequence[str]) -> None:
         raise ValueError(
             f"experts in {paths[0]} are steps behind (lazy_experts), and records that are cut anew cannot catch up; "
             "train one step with lazy_experts=false first"
+        )
+
+
+def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
+    if num_ranks > 1 and form.model_blocks.experts:
+        raise ValueError(
+            f"the experts in {paths[0]} come one by one, which several ranks cannot run; resume from a checkpoint of "
+            "the run, which goes with experts: with_layer"
         )
 
 

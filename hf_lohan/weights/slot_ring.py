@@ -128,9 +128,9 @@ class SlotRing:
 
     def show(self, block: Block) -> None:
         """Make the parameters views into the pinned slot."""
-        weights = self.slot_of(block).weights
         for part in block.slices:
             assert part.is_whole, f"{part.name} is in several blocks, none of which can show it"
+            weights = self.slot_of(block).weights
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:

@@ -51,8 +51,8 @@ def open_stored(make_config: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
     numbers = itertools.count()
 
     def build(*edges: int, dtype: torch.dtype, **settings: Any) -> Any:
-        def discover(*args: Any) -> ModelBlocks:
-            found = discover_blocks(*args)
+        def discover(*args: Any, **settings: Any) -> ModelBlocks:
+            found = discover_blocks(*args, **settings)
             return ModelBlocks(split(found.blocks, *edges), found.needs, found.layers)
 
         monkeypatch.setattr(sys.modules["hf_lohan.model.stored_form"], "discover_blocks", discover)
@@ -186,4 +186,4 @@ def test_no_block_shows_a_part(open_stored: OpenStored) -> None:
     ring = SlotRing(CpuDevice(), layout.plan)
     part = next(block for block in layout.blocks if block.slices[0].name == NAME)
     with pytest.raises(AssertionError, match="in several blocks"):
-        ring.hide(part)
+        ring.show(part)

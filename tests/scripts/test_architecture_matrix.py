@@ -36,8 +36,8 @@ def test_classes_that_need_care_are_exact(name: str, what: str, tmp_path: Path) 
 def test_what_differs_and_what_breaks_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stock = matrix.train_in_memory
 
-    def off_by_one_bit(model: object, make_batch: matrix.Batches) -> matrix.Trained:
-        losses, norms, weights = stock(model, make_batch)
+    def off_by_one_bit(model: object, make_batch: matrix.Batches, max_norm: float) -> matrix.Trained:
+        losses, norms, weights = stock(model, make_batch, max_norm)
         return losses, [norms[0], torch.nextafter(norms[1], torch.tensor(torch.inf))], weights
 
     monkeypatch.setattr(matrix, "train_in_memory", off_by_one_bit)
