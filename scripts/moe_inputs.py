@@ -1,7 +1,8 @@
 """A mixture of experts made of a dense model, and text of four kinds, all from what is on the machine.
 
-    python scripts/moe_inputs.py quickstart_out/base moe_demo_out
-writes moe_demo_out/base and moe_demo_out/{train,heldout}-KIND.jsonl; a model that is there is kept.
+    python scripts/moe_inputs.py quickstart_out/base moe_demo_out 6
+writes moe_demo_out/base, made of the first 6 layers, and moe_demo_out/{train,heldout}-KIND.jsonl; a model of so many
+layers that is there is kept.
 
 Each expert is a copy of the dense model's MLP, and the weights of those that a token goes to sum to 1, so before any
 training the mixture computes what the dense model does (Komatsuzaki et al., Sparse Upcycling, 2022).
@@ -40,18 +41,21 @@ PROJECTIONS = {"gate_proj": "w1", "down_proj": "w2", "up_proj": "w3"}
 # The model.
 
 
-def mixture_config(dense: Any, *, num_experts: int = NUM_EXPERTS) -> MixtralConfig:
-    """The configuration of a mixture of ``num_experts`` copies of each MLP of a Llama. Raises ValueError for a model
-    with parts that a Mixtral does not have."""
+def mixture_config(dense: Any, *, num_experts: int = NUM_EXPERTS, num_layers: int | None = None) -> MixtralConfig:
+    """The configuration of a mixture of ``num_experts`` copies of each MLP of a Llama's first ``num_layers`` layers,
+    or of all. Raises ValueError for a model with parts that a Mixtral does not have, or with fewer layers."""
     if dense.model_type != "llama" or dense.attention_bias or dense.mlp_bias:
         raise ValueError(f"only a Llama without biases can become a Mixtral, and this is {dense.model_type!r}")
+    if num_layers is not None and not 1 <= num_layers <= dense.num_hidden_layers:
+        raise ValueError(f"{num_layers} layers are asked for, and the dense model has {dense.num_hidden_layers}")
     same = (
-        *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+        *("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"),
         *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "rms_norm_eps"),
         *("tie_word_embeddings", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id"),
     )
     return MixtralConfig(
         **{name: getattr(dense, name) for name in same},
+        num_hidden_layers=num_layers or dense.num_hidden_layers,
         num_local_experts=num_experts,
         num_experts_per_tok=NUM_EXPERTS_PER_TOKEN,
         sliding_window=None,
@@ -60,10 +64,10 @@ def mixture_config(dense: Any, *, num_experts: int = NUM_EXPERTS) -> MixtralConf
     )
 
 
-def upcycle(dense: Path, folder: Path, *, num_experts: int = NUM_EXPERTS) -> None:
-    """Write the mixture made of the checkpoint ``dense`` as a checkpoint, a file a layer, so that no more than one
-    layer's experts are in memory."""
-    config = mixture_config(AutoConfig.from_pretrained(dense), num_experts=num_experts)
+def upcycle(dense: Path, folder: Path, *, num_experts: int = NUM_EXPERTS, num_layers: int | None = None) -> None:
+    """Write the mixture made of the checkpoint ``dense``, or of its first layers, as a checkpoint, a file a layer, so
+    that no more than one layer's experts are in memory. What ``folder`` held is gone."""
+    config = mixture_config(AutoConfig.from_pretrained(dense), num_experts=num_experts, num_layers=num_layers)
     unfinished = folder.with_name(folder.name + ".unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir(parents=True)
@@ -88,6 +92,7 @@ def upcycle(dense: Path, folder: Path, *, num_experts: int = NUM_EXPERTS) -> Non
     (unfinished / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
     config.save_pretrained(unfinished)
     AutoTokenizer.from_pretrained(dense).save_pretrained(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
     unfinished.rename(folder)
 
 
@@ -159,12 +164,15 @@ def _cut(documents: dict[str, str]) -> dict[str, str]:
     return {name: documents[name][:MAX_CHARACTERS] for name in names[::step]}
 
 
-def main(dense: Path, out: Path) -> None:
+def main(dense: Path, out: Path, num_layers: int | None = None) -> None:
     """Write what is not there yet."""
     out.mkdir(parents=True, exist_ok=True)
-    if not (out / "base").is_dir():
-        print(f"copying each MLP of {dense} {NUM_EXPERTS} times")
-        upcycle(dense, out / "base")
+    base = out / "base"
+    num_dense_layers = AutoConfig.from_pretrained(dense).num_hidden_layers
+    num_layers = num_layers or num_dense_layers
+    if not (base.is_dir() and AutoConfig.from_pretrained(base).num_hidden_layers == num_layers):
+        upcycle(dense, base, num_layers=num_layers)
+    print(f"{base}: the first {num_layers} of {num_dense_layers} layers of {dense}, each MLP {NUM_EXPERTS} times")
     for kind, documents in kinds_of_text().items():
         train, held_out = split_topics(documents)
         write_jsonl(out / f"train-{kind}.jsonl", train)
@@ -173,4 +181,4 @@ def main(dense: Path, out: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else None)
