@@ -1,4 +1,4 @@
-"""Fine-tune a mixture of experts whose experts come one by one; show that it learnt, where tokens went, where bytes were.
+"""Fine-tune a mixture whose experts come one by one; show that it learnt, where tokens went, where bytes were.
 
 python scripts/moe_demo.py moe_demo_out        (after moe_inputs.py; scripts/moe_demo.sh runs both)
 """

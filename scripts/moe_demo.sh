@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# A mixture of experts made of SmolLM2-135M (8 copies of each MLP, 692M parameters) fine-tunes on four kinds of text while
-# its experts come one by one, in less memory than one layer's experts take: some ten minutes on two cores.
-# Installs into .venv as the quickstart does and shares its quickstart_out/; works in moe_demo_out/ (about 14 GB).
-# Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
+# A mixture of experts made of the first layers of SmolLM2-135M (8 copies of each MLP) fine-tunes on four kinds of text
+# while its experts come one by one, in less memory than one layer's experts take: minutes on two cores.
+# Installs into .venv as the quickstart does and shares its quickstart_out/; works in moe_demo_out/ (about 4 GB).
+# Environment: LAYERS, how many of the 30 layers (6; the mixture of all has 692M parameters, and 14 GB in files); PYTHON,
+# the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 dense=quickstart_out out=moe_demo_out layers=${LAYERS:-6}

@@ -10,7 +10,7 @@ import moe_demo
 import moe_inputs
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_lohan import OffloadConfig
 from hf_lohan.huggingface.guards import check_arguments
@@ -37,6 +37,22 @@ def test_the_mixture_computes_what_the_dense_model_does(dense: Path, tmp_path: P
 def test_a_model_with_other_parts_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a Llama"):
         moe_inputs.upcycle(checkpoint("opt"), tmp_path / "base")
+
+
+def test_of_as_many_layers_as_are_asked_for(dense: Path, tmp_path: Path) -> None:
+    moe_inputs.main(dense, tmp_path, 1)
+    base = tmp_path / "base"
+    assert AutoModelForCausalLM.from_pretrained(base).config.num_hidden_layers == 1
+    written = (base / "config.json").stat().st_mtime_ns
+    moe_inputs.main(dense, tmp_path, 1)
+    assert (base / "config.json").stat().st_mtime_ns == written
+    moe_inputs.main(dense, tmp_path)
+    num_layers = AutoConfig.from_pretrained(dense).num_hidden_layers
+    assert AutoConfig.from_pretrained(base).num_hidden_layers == num_layers > 1
+    assert not list(base.glob("*-of-00002.safetensors"))
+    with pytest.raises(ValueError, match="the dense model has"):
+        moe_inputs.upcycle(dense, tmp_path / "other", num_layers=num_layers + 1)
+    assert not (tmp_path / "other").exists()
 
 
 def test_there_is_text_of_each_kind() -> None:
