@@ -41,7 +41,8 @@ def make_blocks() -> list[Block]:
 
 def slots_for(blocks: Sequence[Block], *, num_layer_slots: int, num_outer_slots: int) -> PoolPlan:
     """Slots, and nothing that an update would need."""
-    num_slots = {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: num_outer_slots, SizeClass.RESIDENT: 1}
+    num_slots = dict.fromkeys(SizeClass, 0)
+    num_slots |= {SizeClass.LAYER: num_layer_slots, SizeClass.OUTER: num_outer_slots, SizeClass.RESIDENT: 1}
     return PoolPlan(
         chunk_numel=blocks[0].numel,
         num_staging_buffers=0,
@@ -53,7 +54,7 @@ def slots_for(blocks: Sequence[Block], *, num_layer_slots: int, num_outer_slots:
         held_blocks=(),
         spilled_blocks=(),
         slot_bytes={
-            size_class: max(block.param_bytes for block in blocks if block.size_class is size_class)
+            size_class: max((block.param_bytes for block in blocks if block.size_class is size_class), default=0)
             for size_class in SizeClass
         },
         num_slots=num_slots,
