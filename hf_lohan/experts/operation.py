@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.compat.torch_private import FakeTensor
 from hf_lohan.experts.streamed import StreamedExperts, experts_of
 
 
@@ -34,8 +33,6 @@ def _set_up(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
     rows, top_k_weights, top_k_index = ctx.saved_tensors
-    if isinstance(gradient, FakeTensor):  # a trace, which has no weights
-        return torch.empty_like(rows), torch.empty_like(top_k_weights), None, None, None
     of_rows, of_weights = experts_of(ctx.handle).backward(
         ctx.of_forward, gradient, rows, top_k_weights, top_k_index, needs=ctx.needs_input_grad[:2]
     )
