@@ -40,6 +40,9 @@ def summary(figures: GenerationFigures) -> list[str]:
         return lines
     passes = times(figures.num_passes - 1, "further token")
     lines.append(f"{passes} at {1 / figures.pass_s:.3g} tokens/s ({seconds(figures.pass_s)} each)")
+    if figures.num_expert_loads:
+        share = percent(figures.num_experts_from_ram / figures.num_expert_loads)
+        lines.append(f"experts were loaded {times(figures.num_expert_loads, 'time')}, {share} of them from RAM")
     if not figures.missing_bytes:
         return [*lines, "all weights stay on the device or in RAM: a token reads nothing from the drives"]
     lines.append(

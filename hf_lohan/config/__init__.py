@@ -6,13 +6,15 @@ number once the machine is known. The room itself knows neither torch nor the ma
 """
 
 from hf_lohan.config.collectives import Collectives
-from hf_lohan.config.offload_config import Activations, OffloadConfig, Schedule, setting_rows
-from hf_lohan.config.values import ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
+from hf_lohan.config.offload_config import Activations, ExpertCachePolicy, OffloadConfig, Schedule, setting_rows
+from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
 
 __all__ = [
+    "AUTO",
     "Activations",
     "Collectives",
     "ConfigError",
+    "ExpertCachePolicy",
     "OffloadConfig",
     "Schedule",
     "SsdPath",

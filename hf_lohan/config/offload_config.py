@@ -36,6 +36,7 @@ Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
+ExpertCachePolicy: TypeAlias = Literal["auto", "lfu", "lru", "off"]
 
 ALL_AUTO = "lohan"
 """The word for offloading with every setting at its default, and the key to nest settings under."""
@@ -89,11 +90,18 @@ class OffloadConfig:
     is nearer to the true one than stock's and not the same bits. "auto" streams them where two layers and a gradient of
     all experts of one take more than half of `gpu_memory`, but goes on as a store that is there has them."""
 
-    lazy_experts: bool = False
+    lazy_experts: bool | Literal["auto"] = AUTO
     """Whether an expert that streams, and that no token of a step went to, takes that step later: when it is needed, 5
     steps behind at the latest. These are the same steps, to the bit. Until then it is neither read nor written; when it
-    is needed it is read with its moments. That pays where a step leaves out a fifth of the experts and more: the tokens
-    of an ordinary batch reach them all. For AdamW and Adam; what another optimizer updates takes each step at once."""
+    is needed it is read with its moments. "auto": while the last steps left out a fifth of the experts or more, from
+    where it pays; the tokens of an ordinary batch reach them all. For AdamW and Adam; what another optimizer updates
+    takes each step at once."""
+
+    expert_cache: ExpertCachePolicy = AUTO
+    """Which experts have a copy in host memory while a model generates and its experts stream, where `cpu_memory` has
+    room for some of them, behind copies of all else: "auto" those that were loaded most often, and one only if it was
+    loaded oftener than what has to make room; "lfu" is Algorithm 2 of MoESys, "lru" keeps what was loaded last, "off"
+    keeps the same experts all the time. With `resident_records: none` there are none. No number depends on it."""
 
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
@@ -212,8 +220,8 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `experts`, `activations`, `chunked_loss`, `durability`, `commit_every`,
-        `clip`, `vertical_micro_batches` and `net_timeout`."""
+        space), `resident_records`, `optimizer`, `experts`, `lazy_experts`, `expert_cache`, `activations`,
+        `chunked_loss`, `durability`, `commit_every`, `clip`, `vertical_micro_batches` and `net_timeout`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -234,7 +242,7 @@ class OffloadConfig:
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
-    *("resident_records", "optimizer", "experts", "activations", "chunked_loss"),
+    *("resident_records", "optimizer", "experts", "lazy_experts", "expert_cache", "activations", "chunked_loss"),
     *("durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
@@ -251,7 +259,8 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
     "experts": partial(check_choice, allowed=get_args(Experts)),
-    "lazy_experts": check_flag,
+    "lazy_experts": check_flag_or_auto,
+    "expert_cache": partial(check_choice, allowed=get_args(ExpertCachePolicy)),
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),

@@ -111,7 +111,9 @@ class OffloadEngine:
             )
         )
         layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
-        self.expert_loader = expert_loader(self._ring, tiers, layout, self._pipeline.deliver, self.records)
+        self.expert_loader = expert_loader(
+            self._ring, tiers, layout, self._pipeline.deliver, self.records, config.expert_cache
+        )
         self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
         self.commits = StepCommits(
             tiers.store,

@@ -3,27 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Literal
 
 from torch import Tensor, nn
 
+from hf_lohan.config import AUTO, ExpertCachePolicy
 from hf_lohan.device import Event
 from hf_lohan.engine.forward_pass import ForwardPass
 from hf_lohan.engine.memory import Tiers
-from hf_lohan.experts import ComputeExpert, ExpertLoader, ExpertParts, StreamedExperts
+from hf_lohan.experts import ComputeExpert, ExpertCache, ExpertLoader, ExpertParts, StreamedExperts, policy_named
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.updates import CaughtUpRecords, Delivery, MissedSteps
+from hf_lohan.updates import PAYS_FROM_SHARE, CaughtUpRecords, Delivery, MissedSteps
 from hf_lohan.weights import LocalWeights, RecordReader, SlotRing
 
 
 def caught_up_records(
-    tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool
+    tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool | Literal["auto"]
 ) -> CaughtUpRecords:
     """The store's as the last step left them, and what of them is steps behind: experts, if these may be lazy."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
-    return CaughtUpRecords(tiers.store, layout.blocks, MissedSteps(layout.blocks, chunks, lazy))
+    from_share = PAYS_FROM_SHARE if lazy_experts == AUTO else 0.0
+    missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
+    return CaughtUpRecords(tiers.store, layout.blocks, missed)
 
 
 def expert_loader(
@@ -32,13 +36,21 @@ def expert_loader(
     layout: OffloadLayout,
     deliver: Callable[[Block, Tensor, Event | None], Delivery],
     records: RecordReader,
+    policy: ExpertCachePolicy,
 ) -> ExpertLoader | None:
-    """What brings experts that are blocks of their own, from ``records``. ``deliver``: see `LocalWeights`."""
+    """What brings experts that are blocks of their own, from ``records``, with a cache in RAM where the layout has room
+    for one. ``deliver``: see `LocalWeights`."""
     layers = list(layout.model_blocks.experts.values())
     if not layers:
         return None
     source = LocalWeights(tiers.device, records, tiers.expert_staging, deliver)
-    return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
+    room = layout.expert_cache
+    if room is None or policy == "off":
+        return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
+    cache = ExpertCache(
+        tiers.device, source, policy_named(policy, room.num_experts), room.bytes_of_each, ring.version_of
+    )
+    return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
 
 
 def streamed_experts(

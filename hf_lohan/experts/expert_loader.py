@@ -28,9 +28,12 @@ class ExpertLoader(BlockLoader):
         source: WeightSource,
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
+        when_pass_ends: Callable[[], None] = lambda: None,
     ) -> None:
         """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone.
-        ``is_in_ram``: whether a block's weights have a copy in RAM, for the figures."""
+        ``is_in_ram``: whether a block's weights have a copy in RAM, for the figures. ``when_pass_ends`` is called then,
+        on the thread that computes."""
+        self._when_pass_ends = when_pass_ends
         self._experts = ExpertSchedule(layers)
         super().__init__(ring, self._experts, thread_name="lohan-experts")
         self._source = source
@@ -47,6 +50,11 @@ class ExpertLoader(BlockLoader):
             return replace(self._next.figures)
 
     # The compute thread's side.
+
+    def end_pass(self) -> None:
+        """See `BlockLoader.end_pass`."""
+        super().end_pass()
+        self._when_pass_ends()
 
     @contextmanager
     def together(self, num_micro_batches: int) -> Iterator[None]:

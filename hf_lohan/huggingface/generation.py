@@ -27,7 +27,7 @@ from hf_lohan.planner import KeysAndValues
 from hf_lohan.planning import bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.store import Store
-from hf_lohan.wording import format_bytes
+from hf_lohan.wording import format_bytes, times
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,8 @@ def load_for_generation(
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        max_length: tokens of each sequence, with its prompt, for whose keys and values `gpu_memory` leaves room.
+        max_length: tokens of each sequence, with its prompt, for whose keys and values `gpu_memory` leaves room. A call
+            that goes beyond it raises RuntimeError.
         num_sequences: prompts times beams.
         torch_device: where to compute; None is the GPU if there is one.
         dtype: dtype of the weights; "auto" is the checkpoint's own.
@@ -120,6 +121,7 @@ def load_for_generation(
     # For a weight that needs no gradient torch takes another kernel, and stock's weights need one.
     model.requires_grad_(True)
     model.register_forward_pre_hook(_refuse_gradients)
+    model.register_forward_pre_hook(partial(_refuse_more_tokens, num_sequences, max_length), with_kwargs=True)
     logger.info("each token reads %s from the drives", format_bytes(bytes_per_token(layout)))
     return model
 
@@ -162,6 +164,23 @@ def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
         raise RuntimeError(
             "a model that load_for_generation has loaded is called with gradients on, and has nowhere to put them; "
             "call it under torch.no_grad(), or load it with hf_lohan.from_pretrained to train it"
+        )
+
+
+def _refuse_more_tokens(
+    num_sequences: int, max_length: int, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    """Than `gpu_memory` leaves room for; the same number may be shared by more or fewer sequences."""
+    ids = args[0] if args else kwargs.get("input_ids")
+    if ids is None:
+        ids = kwargs["inputs_embeds"][..., 0]
+    seen = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
+    rows, length = ids.shape[0], seen + ids.shape[1]
+    if rows * length > num_sequences * max_length:
+        raise RuntimeError(
+            f"this call makes keys and values of {times(rows, 'sequence')} of {times(length, 'token')}, and gpu_memory "
+            f"leaves room for {num_sequences} of {max_length}; generate fewer, or load the model with "
+            f"load_for_generation(..., max_length={max(length, max_length)}, num_sequences={max(rows, num_sequences)})"
         )
 
 

@@ -80,6 +80,10 @@ class GenerationFigures:
     """What a pass has to read: what neither slots nor copies in RAM keep."""
     drive_bytes_per_s: float
     """Read from all drives of the store at once, measured; 0.0 where nothing had to be read."""
+    num_expert_loads: int = 0
+    """By all passes, of experts that come one by one."""
+    num_experts_from_ram: int = 0
+    """Those of them whose weights were in RAM."""
 
     @property
     def bound_s(self) -> float:
@@ -152,6 +156,7 @@ def generate_text(
             write(tokenizer.decode(tokens, skip_special_tokens=True))
         pass_s, read_bytes = clock.per_pass()
         missing_bytes = bytes_per_token(engine.layout)
+        experts = engine.expert_loader.figures if engine.expert_loader is not None else None
         return GenerationFigures(
             num_prompt_tokens=num_prompt_tokens,
             num_passes=len(clock.passes),
@@ -161,6 +166,8 @@ def generate_text(
             read_bytes=read_bytes,
             missing_bytes=missing_bytes,
             drive_bytes_per_s=_drive_bytes_per_s(engine) if missing_bytes else 0.0,
+            num_expert_loads=experts.num_loads if experts is not None else 0,
+            num_experts_from_ram=experts.num_from_ram if experts is not None else 0,
         )
     finally:
         engine.close()

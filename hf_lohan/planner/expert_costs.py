@@ -11,7 +11,9 @@ from hf_lohan.planner.pool_plan import MIN_SLOTS_TO_LEND, SizeClass
 
 ROUTER_SYNC_S = 50e-6
 """Until the host knows what a router on the device has chosen."""
-MOST_STEPS_BEHIND = 64
+MOST_STEPS_BEHIND = 5
+LAZY_FROM_SHARE = 0.2
+"""Of the experts, that steps leave out."""
 REPLAY_SPEEDUP = 1.8
 """Of updates that replay missed steps in the CPU's cache over those that pass memory: 1.35 against 0.73 G parameters a
 second."""
@@ -50,7 +52,7 @@ class ExpertCosts:
         """Parameters of experts whose updates wait for a later step."""
         self.catch_up_bytes = 0.0
         """Of states that a forward reads with weights that are behind."""
-        if setup.lazy_experts:
+        if setup.lazy_experts is True or (setup.lazy_experts and self._left_out_share(setup) >= LAZY_FROM_SHARE):
             self._count_lazy_updates(model, hardware, setup)
 
     def reload_bytes(self, layer: BlockProfile) -> float:
@@ -78,6 +80,12 @@ class ExpertCosts:
             active_params=dense_params + sum(experts.num_chosen * experts.num_params for experts in layers),
             all_hit_from_tokens=None if None in from_tokens else max(number or 0 for number in from_tokens),
         )
+
+    def _left_out_share(self, setup: TrainingSetup) -> float:
+        """Of all experts, by a step."""
+        layers = self._model.experts
+        hits = math.fsum(experts.hits(setup.num_micro_batches) for experts in layers)
+        return 1 - hits / sum(experts.num_experts for experts in layers) if layers else 0.0
 
     def _count_lazy_updates(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
         most_behind = _most_steps_behind(hardware, model.param_itemsize + setup.state_bytes_per_param)

@@ -102,7 +102,7 @@ class TrainingSetup:
     """Of them, that have buffers."""
     turnaround_bytes: int = 0
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
-    lazy_experts: bool = False
+    lazy_experts: bool | Literal["auto"] = False
     """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
     cluster: Cluster = ALONE
     """Budgets, records and micro-batches are those of one rank, the SSDs those of its box."""

@@ -9,15 +9,21 @@ import torch
 from torch import nn
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.model import Block, find_experts, stored_form
-from hf_lohan.planner import KeysAndValues, PoolRequest, SizeClass, plan_pools, slots_for_generation, token_traffic
-from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
-from hf_lohan.planning.layout import OffloadLayout, streams_experts
+from hf_lohan.files import SECTOR_BYTES
+from hf_lohan.model import Block, find_experts, round_up, stored_form
+from hf_lohan.planner import (
+    KeysAndValues,
+    PoolRequest,
+    RecordTraffic,
+    SizeClass,
+    choose_resident_records,
+    plan_pools,
+    slots_for_generation,
+    token_traffic,
+)
+from hf_lohan.planner.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
+from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, streams_experts
 from hf_lohan.ranks import ALONE
-
-_GOOD_BUFFER_BYTES = 4 << 20
-_BUFFERS_SHARE = 64
-"""A buffer takes at most one part in so many of `cpu_memory`: most of it is for copies of weights."""
 
 
 def lay_out_generation(
@@ -34,8 +40,9 @@ def lay_out_generation(
     if that is known.
 
     The keys and values are taken off `gpu_memory` first, a ring of slots and layers that stay have the rest. What the
-    buffers leave of `cpu_memory` is for copies of what still has to be read. Experts come one by one where all
-    sequences together go to half of them or fewer (`experts: auto`). Raises DiscoveryError or BudgetError.
+    buffers leave of `cpu_memory` is for copies of what still has to be read, and, where not all experts that come one
+    by one find room, for a cache of them behind the rest. Experts come one by one where all sequences together go to
+    half of them or fewer (`experts: auto`). Raises DiscoveryError or BudgetError.
     """
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
@@ -73,17 +80,36 @@ def lay_out_generation(
     pools = replace(pools, num_slots=pools.num_slots | {SizeClass.EXPERT: slots.num_expert_slots})
     share = min(1.0, num_choices / num_experts) if num_choices and num_experts else 1.0
     num_outer_slots = pools.num_slots[SizeClass.OUTER]
+    traffic = token_traffic(shapes, slots, num_outer_slots=num_outer_slots, experts_share=share)
+    record_bytes = config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0
+    cache = _expert_cache(traffic, record_bytes) if config.expert_cache != "off" else None
     return OffloadLayout(
         **vars(form),
         plan=pools,
         holds_gradients=False,
-        records_of_a_step=token_traffic(
-            shapes, slots, num_outer_slots=num_outer_slots, experts_share=share
-        ),
-        record_bytes=config.cpu_memory - pools.cpu_pool_bytes if config.resident_records == "auto" else 0,
+        records_of_a_step=traffic,
+        record_bytes=record_bytes if cache is None else _copied_bytes(traffic, record_bytes),
+        expert_cache=cache,
         kept_layers=slots.kept_layers if len(slots.kept_layers) < len(form.model_blocks.layers) else (),
         is_split=True,
     )
+
+
+def _expert_cache(traffic: Sequence[RecordTraffic], record_bytes: int) -> ExpertCacheRoom | None:
+    """What of ``record_bytes`` copies of all else leave; None where all experts find room as copies, or not one."""
+    experts = [record.num_bytes for record in traffic if record.is_expert_weight and record.read_bytes_per_step]
+    left_bytes = record_bytes - _copied_bytes(traffic, record_bytes)
+    if not experts or sum(experts) <= left_bytes:
+        return None
+    bytes_of_each = round_up(max(experts), SECTOR_BYTES)
+    room = ExpertCacheRoom(num_experts=min(len(experts), left_bytes // bytes_of_each), bytes_of_each=bytes_of_each)
+    return room if room.num_experts else None
+
+
+def _copied_bytes(traffic: Sequence[RecordTraffic], record_bytes: int) -> int:
+    """What copies take of ``record_bytes``, without experts."""
+    others = [record for record in traffic if not record.is_expert_weight]
+    return sum(record.num_bytes for record in choose_resident_records(others, free_bytes=record_bytes))
 
 
 def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
@@ -91,14 +117,18 @@ def _chunk_numel(blocks: Sequence[Block], cpu_memory_bytes: int) -> int:
     copied. Nothing is updated, so chunks need not follow that."""
     chunk_numel = max(block.granule_numel for block in blocks)
     largest_bytes = max(block.param_bytes for block in blocks)
-    most_bytes = min(_GOOD_BUFFER_BYTES, largest_bytes // 2, cpu_memory_bytes // _BUFFERS_SHARE)
+    most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, cpu_memory_bytes // STAGING_SHARE)
     while 2 * chunk_numel * MASTER_ITEMSIZE_BYTES <= most_bytes:
         chunk_numel *= 2
     return chunk_numel
 
 
 def bytes_per_token(layout: OffloadLayout) -> int:
-    """What each pass has to read from the drives: what neither the slots keep nor a copy in RAM has. Of experts that
-    come one by one it is what a pass reads on average where each is as likely as the others."""
+    """What each pass has to read from the drives: what neither the slots keep nor RAM has. Of experts that come one by
+    one it is what a pass reads on average where each is as likely as the others."""
     in_ram = {record.block for record in layout.resident_records}
-    return sum(record.read_bytes_per_step for record in layout.records_of_a_step if record.block not in in_ram)
+    missing = [record for record in layout.records_of_a_step if record.block not in in_ram]
+    experts = [record.read_bytes_per_step for record in missing if record.is_expert_weight]
+    num_cached = layout.expert_cache.num_experts if layout.expert_cache is not None else 0
+    cached_bytes = sum(experts) * num_cached // len(experts) if experts else 0
+    return sum(record.read_bytes_per_step for record in missing) - cached_bytes

@@ -65,6 +65,18 @@ _MOST_CHUNK_BYTES = 256 << 20
 faster."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExpertCacheRoom:
+    """RAM for some of the experts of a model that generates."""
+
+    num_experts: int
+    bytes_of_each: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_experts * self.bytes_of_each
+
+
 @dataclass(frozen=True)
 class OffloadLayout(StoredForm):
     """Everything that follows from model, working dtype and budgets."""
@@ -93,6 +105,8 @@ class OffloadLayout(StoredForm):
     """And for what it sends them."""
     kept_layers: tuple[str, ...] = ()
     """Blocks that stay on the device once they are there."""
+    expert_cache: ExpertCacheRoom | None = None
+    """Where a model generates and RAM holds some of its experts, by what is used."""
 
     @property
     def blocks(self) -> list[Block]:
@@ -120,7 +134,7 @@ class OffloadLayout(StoredForm):
     def activation_staging_bytes(self) -> int:
         """Of one buffer on the way of swapped activations to the SSD."""
         share = self.activation_bytes // _STAGING_SHARE // NUM_ACTIVATION_STAGING_BUFFERS
-        return min(self.plan.buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
+        return min(self.plan.staging_buffer_bytes, share) // GRANULE_NUMEL * GRANULE_NUMEL
 
     @property
     def activation_ram_bytes(self) -> int:
@@ -133,8 +147,9 @@ class OffloadLayout(StoredForm):
 
     @property
     def cpu_bytes(self) -> int:
-        """All host memory that is taken at the start: pools and copies."""
-        return self.plan.cpu_pool_bytes + self.resident_bytes
+        """All host memory that is taken at the start: pools, copies, and the cache of experts."""
+        cache_bytes = self.expert_cache.num_bytes if self.expert_cache is not None else 0
+        return self.plan.cpu_pool_bytes + self.resident_bytes + cache_bytes
 
     def chunks(self) -> list[Chunk]:
         """All chunks with optimizer states, in forward order."""

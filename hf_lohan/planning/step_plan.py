@@ -303,6 +303,7 @@ def training_setup(
         gradients=layout.held_gradients(),
         num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.param_bytes for block in in_slots),
+        lazy_experts=config.lazy_experts,
     )
 
 

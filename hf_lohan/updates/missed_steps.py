@@ -30,6 +30,9 @@ MISSED_STEPS_NAME = "missed_steps.safetensors"
 MOST_MISSED = 5
 """Missed steps take a core 0.75 ns each and parameter. So many of them take about as long as a drive of 3 GB/s takes to
 read the 12 bytes of the parameter, which whoever needs the expert waits for anyway."""
+PAYS_FROM_SHARE = 0.2
+"""Of the experts, that steps leave out: with fewer, moments that are read with weights in a forward cost as much as is
+saved."""
 _RULES = ("AdamW", "Adam")
 """Those whose hyperparameters are an `AdamWGroup`."""
 
@@ -47,15 +50,20 @@ class MissedSteps:
         lazy: Set[Block] = frozenset(),
         *,
         most: int = MOST_MISSED,
+        from_share: float = 0.0,
     ) -> None:
-        """`blocks`: all, in one order for one store; `lazy`: those that may be `most` steps behind, and no more. What
-        was behind when the store was committed may be so in any case."""
+        """`blocks`: all, in one order for one store; `lazy`: those that may be `most` steps behind, and no more, while
+        steps leave out so large a share of them. What was behind when the store was committed may be so in any case."""
         self._blocks = list(blocks)
         self._chunks: dict[Block, list[Chunk]] = {}
         for chunk in chunks:
             self._chunks.setdefault(chunk.block, []).append(chunk)
         self._lazy = {block for block in lazy if block.master.rule.name in _RULES}
+        self._num_lazy_chunks = sum(len(self._chunks.get(block, ())) for block in self._lazy)
         self._most = most
+        self._from_share = from_share
+        self._left_out_share: float | None = None
+        """Of the chunks of `lazy`, in the last steps: each counts for half as much as the one behind it."""
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""
@@ -110,6 +118,7 @@ class MissedSteps:
             eager: list[Chunk] = []
             missed: set[ParamSlice] = set()
             zeros = list(of_zeros)
+            self._note_share(zeros)
             for chunk in zeros:
                 if self._may_miss(chunk, step) and self._note(chunk, of_step, group_of, step_counts):
                     if chunk not in self._applied:
@@ -130,7 +139,14 @@ class MissedSteps:
             return eager, late, missed
 
     def _may_miss(self, chunk: Chunk, step: int) -> bool:
-        return chunk.block in self._lazy and step - self._applied.get(chunk, self._now) <= self._most
+        is_lazy = chunk.block in self._lazy and (self._left_out_share or 0.0) >= self._from_share
+        return is_lazy and step - self._applied.get(chunk, self._now) <= self._most
+
+    def _note_share(self, zeros: Iterable[Chunk]) -> None:
+        if self._num_lazy_chunks:
+            share = sum(chunk.block in self._lazy for chunk in zeros) / self._num_lazy_chunks
+            before = share if self._left_out_share is None else self._left_out_share
+            self._left_out_share = (before + share) / 2
 
     def _note(self, chunk: Chunk, of_step: dict[str, Settings], group_of: GroupOf, step_counts: StepCounts) -> bool:
         """Whether its parameters take the very step that other parts of them take."""

@@ -58,12 +58,21 @@ class LocalWeights:
 
     def load(self, block: Block, slot: Slot) -> Arrival:
         """Read and copy what is to be read; what comes from updates may still come."""
-        timeline = self._device.timeline
-        with timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
-            delivery = self._deliver(block, slot.weights[: block.numel], slot.last_use)
+        delivery = self.deliver(block, slot)
+        self.read_rest(block, slot, delivery)
+        return delivery
+
+    def deliver(self, block: Block, slot: Slot) -> Delivery:
+        """The first half of a load: what comes from updates is on its way. What the H2D lane copies to the slot from
+        here on comes behind its last use."""
+        with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
+            return self._deliver(block, slot.weights[: block.numel], slot.last_use)
+
+    def read_rest(self, block: Block, slot: Slot, delivery: Delivery) -> None:
+        """The second half: read and copy what is not delivered."""
         parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
         try:
-            with timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
                 if self._device.memory_is_host:
                     self._read_into(block, slot, parts)
                 else:
@@ -72,7 +81,25 @@ class LocalWeights:
             with contextlib.suppress(Exception):  # while others write into the slot, nobody may take it
                 delivery.wait()
             raise
-        return delivery
+
+    def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
+        """The second half where nothing is delivered: read all of the block into ``memory`` [block.numel], which is
+        page-aligned, and copy it from there. When this raises, nobody writes to ``memory`` any more, and copies out of
+        it may be under way."""
+        reads: list[tuple[RecordRead, int, int]] = []
+        try:
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+                for start, stop in self._cut(block, 0, block.numel):
+                    read = self._store.read(block.name, "param", start, memory[start:stop], is_urgent=True)
+                    reads.append((read, start, stop))
+                for read, start, stop in reads:
+                    read.wait()
+                    self._device.copy(Lane.H2D, slot.weights[start:stop], memory[start:stop])
+        except BaseException:
+            for read, _, _ in reads:  # the others still write into the memory
+                with contextlib.suppress(Exception):
+                    read.arrive()
+            raise
 
     def _cut(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
         chunk_numel = self._staging.buffer_bytes // block.master.working_dtype.itemsize

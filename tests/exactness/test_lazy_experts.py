@@ -16,7 +16,7 @@ FEW_TOKENS = [
     {key: value[0] for key, value in tiny_batch(batch_size=1, sequence_length=2, seed=seed).items()}
     for seed in range(32)
 ]
-EAGER, LAZY = {"experts": "streamed"}, {"experts": "streamed", "lazy_experts": True}
+EAGER, LAZY = {"experts": "streamed", "lazy_experts": False}, {"experts": "streamed", "lazy_experts": True}
 
 
 def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **settings: Any) -> Any:

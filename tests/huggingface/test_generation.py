@@ -190,6 +190,18 @@ def test_a_forward_with_gradients_is_refused(checkpoint_of: Callable[[str], Path
         assert model(input_ids=PROMPT).logits.shape == (2, 5, 300)
 
 
+def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    model = load(checkpoint_of("llama"), num_sequences=2)
+    refused = r"2 sequences of 15 tokens, and gpu_memory leaves room for 2 of 14; .*max_length=15, num_sequences=2"
+    with pytest.raises(RuntimeError, match=refused):
+        generated(model, GREEDY | {"max_new_tokens": 11})
+    with pytest.raises(RuntimeError, match=r"num_sequences=8\)$"):
+        generated(model, BEAMS | {"num_beams": 4})
+    assert generated(model, GREEDY).sequences.shape == (2, 14)
+
+
 def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
     checkpoint = checkpoint_of("llama")
     settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path / "store")}
@@ -230,3 +242,46 @@ def test_experts_come_one_by_one_where_a_pass_goes_to_half_of_them_or_fewer(
         for each in (model, stock)
     ]
     assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("policy", ["auto", "lfu", "lru", "off"])
+def test_experts_in_ram_are_not_read(
+    policy: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of("mixtral")
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "expert_cache": policy}
+    model = load(checkpoint, settings=settings)
+    engine = engine_of(model)
+    layout, experts = engine.layout, [b for b in engine.layout.blocks if b.size_class is SizeClass.EXPERT]
+    in_ram = {record.block for record in layout.resident_records}
+    assert bool(in_ram & {block.name for block in experts}) == (policy == "off")
+    assert (layout.expert_cache is None) == (policy == "off")
+    if layout.expert_cache is not None:
+        assert 2 < layout.expert_cache.num_experts < len(experts)
+    assert layout.cpu_bytes <= engine.config.cpu_memory
+    assert torch.equal(generated(model, GREEDY).sequences, generated(stock, GREEDY).sequences)
+    settle(engine)
+    read_before, before = engine.timeline.totals()[SSD_READ].num_bytes, engine.expert_loader.figures
+    for way in (GREEDY, SAMPLED, BEAMS):
+        ours, stocks = generated(model, way), generated(stock, way)
+        assert torch.equal(ours.sequences, stocks.sequences)
+        for mine, others in zip(ours.logits, stocks.logits, strict=True):
+            assert torch.equal(mine, others)
+    settle(engine)
+    after = engine.expert_loader.figures
+    num_loads, num_from_ram = after.num_loads - before.num_loads, after.num_from_ram - before.num_from_ram
+    assert 0 < num_from_ram < num_loads
+    read_bytes = engine.timeline.totals()[SSD_READ].num_bytes - read_before
+    assert read_bytes == (num_loads - num_from_ram) * experts[0].param_bytes  # all else is in RAM or in slots
+    assert bytes_per_token(layout) > 0
+
+
+def settle(engine: Any) -> None:
+    """Wait until no load of experts is under way or can begin."""
+    loader, ring = engine.expert_loader, engine._ring
+    with ring.lock:
+        assert ring.changed.wait_for(
+            lambda: not any(slot.is_loading for slot in ring.slots[SizeClass.EXPERT]) and loader._next.find() is None,
+            timeout=60,
+        )

@@ -22,7 +22,7 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
-from hf_lohan.planner.expert_costs import ROUTER_SYNC_S
+from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND, ROUTER_SYNC_S
 from hf_lohan.planner.experts_profile import ExpertsProfile, expected_hits
 
 EXPERT_BYTES = 40
@@ -199,7 +199,7 @@ def test_lazy_updates_leave_out_what_no_token_goes_to() -> None:
     assert lazy - eager == pytest.approx(behind, abs=1)
     fast = machine(optimizer_params_per_s=1e9)
     lazy_step, eager_step = (plan_offload(moe_model(), fast, kept(lazy_experts=v)).prediction for v in (True, False))
-    left_out = 20 * (16 - HITS) * (1 - 1 / 64)
+    left_out = 20 * (16 - HITS) * (1 - 1 / MOST_STEPS_BEHIND)
     assert eager_step.ssd_write_bytes_per_step - lazy_step.ssd_write_bytes_per_step == pytest.approx(
         14 * left_out, abs=1
     )
@@ -212,3 +212,15 @@ def test_many_tokens_make_lazy_updates_equal_eager_ones() -> None:
     eager, lazy = (plan_offload(model, machine(), kept(lazy_experts=value)).prediction for value in (False, True))
     assert math.isclose(lazy.step_s, eager.step_s)
     assert lazy.ssd_read_bytes_per_step == eager.ssd_read_bytes_per_step
+
+
+@pytest.mark.parametrize(("num_tokens", "is_lazy"), [(4, True), (16, False)])
+def test_updates_are_lazy_by_themselves_where_a_step_leaves_out_a_fifth(num_tokens: int, is_lazy: bool) -> None:
+    model = moe_model(num_tokens=num_tokens)
+    experts = model.experts[0]
+    assert (experts.hits() <= 0.8 * experts.num_experts) == is_lazy
+    by_itself, said = (
+        plan_offload(model, machine(), kept(lazy_experts=value)).prediction.ssd_write_bytes_per_step
+        for value in ("auto", is_lazy)
+    )
+    assert by_itself == said

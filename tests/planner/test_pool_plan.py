@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import BlockShape, BudgetError, PoolRequest, SizeClass, plan_pools
+from hf_lohan.planner import BlockShape, BudgetError, PoolPlan, PoolRequest, SizeClass, plan_pools
 
 KIB, MIB = 1024, 1024**2
 MIN_CHUNK_BYTES = 64 * KIB
@@ -73,16 +73,41 @@ def of_class(request: PoolRequest, size_class: SizeClass) -> list[BlockShape]:
     return [block for block in request.blocks if block.size_class is size_class]
 
 
+def staging_bytes(plan: PoolPlan) -> int:
+    return plan.num_staging_buffers * plan.chunks_per_staging_buffer * 4 * plan.chunk_numel
+
+
+@pytest.mark.parametrize("stages_params", [True, False])
+def test_weights_pass_in_large_pieces_also_where_little_is_trained(stages_params: bool) -> None:
+    """As with adapters: a layer of 32 MiB has 64 KiB with states."""
+    layers = [shape(f"layer.{i}", SizeClass.LAYER, (8 * UNIT_NUMEL,), 8 * MIB) for i in range(4)]
+    request = PoolRequest(
+        blocks=layers,
+        gpu_memory_bytes=128 * MIB,
+        cpu_memory_bytes=256 * MIB,
+        prefetch_blocks=2,
+        num_state_buffers_per_chunk=3,
+        hold_gradients=True,
+        stages_params=stages_params,
+    )
+    plan = plan_pools(request)
+    assert plan.buffer_bytes == 64 * KIB and plan.staging_buffer_bytes == 4 * MIB
+    assert bool(plan.num_staging_buffers) == stages_params and not plan.spilled_blocks
+    assert plan.cpu_pool_bytes <= request.cpu_memory_bytes
+    in_little = plan_pools(replace(request, cpu_memory_bytes=72 * MIB))
+    assert in_little.staging_buffer_bytes == MIB and not in_little.spilled_blocks
+    trained = [replace(layer, unit_numels=(UNIT_NUMEL,) * 4096) for layer in layers]
+    assert plan_pools(replace(request, blocks=trained)).chunks_per_staging_buffer == 1
+
+
 @often
 @given(requests())
 def test_a_plan_keeps_both_budgets(request: PoolRequest) -> None:
     plan = plan_pools(request)
     assert plan.cpu_pool_bytes <= request.cpu_memory_bytes
     assert plan.gpu_pool_bytes <= request.gpu_memory_bytes
-    num_buffers = (
-        plan.num_staging_buffers + plan.num_state_buffers + plan.num_gradient_buffers + plan.num_recall_buffers
-    )
-    assert plan.cpu_pool_bytes == num_buffers * 4 * plan.chunk_numel
+    num_buffers = plan.num_state_buffers + plan.num_gradient_buffers + plan.num_recall_buffers
+    assert plan.cpu_pool_bytes == num_buffers * 4 * plan.chunk_numel + staging_bytes(plan)
 
 
 @often

@@ -37,18 +37,20 @@ class LazyBench:
         form: MasterFormat,
         *,
         most: int,
+        from_share: float = 0.0,
         hold_gradients: bool = True,
         speculates: bool = False,
         schedule: Schedule = "optimized",
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
-        """``most``: how many steps an expert may be behind."""
+        """``most``: how many steps an expert may be behind; ``from_share``: where steps leave out so large a share."""
         self.folder, self.form = folder, form
         self.weights = nn.Parameter(torch.zeros(NUM_EXPERTS, _NUM_ROWS, 64))
         self.biases = nn.Parameter(torch.zeros(NUM_EXPERTS, 64))
         self.blocks = [self._expert(number) for number in range(NUM_EXPERTS)]
         self.chunks = [chunk for block in self.blocks for chunk in block.cut(chunk_numel)]
-        self.missed = MissedSteps(self.blocks, self.chunks, lazy=set(self.blocks) if most else set(), most=most)
+        lazy = set(self.blocks) if most else set()
+        self.missed = MissedSteps(self.blocks, self.chunks, lazy, most=most, from_share=from_share)
         self.io = IoEngine(2, 1 << 20, 1 << 26)
         self.store = self._opened_store()
         self.records = CaughtUpRecords(self.store, self.blocks, self.missed)

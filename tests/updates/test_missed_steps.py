@@ -77,6 +77,20 @@ def test_who_looks_sees_no_difference(mode: str, form: MasterFormat, make: MakeB
     assert_equal(lazy, eager)
 
 
+def test_steps_are_left_for_later_while_enough_experts_are_left_out(make: MakeBench) -> None:
+    lazy, eager = both(make, from_share=0.5)
+    most_touched = NUM_EXPERTS - 1
+    were_behind = []
+    for step, num_touched in enumerate([most_touched, 0, 0, most_touched, most_touched, most_touched]):
+        for bench in (lazy, eager):
+            bench.backward(set(range(num_touched)), step)
+            bench.finish_step(1.0)
+        were_behind.append(bool(lazy.behind()))
+    # The share is 1/n, then about a half and more, and falls again; what is behind then catches up.
+    assert were_behind[:4] == [False, True, True, True] and not were_behind[-1]
+    assert_equal(lazy, eager)
+
+
 def test_nothing_is_read_or_written_of_what_takes_its_step_later(
     make: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,0 +1,118 @@
+"""Experts in RAM, by what a model that generates was seen to use, beside the slots on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from threading import Lock
+
+from torch import Tensor
+
+from hf_lohan.device import Device, Event, Lane
+from hf_lohan.experts.cache_policies import CachePolicy
+from hf_lohan.model import Block
+from hf_lohan.updates import Delivery
+from hf_lohan.weights import LocalWeights, Slot
+
+
+@dataclass(eq=False)
+class _Place:
+    """Room for one expert."""
+
+    memory: Tensor
+    version: int = 0
+    """Of the block whose weights are here."""
+    copied: Event | None = None
+    """Reached when nothing copies from here any more."""
+
+
+class ExpertCache:
+    """A `WeightSource` of experts: the policy says which of them have a copy in RAM. What is there is copied to the
+    slot from there. What is to be kept is read into its place and copied from there, all else goes past it.
+
+    A use, for the policy, is a load: what stays in a slot needs no copy in RAM. One thread loads, others may ask and
+    tell.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        source: LocalWeights,
+        policy: CachePolicy[Hashable],
+        place_bytes: int,
+        version_of: Callable[[Block], int],
+    ) -> None:
+        """Takes `policy.capacity` places of ``place_bytes``, a multiple of a page that holds the largest expert.
+        ``version_of``: see `SlotRing.version_of`."""
+        self._device = device
+        self._source = source
+        self._policy = policy
+        self._version_of = version_of
+        self._free = [_Place(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
+        self._places: dict[Block, _Place] = {}
+        # Of the policy and the places. Nothing is waited for within.
+        self._lock = Lock()
+
+    def has(self, block: Block) -> bool:
+        """Whether its present weights are here."""
+        with self._lock:
+            place = self._places.get(block)
+            return place is not None and place.version == self._version_of(block)
+
+    def end_pass(self) -> None:
+        """All layers have had their turn."""
+        with self._lock:
+            self._policy.end_pass()
+
+    def load(self, block: Block, slot: Slot) -> Delivery:
+        """See `WeightSource.load`. What updates still have of a block goes past the cache."""
+        delivery = self._source.deliver(block, slot)
+        if list(delivery.ranges_to_read()) != [(0, block.numel)]:
+            with self._lock:
+                self._forget(block)
+            self._source.read_rest(block, slot, delivery)
+            return delivery
+        place, is_hit = self._use(block)
+        if place is None:
+            self._source.read_rest(block, slot, delivery)
+            return delivery
+        memory = place.memory.view(block.master.working_dtype)[: block.numel]
+        try:
+            if is_hit:
+                self._device.copy(Lane.H2D, slot.weights[: block.numel], memory)
+            else:
+                if place.copied is not None:
+                    place.copied.synchronize()
+                self._source.read_through(block, slot, memory)
+        except BaseException:
+            with self._lock:
+                self._forget(block)
+            raise
+        finally:
+            place.copied = self._device.record(Lane.H2D)
+        return delivery
+
+    def _use(self, block: Block) -> tuple[_Place | None, bool]:
+        """Where the block is, or is to be, and whether it is there."""
+        version = self._version_of(block)
+        with self._lock:
+            place = self._places.get(block)
+            if place is not None and place.version != version:
+                self._forget(block)
+            use = self._policy.use(block)
+            if use.is_hit:
+                return self._places[block], True
+            if use.victim is not None:
+                assert isinstance(use.victim, Block)
+                self._free.append(self._places.pop(use.victim))
+            if not use.is_kept:
+                return None, False
+            place = self._places[block] = self._free.pop()
+            place.version = version
+            return place, False
+
+    def _forget(self, block: Block) -> None:
+        place = self._places.pop(block, None)
+        if place is not None:
+            self._policy.drop(block)
+            self._free.append(place)
