@@ -126,6 +126,9 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             shared_gradients = SharedRegion.create(links, links.ranks.num_local * num_bytes, "gradients", device)
             of_this_rank = shared_gradients.bytes.split(num_bytes)[links.ranks.local_rank]
 
+        def staging(name: str, num_buffers: int) -> BufferPool:
+            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.staging_buffer_bytes)
+
         def pool(name: str, num_buffers: int, memory: Tensor | None = None) -> BufferPool:
             return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes, memory=memory)
 
@@ -134,8 +137,8 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             io,
             store,
             spill,
-            pool("staging", plan.num_staging_buffers),
-            pool("expert staging", plan.num_expert_staging_buffers),
+            staging("staging", plan.num_staging_buffers),
+            staging("expert staging", plan.num_expert_staging_buffers),
             pool("states", plan.num_state_buffers),
             pool("gradients", plan.num_gradient_buffers, of_this_rank),
             pool("recall", plan.num_recall_buffers),

@@ -45,7 +45,7 @@ def block_loader(
         tiers.links,
         tiers.shared_weights.bytes,
         layout.blocks,
-        read_bytes=layout.plan.buffer_bytes,
+        read_bytes=layout.plan.staging_buffer_bytes,
         parts=BoxParts(
             layout.ranks,
             layout.blocks,

@@ -1,10 +1,11 @@
 """Cut `gpu_memory` into slots and `cpu_memory` into buffers, once, before the first step; what is left of RAM is for
 copies of records (`record_traffic`).
 
-Host memory is paged: every host buffer has the same size and holds one *chunk* of a record, so a budget is a number of
-buffers and nothing fragments. Pools with fixed shares cannot starve one another, which rules deadlock out:
+Host memory is paged: the host buffers of a pool have one size, that of a *chunk* of a record, so a budget is a number
+of buffers and nothing fragments. Pools with fixed shares cannot starve one another, which rules deadlock out:
 
-* staging buffers, through which parameters pass from the SSD to the device;
+* staging buffers, through which parameters pass from the SSD to the device; larger ones where chunks are small because
+  little of the model is trained;
 * state buffers, in which the optimizer pipeline reads, updates and writes chunks;
 * gradient buffers, in which gradients arrive, and stay where a step has to keep them (clipping, accumulation); one
   that stays in 2 bytes an element takes half a buffer;
@@ -55,6 +56,10 @@ backward, or a recomputation into a layer's backward, is not loaded again, but k
 
 MIN_STAGING_BUFFERS = 2
 GOOD_STAGING_BUFFERS = 6
+GOOD_STAGING_BYTES = 4 << 20
+"""Of a buffer: drives read pieces of this size about as fast as larger ones."""
+STAGING_SHARE = 64
+"""A staging buffer that is larger than a chunk takes at most one part in so many of `cpu_memory`."""
 
 
 class BudgetError(ValueError):
@@ -145,19 +150,26 @@ class PoolPlan:
     num_slots: dict[SizeClass, int]
     num_expert_staging_buffers: int = 0
     """For weights of experts that are blocks of their own."""
+    chunks_per_staging_buffer: int = 1
+    """How many chunks of masters each of them is as large as."""
     whole_bytes: int = 0
     whole_device_bytes: int = 0
     """What optimizers that need parameters whole take beside the buffers, and beside the slots."""
 
     @property
     def buffer_bytes(self) -> int:
+        """Of all but staging buffers."""
         return self.chunk_numel * MASTER_ITEMSIZE_BYTES
 
     @property
+    def staging_buffer_bytes(self) -> int:
+        return self.chunks_per_staging_buffer * self.buffer_bytes
+
+    @property
     def cpu_pool_bytes(self) -> int:
-        num_device_side = self.num_staging_buffers + self.num_expert_staging_buffers + self.num_gradient_buffers
-        num_buffers = num_device_side + self.num_state_buffers + self.num_recall_buffers
-        return num_buffers * self.buffer_bytes + self.whole_bytes
+        num_staging = self.num_staging_buffers + self.num_expert_staging_buffers
+        num_buffers = self.num_gradient_buffers + self.num_state_buffers + self.num_recall_buffers
+        return num_staging * self.staging_buffer_bytes + num_buffers * self.buffer_bytes + self.whole_bytes
 
     @property
     def gpu_pool_bytes(self) -> int:
@@ -179,16 +191,19 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     num_staging, num_state, num_arrival, num_recall = least = _least_buffers(request, chunk_numel)
     spare_bytes = request.cpu_memory_bytes - request.whole_bytes
     spare = spare_bytes // (chunk_numel * MASTER_ITEMSIZE_BYTES) - sum(least)
-    more_staging = min(spare, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
+    per_staging = _chunks_per_staging_buffer(request, chunk_numel, num_staging, spare)
+    spare -= num_staging * (per_staging - 1)
+    more_staging = min(spare // per_staging, GOOD_STAGING_BUFFERS - MIN_STAGING_BUFFERS) if request.stages_params else 0
     num_of_experts = MIN_STAGING_BUFFERS if num_staging > MIN_STAGING_BUFFERS else 0
     per_buffer = 2 if request.halves_gradients else 1
-    num_places = per_buffer * (num_arrival + spare - more_staging)
+    num_places = per_buffer * (num_arrival + spare - more_staging * per_staging)
     held, spilled, num_held = _choose_held(request, chunk_numel, num_places - num_arrival)
     is_recalled = spilled or (held and request.halves_gradients)
     return PoolPlan(
         chunk_numel=chunk_numel,
         num_staging_buffers=num_staging - num_of_experts + more_staging,
         num_expert_staging_buffers=num_of_experts,
+        chunks_per_staging_buffer=per_staging,
         num_state_buffers=num_state,
         # Never fewer than arriving gradients need that are sums after all, and come in float32.
         num_gradient_buffers=max(num_arrival, -(-(num_arrival + num_held) // per_buffer)),
@@ -293,6 +308,22 @@ def _even_for_experts(request: PoolRequest, chunk_numel: int) -> int:
     num_chunks, granule = -(-max(experts) // chunk_numel), request.min_chunk_numel
     even_numel = -(-max(experts) // num_chunks // granule) * granule
     return max(even_numel, min(chunk_numel, max(GOOD_CHUNK_NUMEL, request.least_chunk_numel)))
+
+
+def _chunks_per_staging_buffer(request: PoolRequest, chunk_numel: int, num_staging: int, spare: int) -> int:
+    """More than one where it is the largest record with states that bounds chunks, because little of the model is
+    trained: weights come all the same. A buffer is then at most half as large as a block, for others come while one is
+    copied. ``spare``: the buffers of a chunk's size that nothing needs."""
+    if chunk_numel < max(sum(block.unit_numels) for block in request.blocks):
+        return 1
+    largest_bytes = max(block.param_bytes for block in request.blocks)
+    most_bytes = min(GOOD_STAGING_BYTES, largest_bytes // 2, request.cpu_memory_bytes // STAGING_SHARE)
+    per_buffer = 1
+    while 2 * per_buffer * chunk_numel * MASTER_ITEMSIZE_BYTES <= most_bytes:
+        if num_staging * (2 * per_buffer - 1) > spare:
+            break
+        per_buffer *= 2
+    return per_buffer
 
 
 def _minimum_bytes(request: PoolRequest, chunk_numel: int) -> int:
