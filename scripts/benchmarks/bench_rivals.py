@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/bench_rivals.py  # against the model in memory
     python scripts/benchmarks/bench_rivals.py --deepspeed-python ds/bin/python  # and DeepSpeed
+    python scripts/benchmarks/bench_rivals.py --num-experts 16 --set experts=streamed  # a mixture, two experts a token
 
 Each contender lives in a process of its own, so that its memory can be told; they take turns of three steps. DeepSpeed
 wants an environment of its own (`pip install deepspeed transformers`, libaio's headers, a compiler) and, on a CPU,
@@ -31,6 +32,7 @@ from rich.table import Table
 
 STEPS_PER_TURN = 3
 LEARNING_RATE = 1e-4
+EXPERTS_PER_TOKEN = 2
 READY = "ready"
 WORKER = "--worker"
 
@@ -38,20 +40,23 @@ WORKER = "--worker"
 # In a contender's process.
 
 
-def llama(shape: dict[str, Any]) -> Any:
-    """As `benchmarking.Shape.model`, without importing the library: DeepSpeed's environment does not have it."""
-    from transformers import AutoModelForCausalLM, LlamaConfig
+def model_of(shape: dict[str, Any], num_experts: int) -> Any:
+    """A Llama, or a Mixtral whose layers have so many experts; without the library, which DeepSpeed's environment does
+    not have."""
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     heads = max(1, shape["hidden"] // 64)
-    config = LlamaConfig(
-        hidden_size=shape["hidden"],
-        num_hidden_layers=shape["layers"],
-        intermediate_size=shape["intermediate"],
-        vocab_size=shape["vocabulary"],
-        num_attention_heads=heads,
-        num_key_value_heads=heads,
-        use_cache=False,
-    )
+    sizes = {
+        "hidden_size": shape["hidden"],
+        "num_hidden_layers": shape["layers"],
+        "intermediate_size": shape["intermediate"],
+        "vocab_size": shape["vocabulary"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "use_cache": False,
+    }
+    experts = {"num_local_experts": num_experts, "num_experts_per_tok": EXPERTS_PER_TOKEN}
+    config = MixtralConfig(**sizes, **experts) if num_experts else LlamaConfig(**sizes)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -59,13 +64,14 @@ def llama(shape: dict[str, Any]) -> Any:
 
 
 def deepspeed_step(
-    shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float
+    model: Any, batch: dict[str, Any], folder: str, max_grad_norm: float
 ) -> Callable[[], None]:
     import deepspeed
 
+    batch_size = len(batch["input_ids"])
     settings: dict[str, Any] = {
-        "train_batch_size": shape["batch_size"],
-        "train_micro_batch_size_per_gpu": shape["batch_size"],
+        "train_batch_size": batch_size,
+        "train_micro_batch_size_per_gpu": batch_size,
         "gradient_clipping": max_grad_norm,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
         "zero_optimization": {
@@ -86,7 +92,7 @@ def deepspeed_step(
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     os.environ.setdefault("MASTER_PORT", "29531")
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
-    engine, *_ = deepspeed.initialize(model=llama(shape), config=settings)
+    engine, *_ = deepspeed.initialize(model=model, config=settings)
 
     def step() -> None:
         engine.backward(engine(**batch).loss)
@@ -96,23 +102,16 @@ def deepspeed_step(
 
 
 def our_step(
-    shape: dict[str, Any], batch: dict[str, Any], folder: str, max_grad_norm: float, budgets: dict[str, str]
+    model: Any, batch: dict[str, Any], folder: str, max_grad_norm: float, settings: dict[str, Any]
 ) -> tuple[Callable[[], None], Callable[[], None]]:
-    from benchmarking import Shape, offloaded_step
+    from benchmarking import offloaded_step
 
     from hf_lohan.config import OffloadConfig
     from hf_lohan.huggingface import offload_model
 
-    config = OffloadConfig.load({**budgets, "ssd": folder, "activations": "recompute"})
-    model = Shape(**shape).model()
+    config = OffloadConfig.load({"activations": "recompute", **settings, "ssd": folder})
     engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=max_grad_norm > 0)
     return offloaded_step(engine, batch, max_grad_norm), engine.settle
-
-
-def memory_step(shape: dict[str, Any], batch: dict[str, Any], max_grad_norm: float) -> Callable[[], None]:
-    from benchmarking import in_memory_step
-
-    return in_memory_step(llama(shape), batch, max_grad_norm)
 
 
 def _nothing_left() -> None:
@@ -147,12 +146,15 @@ def work(task: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what libraries print is no answer
     settle = _nothing_left
+    model = model_of(shape, task["num_experts"])
     if task["side"] == "deepspeed":
-        step = deepspeed_step(shape, batch, task["folder"], task["max_grad_norm"])
+        step = deepspeed_step(model, batch, task["folder"], task["max_grad_norm"])
     elif task["side"] == "offloaded":
-        step, settle = our_step(shape, batch, task["folder"], task["max_grad_norm"], task["budgets"])
+        step, settle = our_step(model, batch, task["folder"], task["max_grad_norm"], task["settings"])
     else:
-        step = memory_step(shape, batch, task["max_grad_norm"])
+        from benchmarking import in_memory_step
+
+        step = in_memory_step(model, batch, task["max_grad_norm"])
     turn_s(step, settle)
     answers.write(f"{READY}\n")
     for _ in sys.stdin:
@@ -201,21 +203,15 @@ class Contender:
 
 
 def measure(
-    shape: dict[str, Any],
-    pythons: dict[str, str],
-    folder: Path,
-    budgets: dict[str, str],
-    *,
-    max_grad_norm: float,
-    num_turns: int,
+    common: dict[str, Any], pythons: dict[str, str], folder: Path, *, max_grad_norm: float, num_turns: int
 ) -> dict[str, Any]:
     contenders: dict[str, Contender] = {}
     try:
         for side, python in pythons.items():
             place = folder / side
             place.mkdir()
-            task = {"side": side, "shape": shape, "folder": str(place), "budgets": budgets}
-            contenders[side] = Contender(python, {**task, "max_grad_norm": max_grad_norm}, folder / f"{side}.log")
+            task = {**common, "side": side, "folder": str(place), "max_grad_norm": max_grad_norm}
+            contenders[side] = Contender(python, task, folder / f"{side}.log")
         answers: dict[str, list[dict[str, float]]] = {side: [] for side in contenders}
         for _ in range(num_turns):
             for side, contender in contenders.items():
@@ -255,7 +251,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def ask() -> None:
     """The command. The library is imported here only: DeepSpeed's environment does not have it."""
-    from benchmarking import Options, benchmark
+    from benchmarking import Options, benchmark, parsed_settings
 
     globals()["Options"] = Options  # what annotations below are looked up in
 
@@ -265,7 +261,11 @@ def ask() -> None:
         *,
         max_grad_norm: Annotated[list[float] | None, typer.Option(help="may be given several times")] = None,
         deepspeed_python: Annotated[str | None, typer.Option(help="interpreter that has DeepSpeed")] = None,
+        num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
+        set_: Annotated[list[str] | None, typer.Option("--set", help="any offload setting, name=value")] = None,
     ) -> dict[str, Any]:
+        settings = {**options.budgets, **parsed_settings(set_)}
+        common = {"shape": asdict(options.shape), "num_experts": num_experts, "settings": settings}
         pythons = {"in memory": sys.executable, "offloaded": sys.executable}
         if deepspeed_python is not None:
             pythons["deepspeed"] = deepspeed_python
@@ -274,19 +274,13 @@ def ask() -> None:
             folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=options.store or "."))
             try:
                 results.append(
-                    measure(
-                        asdict(options.shape),
-                        pythons,
-                        folder,
-                        options.budgets,
-                        max_grad_norm=norm,
-                        num_turns=options.num_turns,
-                    )
+                    measure(common, pythons, folder, max_grad_norm=norm, num_turns=options.num_turns)
                 )
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         show(results)
-        return {"results": results}
+        name = {"benchmark": "rivals_experts"} if num_experts else {}
+        return {**name, "num_experts": num_experts, "settings": settings, "results": results}
 
     typer.run(main)
 

@@ -29,6 +29,7 @@ from typing import Annotated, Any, get_type_hints
 
 import torch
 import typer
+import yaml
 from rich.console import Console
 from rich.table import Table
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -117,6 +118,17 @@ class Options:
     @property
     def budgets(self) -> dict[str, str]:
         return {"cpu_memory": self.cpu_memory, "gpu_memory": self.gpu_memory}
+
+
+def parsed_settings(given: list[str] | None) -> dict[str, Any]:
+    """`name=value` pairs, values as in YAML. Raises BadParameter for what is none."""
+    settings = {}
+    for text in given or []:
+        name, separator, value = text.partition("=")
+        if not separator:
+            raise typer.BadParameter(f"--set {text} names no value; write --set name=value")
+        settings[name] = yaml.safe_load(value)
+    return settings
 
 
 def benchmark(name: str, **defaults: Any) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:

@@ -33,8 +33,7 @@ from typing import Annotated, Any
 
 import torch
 import typer
-import yaml
-from benchmarking import NormsOption, Options, benchmark, folder_in, table_of
+from benchmarking import NormsOption, Options, benchmark, folder_in, parsed_settings, table_of
 from io_alone import alone_bytes_per_s, moments_of
 from rich.console import Console
 from torch.overrides import TorchFunctionMode
@@ -384,17 +383,6 @@ def sides_of(regimes: list[str], norms: list[float], clips: list[str]) -> list[S
     every = [Side(*parts) for parts in itertools.product(regimes, norms, clips)]
     # Without clipping there is no way to do it.
     return [side for side in every if side.max_grad_norm or side.clip == clips[0]]
-
-
-def parsed_settings(given: list[str] | None) -> dict[str, Any]:
-    """`name=value` pairs, values as in YAML. Raises BadParameter for what is none."""
-    settings = {}
-    for text in given or []:
-        name, separator, value = text.partition("=")
-        if not separator:
-            raise typer.BadParameter(f"--set {text} names no value; write --set name=value")
-        settings[name] = yaml.safe_load(value)
-    return settings
 
 
 @benchmark(
