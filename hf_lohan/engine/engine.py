@@ -15,7 +15,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
-from hf_lohan.engine.expert_parts import caught_up_records, expert_loader, streamed_experts
+from hf_lohan.engine.expert_parts import caught_up_records, expert_loader, routing_of, streamed_experts
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
@@ -143,7 +143,8 @@ class OffloadEngine:
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
         self.planned_memory = memory = PlannedMemory(self.activations, config.activations, tiers, layout)
-        self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits)
+        routing = routing_of(self.expert_loader, layers.values())
+        self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits, routing)
         self._lifetime = Lifetime()
         parts = PassParts(
             device=self.device,

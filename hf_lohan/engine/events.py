@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.memory import PlannedMemory
@@ -17,6 +17,8 @@ class StepsSoFar:
 
     clip_rate: float
     """Fraction of the last steps that clipped."""
+    routing: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    """By layer whose experts stream one by one: how many tokens went to each."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +49,7 @@ class FollowedPlan:
         step: StepTransaction,
         clip_history: ClipHistory,
         commits: StepCommits,
+        routing: Callable[[], Mapping[str, Sequence[int]]],
     ) -> None:
         self._events = events
         self._planned_memory = planned_memory
@@ -54,6 +57,7 @@ class FollowedPlan:
         self._step = step
         self._clip_history = clip_history
         self._commits = commits
+        self._routing = routing
         self._is_first_forward = True
         """Whether the next training forward is a step's first."""
         self._needs_plan = True
@@ -70,7 +74,7 @@ class FollowedPlan:
         if self._step_has_ended:
             self._step_has_ended = False
             self._planned_memory.begin_step()
-            self._follow(self._events.step_began(StepsSoFar(clip_rate=self._clip_history.clip_rate)))
+            self._follow(self._events.step_began(StepsSoFar(self._clip_history.clip_rate, self._routing())))
         if self._is_first_forward:
             self._is_first_forward = False
             self._commits.begin_step()

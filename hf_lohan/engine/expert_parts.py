@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal
 
 from torch import Tensor, nn
@@ -51,6 +51,21 @@ def expert_loader(
         tiers.device, source, policy_named(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
     return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
+
+
+def routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Callable[[], dict[str, list[int]]]:
+    """Says, by layer, how many tokens went to each of its experts so far; of layers to which any went."""
+
+    def routing() -> dict[str, list[int]]:
+        of_experts = loader.routing() if loader is not None else []
+        found = ((_layer_of(block.name, layer_names), counts) for block, counts in of_experts)
+        return {name: counts for name, counts in found if any(counts)}
+
+    return routing
+
+
+def _layer_of(block_name: str, layer_names: Collection[str]) -> str:
+    return next(name for name in layer_names if block_name.startswith(f"{name}."))
 
 
 def streamed_experts(

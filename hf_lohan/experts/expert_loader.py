@@ -41,6 +41,7 @@ class ExpertLoader(BlockLoader):
         self._arrived: deque[Block] = deque()
         """What the call under way needs and has not used, in the order in which it came."""
         self._lane_name = ""
+        self._num_tokens = [[0] * len(experts) for experts in layers]
         self._start()
 
     @property
@@ -77,6 +78,15 @@ class ExpertLoader(BlockLoader):
             self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
             self._lane_name = self._experts.experts_of(layer)[0].name
             self._order_loads()
+
+    def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
+        """A forward of the layer sent so many to each of these."""
+        for expert, number in zip(experts, num_tokens, strict=True):
+            self._num_tokens[layer][expert] += number
+
+    def routing(self) -> list[tuple[Block, list[int]]]:
+        """Of each layer, its first expert and how many tokens went to each so far."""
+        return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
         """The layer's next forward will probably use these, the most probable first. Being wrong costs bytes."""

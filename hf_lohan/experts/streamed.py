@@ -77,6 +77,8 @@ class StreamedExperts:
         """See `run_experts`."""
         routed = _Routed(top_k_index, len(self._blocks))
         call = Call.AGAIN if is_in_backward() else Call.FORWARD
+        if call is Call.FORWARD:
+            self._parts.loader.note_tokens(self._layer, routed.experts, routed.num_rows)
         of_each = dict(zip(routed.experts, routed.split(rows[routed.token]), strict=True))
         outputs: dict[int, Tensor] = {}
         for expert, slot in self._as_they_come(routed.experts, top_k_index.numel(), call):
@@ -187,14 +189,15 @@ class _Routed:
                 "parallelism) cannot stream"
             )
         self.experts = [expert for expert, count in enumerate(counts) if count]
-        self._counts = [count for count in counts if count]
+        self.num_rows = [count for count in counts if count]
+        """Of each of them."""
         self.token = self.order // top_k_index.shape[-1]
         self.place = torch.empty_like(self.order)
         self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
 
     def split(self, pairs: Tensor) -> list[Tensor]:
         """What of sorted pairs is each expert's, of those in `experts`."""
-        return list(torch.split(pairs, self._counts)) if self._counts else []
+        return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
 
 
 def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:

@@ -180,7 +180,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         is_final_backward=functools.partial(_is_final_backward, weakref.ref(model)),
         plan=functools.partial(_plan_step, weakref.ref(model), plan),
         plan_order=functools.partial(_plan_order, plan),
-        step_began=lambda steps: plan.step_began(steps.clip_rate),
+        step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
     )
     engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)

@@ -14,9 +14,6 @@ ROUTER_SYNC_S = 50e-6
 MOST_STEPS_BEHIND = 5
 LAZY_FROM_SHARE = 0.2
 """Of the experts, that steps leave out."""
-REPLAY_SPEEDUP = 1.8
-"""Of updates that replay missed steps in the CPU's cache over those that pass memory: 1.35 against 0.73 G parameters a
-second."""
 
 
 class ExpertCosts:
@@ -53,7 +50,7 @@ class ExpertCosts:
         self.catch_up_bytes = 0.0
         """Of states that a forward reads with weights that are behind."""
         if setup.lazy_experts is True or (setup.lazy_experts and self._left_out_share(setup) >= LAZY_FROM_SHARE):
-            self._count_lazy_updates(model, hardware, setup)
+            self._count_lazy_updates(model, setup)
 
     def reload_bytes(self, layer: BlockProfile) -> float:
         """What a backward of the layer loads more if it has to make the experts' output again: between that and the
@@ -87,14 +84,24 @@ class ExpertCosts:
         hits = math.fsum(experts.hits(setup.num_micro_batches) for experts in layers)
         return 1 - hits / sum(experts.num_experts for experts in layers) if layers else 0.0
 
-    def _count_lazy_updates(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
-        most_behind = _most_steps_behind(hardware, model.param_itemsize + setup.state_bytes_per_param)
+    def _count_lazy_updates(self, model: ModelProfile, setup: TrainingSetup) -> None:
         for experts in model.experts:
-            hit_share = experts.hits(setup.num_micro_batches) / experts.num_experts
-            num_trained = experts.num_experts * experts.num_trainable_params
-            self.updates_left_out += num_trained * (1 - hit_share) * (1 - 1 / most_behind)
-            behind = experts.hits() * experts.num_trainable_params * (1 - hit_share)
-            self.catch_up_bytes += behind * setup.state_bytes_per_param / setup.num_micro_batches
+            for chance, number in experts.chances_of_hit(setup.num_micro_batches):
+                num_trained = number * experts.num_trainable_params
+                self.updates_left_out += num_trained * left_out_share(1 - chance)
+            for chance, number in experts.chances_of_hit():
+                behind = number * chance * (1 - chance) * experts.num_trainable_params
+                self.catch_up_bytes += behind * setup.state_bytes_per_param / setup.num_micro_batches
+
+
+def left_out_share(miss_chance: float) -> float:
+    """Of the steps of an expert that each step misses with such a chance, those that it takes later: all that it
+    misses, but for one behind so many in a row that it may be no further behind."""
+    if miss_chance >= 1:
+        return 1 - 1 / (MOST_STEPS_BEHIND + 1)
+    in_a_row = miss_chance**MOST_STEPS_BEHIND
+    is_at_most_behind = in_a_row * (1 - miss_chance) / (1 - in_a_row * miss_chance)
+    return miss_chance * (1 - is_at_most_behind)
 
 
 def _lends(setup: TrainingSetup) -> bool:
@@ -111,10 +118,3 @@ def _slot_bytes(setup: TrainingSetup) -> int:
 def _wait_s(expert_bytes: int, hardware: HardwareProfile, from_ssd: float) -> float:
     copy_s = 0.0 if hardware.device.shares_cpu else expert_bytes / hardware.h2d_bytes_per_s
     return ROUTER_SYNC_S + from_ssd * expert_bytes / hardware.ssd_read_bytes_per_s + copy_s
-
-
-def _most_steps_behind(hardware: HardwareProfile, bytes_per_param: float) -> int:
-    """So many missed steps take the CPU as long as the drives take to bring what is updated."""
-    read_s = bytes_per_param / hardware.ssd_read_bytes_per_s
-    steps = int(read_s * hardware.cpu.optimizer_params_per_s * REPLAY_SPEEDUP)
-    return min(MOST_STEPS_BEHIND, max(1, steps))

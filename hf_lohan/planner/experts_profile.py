@@ -46,6 +46,13 @@ class ExpertsProfile:
         """Experts that at least one token of so many micro-batches goes to."""
         return expected_hits(self.num_experts, self.num_chosen, num_micro_batches * self.num_tokens, self.chances)
 
+    def chances_of_hit(self, num_micro_batches: int = 1) -> list[tuple[float, int]]:
+        """That a token of so many micro-batches goes to an expert, and of how many experts that is the chance."""
+        num_tokens = num_micro_batches * self.num_tokens
+        if not self.chances:
+            return [(_chance_of_any(self.num_chosen / self.num_experts, num_tokens), self.num_experts)]
+        return [(_chance_of_any(chance, num_tokens), 1) for chance in self.chances]
+
     @property
     def hit_share(self) -> float:
         """Of the experts, in one micro-batch."""

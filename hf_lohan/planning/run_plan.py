@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -122,9 +122,12 @@ class RunPlan:
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return None
 
-    def step_began(self, clip_rate: float) -> PlannedStep | None:
-        """Time the step before. Once enough of them were timed: plan anew by what they took, and return that. A plan
-        with other placements or another way to clip is tried; if its steps are longer, return the one before."""
+    def step_began(
+        self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None
+    ) -> PlannedStep | None:
+        """Time the step before. Once enough of them were timed: plan anew by what they took and by the experts that
+        tokens went to (``routing``: by layer, how many to each), and return that. A plan with other placements or
+        another way to clip is tried; if its steps are longer, return the one before."""
         now = StepTimes.so_far(self._device.timeline)
         if self._before is not None:
             self._steps.append(now.since(self._before))
@@ -132,16 +135,19 @@ class RunPlan:
         if self.now is None:
             return None
         if len(self._steps) == NUM_STEPS_BEFORE - 1 + NUM_STEPS_TIMED:
-            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate)
+            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
         if self._tried_after is not None and len(self._steps) == self._num_before_trial + 1 + NUM_STEPS_TRIED:
             tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
             return self._judge(self.now, self._tried_after, tried_s)
         return None
 
-    def _correct(self, now: PlannedStep, measured: StepTimes, clip_rate: float) -> PlannedStep | None:
+    def _correct(
+        self, now: PlannedStep, measured: StepTimes, clip_rate: float, routing: Mapping[str, Sequence[int]]
+    ) -> PlannedStep | None:
         """Plan once more with the rates that the run has measured."""
+        now = replace(now, profile=now.profile.routed(routing))
         hardware = corrected_hardware(now, measured)
-        if hardware is now.hardware and clip_rate == now.setup.clip_rate:
+        if hardware is now.hardware and clip_rate == now.setup.clip_rate and not routing:
             return None
         again = plan_again(now, hardware, clip_rate)
         stays = _as_long_as_found(replace(again, plan=now.plan), measured.step_s)

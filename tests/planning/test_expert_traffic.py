@@ -15,10 +15,16 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import forecast
+from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
-NUM_EXPERTS, NUM_CHOSEN, NUM_STEPS, FIRST_SETTLED = 32, 6, 6, 2
+NUM_EXPERTS, NUM_CHOSEN = 32, 6
+PERIOD = MOST_STEPS_BEHIND + 1
+"""What no token goes to takes its steps all at once, each time that so many are over."""
+FIRST_SETTLED = PERIOD + 2
+"""Before, it has no moments yet that could be read."""
+NUM_STEPS = FIRST_SETTLED + PERIOD
 WITHIN = 0.05
 
 
@@ -79,6 +85,7 @@ def test_small_batches_read_as_much_as_planned(tmp_path: Path) -> None:
     assert expected.experts.hits_per_micro_batch == len(layers) * NUM_CHOSEN
 
     # With equal chances nearly all experts would be hit.
-    of_any = forecast(planned.profile, planned.hardware, planned.setup, planned.plan)
+    alike = {name: [1.0] * NUM_EXPERTS for name in layers}
+    of_any = forecast(planned.profile.routed(alike), planned.hardware, planned.setup, planned.plan)
     assert of_any.ssd_read_bytes_per_step > (1 + 2 * WITHIN) * one_by_one
     assert with_layer > (1 + 2 * WITHIN) * one_by_one

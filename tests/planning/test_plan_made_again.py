@@ -78,9 +78,9 @@ def desktop() -> HardwareProfile:
 def make_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     """Of a model of 0.2 billion parameters in little memory, on a machine that was measured as ``told``."""
 
-    def make(machine: FakeMachine, told: HardwareProfile, **settings: Any) -> RunPlan:
+    def make(machine: FakeMachine, told: HardwareProfile, family: str = "llama", **settings: Any) -> RunPlan:
         with torch.device("meta"):
-            model = tiny_model("llama", num_layers=8, hidden_size=1024, vocab_size=4096)
+            model = tiny_model(family, num_layers=8, hidden_size=1024, vocab_size=4096)
         config = OffloadConfig.load({**BUDGETS, **settings}).resolve(
             host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=str(tmp_path)
         )
@@ -143,6 +143,20 @@ def test_the_rates_are_those_of_the_run(desktop: HardwareProfile, make_run: Any)
     assert found.ssd_write_bytes_per_s == pytest.approx(desktop.ssd_write_bytes_per_s)
     assert found.device.flops_per_s == pytest.approx(desktop.device.flops_per_s)
     assert found.cpu.optimizer_params_per_s == pytest.approx(desktop.cpu.optimizer_params_per_s)
+
+
+def test_the_experts_that_tokens_went_to_are_those_of_the_second_plan(desktop: HardwareProfile, make_run: Any) -> None:
+    machine = FakeMachine(desktop)
+    run = make_run(machine, desktop, family="mixtral", experts="streamed")
+    first = run.now.profile.experts
+    assert len(first) == 8 and all(experts.hits() > 0.99 * experts.num_experts for experts in first)
+    layers = [block.name for block in run.now.profile.blocks if block.experts is not None]
+    seen = {name: [100, 100, *[0] * (first[0].num_experts - 2)] for name in layers}
+    for _ in range(4):
+        machine.run_step(run)
+        run.step_began(clip_rate=0.0, routing=seen)
+    assert [experts.hits() for experts in run.now.profile.experts] == [2.0] * 8
+    assert run.plan.prediction.experts.hits_per_micro_batch == 2 * 8
 
 
 def test_a_second_plan_that_is_slower_is_left_once(
