@@ -133,7 +133,9 @@ def save_from_store(
         name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
         for name, tensor in model.state_dict().items()
     }
-    named = {id(state_dict[name]): name for name in weights}
+    # Stock takes tied ones out of the dict that it is given; these live on, else an `id` could be another tensor's.
+    forms = {name: state_dict[name] for name in weights}
+    named = {id(form): name for name, form in forms.items()}
     total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
 
     def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
