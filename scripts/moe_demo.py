@@ -34,7 +34,7 @@ BLOCK_SIZE = 64
 NUM_EVAL_BLOCKS = 4
 """Of each kind of text."""
 MAX_STEPS = 5
-MIN_IMPROVEMENT_FRACTION = 0.1
+MIN_IMPROVEMENT_FRACTION = 0.05
 
 CELL, GAP, LEFT, TOP = 10, 34, 60, 60
 """Pixels of the picture."""

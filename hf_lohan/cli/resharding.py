@@ -74,8 +74,8 @@ def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) 
 def _refuse_behind(commits: Sequence[Commit], paths: Sequence[str]) -> None:
     if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
         raise ValueError(
-            f"experts in {paths[0]} are steps behind (lazy_experts), and records that are cut anew cannot catch up; "
-            "train one step with lazy_experts=false first"
+            f"experts in {paths[0]} are steps behind (lazy_experts, auto by default), and records that are cut anew "
+            "cannot catch up; train one step with lazy_experts=false first"
         )
 
 

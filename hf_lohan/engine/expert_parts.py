@@ -14,9 +14,10 @@ from hf_lohan.engine.memory import Tiers
 from hf_lohan.experts import ComputeExpert, ExpertCache, ExpertLoader, ExpertParts, StreamedExperts, policy_named
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
+from hf_lohan.planner.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.updates import PAYS_FROM_SHARE, CaughtUpRecords, Delivery, MissedSteps
+from hf_lohan.updates import CaughtUpRecords, Delivery, MissedSteps
 from hf_lohan.weights import LocalWeights, RecordReader, SlotRing
 
 
@@ -25,7 +26,7 @@ def caught_up_records(
 ) -> CaughtUpRecords:
     """The store's as the last step left them, and what of them is steps behind: experts, if these may be lazy."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
-    from_share = PAYS_FROM_SHARE if lazy_experts == AUTO else 0.0
+    from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
     missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
     return CaughtUpRecords(tiers.store, layout.blocks, missed)
 
@@ -57,15 +58,14 @@ def routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Cal
     """Says, by layer, how many tokens went to each of its experts so far; of layers to which any went."""
 
     def routing() -> dict[str, list[int]]:
-        of_experts = loader.routing() if loader is not None else []
-        found = ((_layer_of(block.name, layer_names), counts) for block, counts in of_experts)
-        return {name: counts for name, counts in found if any(counts)}
+        found: dict[str, list[int]] = {}
+        for block, counts in loader.routing() if loader is not None else []:
+            name = next((name for name in layer_names if block.name.startswith(f"{name}.")), None)
+            if name is not None and any(counts):
+                found.setdefault(name, counts)  # of a layer with several such modules its first, as profiles have it
+        return found
 
     return routing
-
-
-def _layer_of(block_name: str, layer_names: Collection[str]) -> str:
-    return next(name for name in layer_names if block_name.startswith(f"{name}."))
 
 
 def streamed_experts(

@@ -170,13 +170,15 @@ def _refuse_gradients(_model: nn.Module, _args: Any) -> None:
 def _refuse_more_tokens(
     num_sequences: int, max_length: int, _model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> None:
-    """Than `gpu_memory` leaves room for; the same number may be shared by more or fewer sequences."""
-    ids = args[0] if args else kwargs.get("input_ids")
-    if ids is None:
-        ids = kwargs["inputs_embeds"][..., 0]
-    seen = getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)()
-    rows, length = ids.shape[0], seen + ids.shape[1]
-    if rows * length > num_sequences * max_length:
+    """Refuse keys and values that `gpu_memory` leaves no room for."""
+    given = args[0] if args else kwargs.get("input_ids")
+    if given is None:
+        given = kwargs.get("inputs_embeds")
+    if given is None or kwargs.get("use_cache") is False:
+        return
+    seen = int(getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)())
+    rows, length = given.shape[0], seen + given.shape[1]
+    if rows > num_sequences or length > max_length:
         raise RuntimeError(
             f"this call makes keys and values of {times(rows, 'sequence')} of {times(length, 'token')}, and gpu_memory "
             f"leaves room for {num_sequences} of {max_length}; generate fewer, or load the model with "

@@ -62,6 +62,11 @@ class UpdateRule:
         """Whether it needs memory where matrix products run."""
         return self.name == "Muon"
 
+    @property
+    def may_be_late(self) -> bool:
+        """Whether a step without a gradient may be taken later (`AdamWGroup` has all that it takes)."""
+        return self.name in ("AdamW", "Adam")
+
     def refuse_shape(self, name: str, shape: tuple[int, ...]) -> None:
         """Raises ValueError for a parameter that the rule has no room for."""
         if not _FAMILIES[self.name].takes(shape):

@@ -17,7 +17,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import Durability, HardwareProfile, OffloadPlan, forecast, scaled_to
+from hf_lohan.planner import Durability, HardwareProfile, ModelProfile, OffloadPlan, forecast, scaled_to
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
@@ -76,6 +76,8 @@ class RunPlan:
         self._tried_after: PlannedStep | None = None
         """What was followed before the plan that is tried now."""
         self._num_before_trial = 0
+        self._routing: Mapping[str, Sequence[int]] = {}
+        """By layer, how many tokens went to each of its experts in the steps that were timed."""
 
     def begin(self, *, num_steps: int | None, num_micro_batches: int = 1) -> None:
         self.num_steps = num_steps
@@ -117,6 +119,7 @@ class RunPlan:
                     durability=self._durability,
                     device=self._device.torch_device,
                     may_run_together=may_run_together,
+                    routing=self._routing,
                 )
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
@@ -145,9 +148,10 @@ class RunPlan:
         self, now: PlannedStep, measured: StepTimes, clip_rate: float, routing: Mapping[str, Sequence[int]]
     ) -> PlannedStep | None:
         """Plan once more with the rates that the run has measured."""
-        now = replace(now, profile=now.profile.routed(routing))
+        self._routing = _of_layers(now.profile, routing)
+        now = replace(now, profile=now.profile.routed(self._routing))
         hardware = corrected_hardware(now, measured)
-        if hardware is now.hardware and clip_rate == now.setup.clip_rate and not routing:
+        if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None
         again = plan_again(now, hardware, clip_rate)
         stays = _as_long_as_found(replace(again, plan=now.plan), measured.step_s)
@@ -199,6 +203,12 @@ class RunPlan:
             why = f"{why}, its micro-batches {order} ({other}: {self.now.plan.other_order_step_s:.3g} s)"
         message = "%s: %.3g s a step, bound by %s; %s of activations swapped, %s of them to the SSD"
         logger.info(message, why, step.step_s, step.bottleneck, *bytes_moved)
+
+
+def _of_layers(profile: ModelProfile, routing: Mapping[str, Sequence[int]]) -> dict[str, Sequence[int]]:
+    """Of the layers that are planned with experts one by one."""
+    planned = {block.name: block.experts.num_experts for block in profile.blocks if block.experts is not None}
+    return {name: counts for name, counts in routing.items() if planned.get(name) == len(counts)}
 
 
 def _as_long_as_found(planned: PlannedStep, step_s: float) -> PlannedStep:

@@ -279,6 +279,8 @@ def training_setup(
     lends = num_slots >= MIN_SLOTS_TO_LEND
     capacities = [ssd.capacity for ssd in config.ssd] if config.ssd != "auto" else ["auto"]
     known = [capacity for capacity in capacities if isinstance(capacity, int)]
+    experts = [block for block in layout.blocks if block.size_class is SizeClass.EXPERT and block.state_numel]
+    may_be_late = all(block.master.rule.may_be_late for block in experts)
     return TrainingSetup(
         gpu_memory_bytes=config.gpu_memory,
         cpu_memory_bytes=config.cpu_memory,
@@ -303,7 +305,7 @@ def training_setup(
         gradients=layout.held_gradients(),
         num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.param_bytes for block in in_slots),
-        lazy_experts=config.lazy_experts,
+        lazy_experts=config.lazy_experts if may_be_late else False,
     )
 
 

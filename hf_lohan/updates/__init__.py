@@ -17,7 +17,7 @@ from hf_lohan.updates.groups import ParamGroups
 from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
 from hf_lohan.updates.loan import WeightLoan
 from hf_lohan.updates.means import GradientMeans, OwnGradients
-from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, PAYS_FROM_SHARE, MissedSteps
+from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps
 from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
 from hf_lohan.updates.pipeline import GradientPipeline
 from hf_lohan.updates.rank_means import RankMeans
@@ -27,7 +27,6 @@ from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
     "MISSED_STEPS_NAME",
-    "PAYS_FROM_SHARE",
     "ArrivedChunk",
     "CaughtUpRecords",
     "ClipHistory",

@@ -19,6 +19,7 @@ from safetensors.numpy import load, save
 
 from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice
 from hf_lohan.optim import AdamWGroup, Segment
+from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND
 
 GroupOf = Callable[[ParamSlice], Hashable]
 StepCounts = Mapping[ParamSlice, int]
@@ -27,14 +28,6 @@ Settings = tuple[Hashable, int]
 
 MISSED_STEPS_NAME = "missed_steps.safetensors"
 """What `MissedSteps.packed` makes, beside the records of a commit."""
-MOST_MISSED = 5
-"""Missed steps take a core 0.75 ns each and parameter. So many of them take about as long as a drive of 3 GB/s takes to
-read the 12 bytes of the parameter, which whoever needs the expert waits for anyway."""
-PAYS_FROM_SHARE = 0.2
-"""Of the experts, that steps leave out: with fewer, moments that are read with weights in a forward cost as much as is
-saved."""
-_RULES = ("AdamW", "Adam")
-"""Those whose hyperparameters are an `AdamWGroup`."""
 
 
 class MissedSteps:
@@ -49,7 +42,7 @@ class MissedSteps:
         chunks: Iterable[Chunk],
         lazy: Set[Block] = frozenset(),
         *,
-        most: int = MOST_MISSED,
+        most: int = MOST_STEPS_BEHIND,
         from_share: float = 0.0,
     ) -> None:
         """`blocks`: all, in one order for one store; `lazy`: those that may be `most` steps behind, and no more, while
@@ -58,7 +51,7 @@ class MissedSteps:
         self._chunks: dict[Block, list[Chunk]] = {}
         for chunk in chunks:
             self._chunks.setdefault(chunk.block, []).append(chunk)
-        self._lazy = {block for block in lazy if block.master.rule.name in _RULES}
+        self._lazy = {block for block in lazy if block.master.rule.may_be_late}
         self._num_lazy_chunks = sum(len(self._chunks.get(block, ())) for block in self._lazy)
         self._most = most
         self._from_share = from_share

@@ -200,6 +200,8 @@ def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
     with pytest.raises(RuntimeError, match=r"num_sequences=8\)$"):
         generated(model, BEAMS | {"num_beams": 4})
     assert generated(model, GREEDY).sequences.shape == (2, 14)
+    with torch.no_grad():  # keeps nothing
+        assert model(PROMPT.repeat(4, 5), use_cache=False).logits.shape == (8, 25, 300)
 
 
 def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
