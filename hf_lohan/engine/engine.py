@@ -160,7 +160,7 @@ class OffloadEngine:
         self._pass = ModelPass(parts)
         self._hooks = ModelHooks(model, layout.model_blocks, self._pass, parts)
         self.experts = streamed_experts(
-            self._ring, self.expert_loader, layout, compute_expert, self._hooks.current_forward_pass
+            model, self._ring, self.expert_loader, layout, compute_expert, self._hooks.current_forward_pass
         )
         self._reads = WeightReads(
             layout.blocks,

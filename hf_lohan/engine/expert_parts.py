@@ -11,7 +11,16 @@ from hf_lohan.config import AUTO, ExpertCachePolicy
 from hf_lohan.device import Event
 from hf_lohan.engine.forward_pass import ForwardPass
 from hf_lohan.engine.memory import Tiers
-from hf_lohan.experts import ComputeExpert, ExpertCache, ExpertLoader, ExpertParts, StreamedExperts, policy_named
+from hf_lohan.experts import (
+    ComputeExpert,
+    ExpertCache,
+    ExpertLoader,
+    ExpertParts,
+    NextRouter,
+    StreamedExperts,
+    find_routers,
+    policy_named,
+)
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planner.expert_costs import LAZY_FROM_SHARE
@@ -69,6 +78,7 @@ def routing_of(loader: ExpertLoader | None, layer_names: Collection[str]) -> Cal
 
 
 def streamed_experts(
+    model: nn.Module,
     ring: SlotRing,
     loader: ExpertLoader | None,
     layout: OffloadLayout,
@@ -79,7 +89,8 @@ def streamed_experts(
     if loader is None:
         return {}
     assert compute is not None, "experts are blocks of their own, and nobody says how to compute them"
-    parts = ExpertParts(ring=ring, loader=loader, compute=compute, forward_pass=forward_pass)
+    next_router = NextRouter(ring, find_routers(model, layout.model_blocks))
+    parts = ExpertParts(ring=ring, loader=loader, compute=compute, forward_pass=forward_pass, next_router=next_router)
     return {
         module: StreamedExperts(layer, module, blocks, parts)
         for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())

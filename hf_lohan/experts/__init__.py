@@ -6,13 +6,14 @@ and sends its gradient away before the next one comes.
 
 They have a lane of loads of their own. The `expert_schedule` says which is needed next, for sure or by a hint;
 `next_expert` which slot it goes to, `farthest_use` finding it; the `expert_loader` has a thread of its own, beside that
-for layers (`two_lanes`). Where a model generates, an `expert_cache` keeps in RAM what a policy
-(`cache_policies`) finds worth it.
+for layers (`two_lanes`). Of few tokens, the `next_router` is asked what they will need next. Where a model generates,
+an `expert_cache` keeps in RAM what a policy (`cache_policies`) finds worth it.
 """
 
 from hf_lohan.experts.cache_policies import policy_named
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.experts.expert_loader import ExpertLoader
+from hf_lohan.experts.next_router import NextRouter, find_routers
 from hf_lohan.experts.operation import run_experts
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts
 from hf_lohan.experts.two_lanes import TwoLanes
@@ -22,8 +23,10 @@ __all__ = [
     "ExpertCache",
     "ExpertLoader",
     "ExpertParts",
+    "NextRouter",
     "StreamedExperts",
     "TwoLanes",
+    "find_routers",
     "policy_named",
     "run_experts",
 ]

@@ -89,7 +89,7 @@ class ExpertLoader(BlockLoader):
         return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """The layer's next forward will probably use these, the most probable first. Being wrong costs bytes."""
+        """See `ExpertSchedule.hint`. Being wrong costs bytes."""
         with self._ring.lock:
             self._experts.hint(layer, experts)
             self._next.note_layer(layer)

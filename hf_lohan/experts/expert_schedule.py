@@ -6,9 +6,9 @@ visit needs is known in three ways, best first.
 * *It was routed.* The forward's experts are told as soon as their router has spoken. The backward has the forward's
   routing, all of it before it begins.
 * *All of them.* Where an expert gets `ALL_ROWS` rows on average, none is left out, and nobody waits for the router.
-* *Hints*: the experts that the passes before used most, or what somebody says who has looked ahead. Behind a pass
-  without gradients another one is expected, as where a model generates: its first experts come while the last layers
-  and the head compute.
+* *Hints*: the experts that the passes before used most, or what the layer's router said of the rows of the layer
+  before, whichever was right more often. Behind a pass without gradients another one is expected, as where a model
+  generates: its first experts come while the last layers and the head compute.
 
 Loads follow in the order of visits. A slot is given up whose block is needed in the last of them. Nothing here looks at
 more blocks than those of one layer at a time, whatever the model has.
@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from hf_lohan.experts.frequencies import Frequencies
+from hf_lohan.experts.frequencies import Frequencies, Trust
 from hf_lohan.model import Block
 from hf_lohan.weights.schedule import NEVER
 
@@ -60,6 +60,7 @@ class _Habits:
     """What passes of one kind have done so far."""
 
     frequencies: list[Frequencies]
+    trust: list[Trust]
     use_all: bool = False
 
 
@@ -109,7 +110,10 @@ class ExpertSchedule:
         self._at = {
             block: (layer, expert) for layer, experts in enumerate(self._layers) for expert, block in enumerate(experts)
         }
-        self._habits = {kind: _Habits([Frequencies() for _ in self._layers]) for kind in (True, False)}
+        self._habits = {
+            kind: _Habits([Frequencies() for _ in self._layers], [Trust() for _ in self._layers])
+            for kind in (True, False)
+        }
         self._pass: _Pass | None = None
         self._waiting: _Pass | None = None
         """A training pass between its forward and its backward, while one without gradients comes in between."""
@@ -179,10 +183,17 @@ class ExpertSchedule:
             for expert in used:
                 counts[expert] = counts.get(expert, 0) + 1
             if experts is not None:
-                now.habits.frequencies[layer].note(experts, begins_pass=now.num_calls == 1)
+                self._learn(now, layer, experts)
         now.scans.pop(visit, None)
         if now.ahead > visit:
             heapq.heappush(now.again, visit)
+
+    def _learn(self, now: _Pass, layer: int, used: Sequence[int]) -> None:
+        habits, is_first = now.habits, now.num_calls == 1
+        if is_first and layer in now.hints:
+            of_layer = habits.frequencies[layer].most_used
+            habits.trust[layer].note(used, by_habit=of_layer, by_router=now.hints[layer])
+        habits.frequencies[layer].note(used, begins_pass=is_first)
 
     def _follow_rows(self, now: _Pass, *, use_all: bool) -> None:
         """The number of tokens, which a call is the first to know, says what is expected of the layers to come."""
@@ -192,11 +203,11 @@ class ExpertSchedule:
             self.version += 1
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """The layer's next forward will probably use these, the most probable first."""
+        """The layer's next forward will probably use these, the most probable first, beside what was said before."""
         now = self._pass
         if now is None or now.use_all or layer < now.visit or layer in now.routed:
             return
-        now.hints[layer] = dict.fromkeys(experts)
+        now.hints[layer] = dict.fromkeys([*experts, *now.hints.get(layer, ())])
         now.scans.pop(layer, None)
         if now.ahead > layer:
             heapq.heappush(now.again, layer)
@@ -346,7 +357,7 @@ class ExpertSchedule:
 
     def _expected(self, now: _Pass, layer: int) -> Container:
         """What a forward that has not been routed yet will use."""
-        hints = now.hints.get(layer)
+        hints = now.hints.get(layer) if now.habits.trust[layer].is_in_router else None
         return self._by_habit(now, layer) if hints is None or now.use_all else hints
 
     def _by_habit(self, now: _Pass, layer: int) -> Container:

@@ -1,13 +1,15 @@
-"""How often the experts of a layer were used, which says what will probably be used again."""
+"""How often the experts of a layer were used, which says what will probably be used again; and whether that was right
+more often than what the layer's router said beforehand."""
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 _DECAY = 0.9**0.25
 """What a use counts for one pass later: nine tenths behind four passes, as caches of experts do well with."""
+_MOST = 0.5
 _STEPS = 16
 """Ranks tell counts apart that differ by one part in so many of a doubling."""
 
@@ -47,3 +49,28 @@ class Frequencies:
         """The higher, the more often it was used, comparable over layers; below all others if never."""
         count = self._log_counts.get(expert)
         return -1 if count is None else round(_STEPS * count)
+
+
+class Trust:
+    """Whom to believe of one layer: its habits, or its router asked beforehand. The share of experts each was right
+    about, the last passes counting most."""
+
+    def __init__(self) -> None:
+        self._right_by_habit = 0.0
+        self._right_by_router = 0.0
+        self._weight = 0.0
+
+    def note(self, used: Collection[int], *, by_habit: Collection[int], by_router: Collection[int]) -> None:
+        """A pass used these, and those were expected."""
+        self._weight = _DECAY * self._weight + 1
+        self._right_by_habit += (_overlap(used, by_habit) - self._right_by_habit) / self._weight
+        self._right_by_router += (_overlap(used, by_router) - self._right_by_router) / self._weight
+
+    @property
+    def is_in_router(self) -> bool:
+        """Habits mostly name what is here; what routers name besides is worth loading if they are right about most."""
+        return self._right_by_router > max(self._right_by_habit, _MOST)
+
+
+def _overlap(used: Collection[int], expected: Collection[int]) -> float:
+    return len(set(used) & set(expected)) / max(len(used), len(expected), 1)

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import is_in_backward
 from hf_lohan.experts.expert_loader import ExpertLoader
-from hf_lohan.experts.expert_schedule import Call
+from hf_lohan.experts.expert_schedule import ALL_ROWS, Call
+from hf_lohan.experts.next_router import NextRouter, most_chosen
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import Slot, SlotRing
 
@@ -50,6 +51,7 @@ class ExpertParts:
     loader: ExpertLoader
     compute: ComputeExpert
     forward_pass: Callable[[], ForwardUnderWay]
+    next_router: NextRouter
 
 
 class StreamedExperts:
@@ -75,13 +77,18 @@ class StreamedExperts:
 
     def forward(self, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
         """See `run_experts`."""
+        loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
+        is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
+        expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
         routed = _Routed(top_k_index, len(self._blocks))
-        call = Call.AGAIN if is_in_backward() else Call.FORWARD
         if call is Call.FORWARD:
-            self._parts.loader.note_tokens(self._layer, routed.experts, routed.num_rows)
+            loader.note_tokens(self._layer, routed.experts, routed.num_rows)
+        loader.route(self._layer, routed.experts, num_rows=top_k_index.numel(), call=call)
+        if expected is not None:
+            loader.hint(self._layer + 1, most_chosen(expected))
         of_each = dict(zip(routed.experts, routed.split(rows[routed.token]), strict=True))
         outputs: dict[int, Tensor] = {}
-        for expert, slot in self._as_they_come(routed.experts, top_k_index.numel(), call):
+        for expert, slot in self._as_they_come(routed.experts):
             outputs[expert] = self._compute(of_each[expert], _weights_in(slot, self._blocks[expert]))
         if not outputs:
             return torch.zeros_like(rows)
@@ -90,10 +97,9 @@ class StreamedExperts:
         in_place = weighted[routed.place]
         return in_place.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(rows.dtype)
 
-    def _as_they_come(self, experts: Sequence[int], num_rows: int, call: Call) -> Iterator[tuple[int, Slot]]:
-        """Each of ``experts``, in its slot while the caller computes with it: first those that are here, then in the
-        order given, as far as that is the order in which they come."""
-        self._parts.loader.route(self._layer, experts, num_rows=num_rows, call=call)
+    def _as_they_come(self, experts: Sequence[int]) -> Iterator[tuple[int, Slot]]:
+        """Each of ``experts``, to which the call was routed, in its slot while the caller computes with it: first those
+        that are here, then in the order given, as far as that is the order in which they come."""
         for _ in experts:
             block, slot = self._parts.loader.acquire_any()
             try:
@@ -138,7 +144,9 @@ class StreamedExperts:
         waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
         made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         descending = routed.experts[::-1]
-        for expert, slot in self._as_they_come(descending, top_k_index.numel(), Call.BACKWARD):
+        num_rows = top_k_index.numel()
+        self._parts.loader.route(self._layer, descending, num_rows=num_rows, call=Call.BACKWARD)
+        for expert, slot in self._as_they_come(descending):
             made[expert] = self._backward_of(expert, slot, forward_number, waiting.pop(expert), needs)
         for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
             for part in _trained(self._blocks[expert]):

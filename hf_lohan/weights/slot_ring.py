@@ -102,6 +102,12 @@ class SlotRing:
             slot.num_pins += 1
         return slot
 
+    def pin_arrived(self, block: Block) -> Slot | None:
+        """The same of a block whose load is enqueued; None if that has to be waited for."""
+        with self.lock:
+            slot = self._holder.get(block)
+            return self.pin(block) if slot is not None and slot.ready is not None else None
+
     def lend(self, block: Block) -> WeightLoan | None:
         """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
         must be left to it, and one block at a time is lent."""

@@ -12,6 +12,7 @@ from architectures import model_of
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
+from hf_lohan.experts.frequencies import Trust
 from hf_lohan.huggingface import engine_of, generation
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import bytes_per_token
@@ -212,10 +213,17 @@ def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], 
     assert not (tmp_path / "store").exists()
 
 
+@pytest.mark.parametrize("believes_routers", [False, True])
 @pytest.mark.parametrize(("architecture", "gpu_memory"), [("mixtral", "600KiB"), ("qwen3_moe", "330KiB")])
 def test_experts_that_come_one_by_one_say_the_same(
-    architecture: str, gpu_memory: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+    architecture: str,
+    gpu_memory: str,
+    believes_routers: bool,
+    checkpoint_of: Callable[[str], Path],
+    load: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(Trust, "is_in_router", believes_routers)
     checkpoint = checkpoint_of(architecture)
     stock = AutoModelForCausalLM.from_pretrained(checkpoint)
     model = load(checkpoint, settings={"resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})

@@ -1,0 +1,118 @@
+"""What a layer's router will probably choose: what it makes of the rows of the layer before.
+
+A layer adds little to what passes it, so the next router, given this layer's rows, mostly says what it will say of its
+own (mixtral-offloading, arXiv 2312.17238). Being wrong costs bytes, never numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.device import Lane
+from hf_lohan.model import Block, ModelBlocks, ParamSlice
+from hf_lohan.weights import SlotRing
+
+_CORRECTION = "e_score_correction_bias"
+"""By this name routers keep what they add to the sigmoids of their logits before they choose."""
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a layer with experts scores them."""
+
+    block: Block
+    """In whose slot these are."""
+    weight: ParamSlice
+    """[experts, hidden]."""
+    bias: ParamSlice | None
+    correction: Callable[[], Tensor] | None
+    """[experts]; see `_CORRECTION`."""
+
+    def scores(self, rows: Tensor, weights: Tensor) -> Tensor:
+        """``rows`` [tokens, hidden] to [tokens, experts], with the ``weights`` of the slot."""
+        weight = weights[self.weight.start : self.weight.stop].view(self.weight.shape)
+        bias = weights[self.bias.start : self.bias.stop] if self.bias is not None else None
+        logits = nn.functional.linear(rows.to(weight.dtype), weight, bias)
+        return logits if self.correction is None else logits.float().sigmoid() + self.correction().float()
+
+
+def find_routers(model: nn.Module, blocks: ModelBlocks) -> list[Router | None]:
+    """Of each module of ``blocks.experts``, what beside it in the same parent scores as many experts as it has. None
+    where that cannot be told, or where its weights are in parts."""
+    names = {module: name for name, module in model.named_modules()}
+    place = {
+        part.parameter: (block, part)
+        for block in blocks.blocks
+        for part in block.slices
+        if part.is_whole and block.numel
+    }
+    return [_find_router(model, names[module], len(of), place) for module, of in blocks.experts.items()]
+
+
+def _find_router(
+    model: nn.Module, experts_name: str, num_experts: int, place: dict[nn.Parameter, tuple[Block, ParamSlice]]
+) -> Router | None:
+    parent_name, _, own_name = experts_name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    candidates = [
+        (module, parameter)
+        for module in _without(parent, parent.get_submodule(own_name))
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2 and parameter.shape[0] == num_experts
+    ]
+    if len(candidates) != 1 or candidates[0][1] not in place:
+        return None
+    module, parameter = candidates[0]
+    block, weight = place[parameter]
+    own_bias = getattr(module, "bias", None)
+    bias = place.get(own_bias) if isinstance(own_bias, nn.Parameter) else None
+    if bias is not None and (bias[0] is not block or bias[1].shape != (num_experts,)):
+        return None
+    has_correction = isinstance(getattr(module, _CORRECTION, None), Tensor)
+    correction = (lambda: getattr(module, _CORRECTION)) if has_correction and _CORRECTION in module._buffers else None
+    if has_correction and correction is None:
+        return None  # a parameter, which streams
+    return Router(block, weight, bias[1] if bias is not None else None, correction)
+
+
+def _without(parent: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
+    left_out = set(experts.modules())
+    return (module for module in parent.modules() if module not in left_out)
+
+
+class NextRouter:
+    """Asks the router of the next layer, where that layer is on the device already. Used by the computing thread."""
+
+    def __init__(self, ring: SlotRing, routers: Sequence[Router | None]) -> None:
+        """``routers``: of each layer with experts, in forward order."""
+        self._ring = ring
+        self._routers = [*routers[1:], None]
+
+    def expect(self, layer: int, rows: Tensor, top_k: int) -> Tensor | None:
+        """How many of a layer's ``rows`` [tokens, hidden] the next layer would send to each of its experts, ``top_k``
+        each: [experts], enqueued. None where nobody can say."""
+        router = self._routers[layer]
+        if router is None or router.weight.shape[1] != rows.shape[-1]:
+            return None
+        slot = self._ring.pin_arrived(router.block)
+        if slot is None:
+            return None
+        try:
+            assert slot.ready is not None
+            self._ring.device.wait(Lane.COMPUTE, slot.ready)
+            with torch.no_grad():
+                scores = router.scores(rows, slot.weights)
+                chosen = scores.topk(min(top_k, scores.shape[-1])).indices
+                return torch.bincount(chosen.reshape(-1), minlength=scores.shape[-1])
+        finally:
+            self._ring.unpin(router.block)
+
+
+def most_chosen(counts: Tensor) -> list[int]:
+    """The experts that any row goes to, those first to which most do. Waits for the device."""
+    of_each = list(enumerate(counts.tolist()))
+    return [expert for expert, count in sorted(of_each, key=lambda one: -one[1]) if count]
