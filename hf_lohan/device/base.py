@@ -43,6 +43,10 @@ class Event(ABC):
     def synchronize(self) -> None:
         """Block the calling host thread until the event is reached."""
 
+    @abstractmethod
+    def is_reached(self) -> bool:
+        """Whether it is known to be reached, without waiting."""
+
 
 class Stamp(ABC):
     """A point in a lane's queue whose time can be asked for."""

@@ -26,6 +26,9 @@ class _CudaEvent(Event):
     def synchronize(self) -> None:
         self.event.synchronize()
 
+    def is_reached(self) -> bool:
+        return bool(self.event.query())
+
 
 class _Clock:
     """Tells when events were reached. It counts from an event, and moves on to later ones: what CUDA says of long times

@@ -62,9 +62,11 @@ class FarthestUse:
 
     def find(self, before: int) -> Slot | None:
         """A slot that may be overwritten by what is needed at ``before``: of those that are needed later, or never,
-        the one needed last. Among equals the one that was noted first."""
+        the one needed last. Among equals the one that was noted first. Slots that the device has yet to compute with
+        come last, though they were used last and so are needed last: a copy to them would wait, and keep its buffer."""
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note(slot)
+        computing: Slot | None = None
         while self._places:
             place = -self._places[0]
             slots = self._at.get(place)
@@ -73,13 +75,15 @@ class FarthestUse:
                 self._at.pop(place, None)
                 continue
             if place <= before:
-                return None
+                break
             slot = next(iter(slots))
             if slot.is_claimable:
-                return slot
+                if slot.last_use is None or slot.last_use.is_reached():
+                    return slot
+                computing = computing or slot
             self._take_out(slot)
             self._busy.add(slot)
-        return None
+        return computing
 
     def _take_out(self, slot: Slot) -> None:
         self._busy.discard(slot)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -72,10 +73,8 @@ def _find_router(
     bias = place.get(own_bias) if isinstance(own_bias, nn.Parameter) else None
     if bias is not None and (bias[0] is not block or bias[1].shape != (num_experts,)):
         return None
-    has_correction = isinstance(getattr(module, _CORRECTION, None), Tensor)
-    correction = (lambda: getattr(module, _CORRECTION)) if has_correction and _CORRECTION in module._buffers else None
-    if has_correction and correction is None:
-        return None  # a parameter, which streams
+    is_corrected = _CORRECTION in dict(module.named_buffers(recurse=False))
+    correction = partial(getattr, module, _CORRECTION) if is_corrected else None
     return Router(block, weight, bias[1] if bias is not None else None, correction)
 
 

@@ -42,6 +42,9 @@ class _ComputeEvent(Event):
         if self.device.heeds_wait():
             self.device.host_knows = max(self.device.host_knows, self.compute_time)
 
+    def is_reached(self) -> bool:
+        return self.device.host_knows >= self.compute_time
+
 
 class _CopyEvent(Event):
     def __init__(self, device: AsyncDevice) -> None:
@@ -54,6 +57,9 @@ class _CopyEvent(Event):
     def synchronize(self) -> None:
         if self.device.heeds_wait():
             self.reached.wait()
+
+    def is_reached(self) -> bool:
+        return self.reached.is_set()
 
 
 class _CopyLane:

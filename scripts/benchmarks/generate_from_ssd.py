@@ -2,6 +2,7 @@
 
     python scripts/benchmarks/generate_from_ssd.py --store /mnt/nvme               # on the drive as it is
     python scripts/benchmarks/generate_from_ssd.py --store /dev/shm --drive 60e6  # on one of so many bytes a second
+    python scripts/benchmarks/generate_from_ssd.py --num-experts 32               # a mixture, expert by expert
 
 The layers compute by waiting (`hf_lohan.testing.paced_layers`), so the cores are as free as beside a GPU. All else is
 real: engine, store, checksums, `model.generate`. With `--drive` reads are held up as one such drive would; else the
@@ -11,6 +12,10 @@ I/O engine alone reads the records first, and that is the drive's rate. Sides, i
 * `balanced`: the same, and compute takes as long; `... alone`: without reading ahead from one token to the next;
 * `ring`: slots of 70% of what all layers take, compute twice as long as the drive needs; `all`: the same compute with
   all layers on the device.
+
+With `--num-experts` the same of experts: all layers stay on the device without theirs, and slots hold a quarter of all
+experts, in `ring` 70%. There so many sequences are generated that each pass goes to all experts. `... alone`: no expert
+is loaded before its router has spoken. *Missing* is what had to be loaded, less what nobody used.
 """
 
 from __future__ import annotations
@@ -28,12 +33,15 @@ import torch
 import typer
 from benchmarking import Options, benchmark, folder_in, pairs_ratio, spread, table_of
 from rich.console import Console
-from transformers import LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen3MoeConfig
 
 import hf_lohan.engine.memory
+import hf_lohan.experts.expert_loader
+import hf_lohan.huggingface.attachment
 import hf_lohan.weights.prefetcher
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.experts.expert_schedule import ExpertSchedule, Load
 from hf_lohan.files import IoEngine
 from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.text_generation import PassClock
@@ -41,12 +49,15 @@ from hf_lohan.planner import KeysAndValues, SizeClass
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
 from hf_lohan.testing.paced_device import PacedDevice
-from hf_lohan.testing.paced_layers import pace_layers
+from hf_lohan.testing.paced_layers import pace_layers, paced_expert
 from hf_lohan.testing.storage_doubles import PacedBackend
 from hf_lohan.weights.schedule import LoadSchedule
 
 LINK_BYTES_PER_S = 20e9
 RING = 3
+EXPERTS_PER_TOKEN = 4
+ROWS_OF_ALL = 8
+"""For each expert on average, where all are to be used."""
 NO_CACHE = KeysAndValues(num_sequences=1, num_tokens=1, num_bytes=0)
 """Of a few tokens: what slots take is told apart from it."""
 
@@ -63,23 +74,93 @@ class Side:
     carries_on: bool = True
     as_side: str = ""
     """Whose compute it has, if not its own."""
+    uses_all: bool = False
+    """Whether all experts of a layer are used in each pass."""
 
 
+def quarter(num: int) -> int:
+    return num // 4
+
+
+def most(num: int) -> int:
+    return num * 7 // 10
+
+
+EXPERT_SIDES = (
+    Side("bytes", quarter, 0.25),
+    Side("bytes alone", quarter, 0.25, carries_on=False),
+    Side("balanced", quarter, 1.0),
+    Side("balanced alone", quarter, 1.0, carries_on=False),
+    Side("ring", most, 2.0, uses_all=True),
+    Side("all", lambda num: num, 0.0, as_side="ring", uses_all=True),
+)
 SIDES = (
     Side("bytes", lambda num: RING + num // 8, 0.25),
     Side("bytes alone", lambda num: RING + num // 8, 0.25, carries_on=False),
     Side("balanced", lambda num: RING + num // 8, 1.0),
     Side("balanced alone", lambda num: RING + num // 8, 1.0, carries_on=False),
-    Side("ring", lambda num: num * 7 // 10, 2.0),
+    Side("ring", most, 2.0),
     Side("all", lambda num: num, 0.0, as_side="ring"),
 )
+
+
+@dataclass(frozen=True)
+class Task:
+    """What generates."""
+
+    options: Options
+    num_experts: int
+    """Of each layer; 0: the model is dense."""
+
+    @property
+    def sides(self) -> tuple[Side, ...]:
+        return EXPERT_SIDES if self.num_experts else SIDES
+
+    @property
+    def size_class(self) -> SizeClass:
+        """Of the slots that sides differ in."""
+        return SizeClass.EXPERT if self.num_experts else SizeClass.LAYER
+
+    def num_sequences(self, side: Side) -> int:
+        return ROWS_OF_ALL * self.num_experts // EXPERTS_PER_TOKEN if side.uses_all else 1
+
+    def model(self) -> Any:
+        if not self.num_experts:
+            return self.options.shape.model(head_dim=64)
+        shape = self.options.shape
+        num_heads = max(1, shape.hidden // 64)
+        config = Qwen3MoeConfig(
+            hidden_size=shape.hidden,
+            num_hidden_layers=shape.layers,
+            moe_intermediate_size=shape.intermediate,
+            vocab_size=shape.vocabulary,
+            num_attention_heads=num_heads,
+            num_key_value_heads=num_heads,
+            head_dim=64,
+            num_experts=self.num_experts,
+            num_experts_per_tok=EXPERTS_PER_TOKEN,
+            mlp_only_layers=[],
+        )
+        torch.manual_seed(0)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if shape.bf16 else torch.float32)
+        # As in a trained model, a layer changes what passes it by about a tenth.
+        torch.nn.init.normal_(model.model.embed_tokens.weight, std=10 * config.initializer_range)
+        return model
+
+    def flops(self, skeleton: Any, side: Side) -> float:
+        """Of a pass."""
+        rows = self.num_sequences(side)
+        share = EXPERTS_PER_TOKEN / self.num_experts if self.num_experts else 0.0
+        dense = [p for layer in skeleton.model.layers for p in layer.parameters() if p.dim() == 2]
+        fused = [p for layer in skeleton.model.layers for p in layer.parameters() if p.dim() == 3]
+        return 2 * rows * (sum(p.numel() for p in dense) + share * sum(p.numel() for p in fused))
 
 
 @dataclass(frozen=True)
 class Turn:
     pass_s: float
     read_bytes: float
-    missing_bytes: int
+    missing_bytes: float
     slot_bytes: int
     compute_s: float
 
@@ -89,38 +170,52 @@ def slots_only(schedule: type[LoadSchedule]) -> Callable[..., LoadSchedule]:
     return lambda *args, **options: schedule(*args, **(options | {"carries_on": False}))
 
 
-def laid_out(model: Any, options: Options, side: Side, folder: Path) -> tuple[OffloadLayout, OffloadConfig]:
-    """With as many slots for layers as the side wants, and slots for all else."""
+class SureLoads(ExpertSchedule):
+    """Of experts, for calls whose router has spoken."""
+
+    def next_load(self, is_here: Callable[[Any], bool]) -> Load | None:
+        load = super().next_load(is_here)
+        return load if load is not None and load.is_sure else None
+
+
+def laid_out(model: Any, task: Task, side: Side, folder: Path) -> tuple[OffloadLayout, OffloadConfig]:
+    """With as many slots as the side wants, and slots for all else."""
     config = OffloadConfig.load(
-        gpu_memory="1TiB", cpu_memory=options.cpu_memory, ssd=str(folder / "store"), resident_records="none",
-        activations="keep", durability="checkpoint", prefetch_blocks=RING - 1,
+        gpu_memory="1TiB", cpu_memory=task.options.cpu_memory, ssd=str(folder / "store"), resident_records="none",
+        activations="keep", durability="checkpoint", prefetch_blocks=RING - 1, expert_cache="off",
+        experts="streamed" if task.num_experts else "auto",
     )  # fmt: skip
     device = PacedDevice(link_bytes_per_s=LINK_BYTES_PER_S, flops_per_s=1e18)
     config = resolved_here(config, device, folder)
 
     def lay_out(config: OffloadConfig) -> OffloadLayout:
         return lay_out_generation(
-            model, config, working_dtype=None, keys_and_values=NO_CACHE, memory_is_host=device.memory_is_host
+            model,
+            config,
+            working_dtype=None,
+            keys_and_values=replace(NO_CACHE, num_sequences=task.num_sequences(side)),
+            memory_is_host=device.memory_is_host,
+            experts_per_token=EXPERTS_PER_TOKEN if task.num_experts else None,
         )
 
     whole = lay_out(config).plan
-    layer_bytes, num_layers = whole.slot_bytes[SizeClass.LAYER], whole.num_slots[SizeClass.LAYER]
-    others = whole.gpu_pool_bytes - num_layers * layer_bytes
-    config = replace(config, gpu_memory=others + side.num_slots(num_layers) * layer_bytes)
+    slot_bytes, num_slots = whole.slot_bytes[task.size_class], whole.num_slots[task.size_class]
+    others = whole.gpu_pool_bytes - num_slots * slot_bytes
+    config = replace(config, gpu_memory=others + side.num_slots(num_slots) * slot_bytes)
     return lay_out(config), config
 
 
 @contextmanager
 def generating(
-    options: Options, side: Side, folder: Path, *, drive_bytes_per_s: float | None, flops_per_s: float
+    task: Task, side: Side, folder: Path, *, drive_bytes_per_s: float | None, flops_per_s: float
 ) -> Iterator[tuple[Any, OffloadEngine, PacedDevice]]:
     device = PacedDevice(link_bytes_per_s=LINK_BYTES_PER_S, flops_per_s=flops_per_s)
-    model = options.shape.model(head_dim=64)
+    model = task.model()
     model.generation_config.use_cache = True
     getattr(model, "activation_checkpointing_disable", model.gradient_checkpointing_disable)()
     pace_layers(model.model.layers, device)
     model.eval().requires_grad_(False)
-    layout, config = laid_out(model, options, side, folder)
+    layout, config = laid_out(model, task, side, folder)
     with ExitStack() as held:
         if drive_bytes_per_s is not None:
             backend = PacedBackend(drive_bytes_per_s)
@@ -129,6 +224,9 @@ def generating(
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)
             held.enter_context(patch.object(hf_lohan.weights.prefetcher, "LoadSchedule", schedule))
+            held.enter_context(patch.object(hf_lohan.experts.expert_loader, "ExpertSchedule", SureLoads))
+        if task.num_experts:
+            held.enter_context(patch.object(hf_lohan.huggingface.attachment, "compute_expert", paced_expert(device)))
         tiers = open_tiers(layout, config, device)
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
         engine = attach(model, layout, tiers, config)
@@ -139,16 +237,19 @@ def generating(
         engine.close()
 
 
-def run(options: Options, side: Side, folder: Path, num_tokens: int, **rates: Any) -> Turn:
+def run(task: Task, side: Side, folder: Path, num_tokens: int, **rates: Any) -> Turn:
     """A turn of a side: so many tokens behind the prompt's and two more."""
-    with generating(options, side, folder, **rates) as (model, engine, device):
-        clock, computed = PassClock(engine), []
+    with generating(task, side, folder, **rates) as (model, engine, device):
+        clock, computed, loaded = PassClock(engine), [], []
 
         def note(_ids: Any, scores: torch.Tensor) -> torch.Tensor:
             computed.append(device.paced_s)
+            if engine.expert_loader is not None:
+                figures = engine.expert_loader.figures
+                loaded.append(figures.loaded_bytes - figures.wrong_bytes)
             return clock(_ids, scores)
 
-        prompt = torch.arange(1, 5)[None]
+        prompt = torch.arange(4 * task.num_sequences(side)).view(-1, 4) % task.options.vocabulary
         model.generate(
             prompt,
             attention_mask=torch.ones_like(prompt),
@@ -163,16 +264,16 @@ def run(options: Options, side: Side, folder: Path, num_tokens: int, **rates: An
         return Turn(
             pass_s=pass_s,
             read_bytes=read_bytes,
-            missing_bytes=bytes_per_token(engine.layout),
+            missing_bytes=(loaded[-1] - loaded[2]) / num_tokens if loaded else bytes_per_token(engine.layout),
             slot_bytes=engine.peak_gpu_pool_bytes,
             compute_s=(computed[-1] - computed[2]) / num_tokens,
         )
 
 
-def drive_alone_bytes_per_s(options: Options, folder: Path) -> float:
-    """What the I/O engine reads with nothing else to do: the layers' records, twice."""
-    with generating(options, SIDES[0], folder, drive_bytes_per_s=None, flops_per_s=1e18) as (_, engine, _):
-        blocks = [block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]
+def drive_alone_bytes_per_s(task: Task, folder: Path) -> float:
+    """What the I/O engine reads with nothing else to do: the records of layers, or experts, twice."""
+    with generating(task, task.sides[0], folder, drive_bytes_per_s=None, flops_per_s=1e18) as (_, engine, _):
+        blocks = [block for block in engine.layout.blocks if block.size_class is task.size_class]
         dtype = engine.layout.master.working_dtype
         memory = [engine.device.host_empty(block.param_bytes).view(dtype) for block in blocks[:RING]]
         began_s = time.perf_counter()
@@ -194,33 +295,38 @@ def main(
     *,
     drive: Annotated[float | None, typer.Option(help="bytes a second; default: the drive of --store as it is")] = None,
     tokens: Annotated[int, typer.Option(help="a turn and side")] = 8,
+    num_experts: Annotated[int, typer.Option(help="of each layer; 0: the model is dense")] = 0,
 ) -> dict[str, Any]:
+    task = Task(options, num_experts)
     with folder_in(options.store) as folder:
-        rate = drive or drive_alone_bytes_per_s(options, folder)
-        turns: dict[str, list[Turn]] = {side.name: [] for side in SIDES}
+        rate = drive or drive_alone_bytes_per_s(task, folder)
+        turns: dict[str, list[Turn]] = {side.name: [] for side in task.sides}
         flops: dict[str, float] = {}
-        for side in SIDES:
+        for side in task.sides:
             with torch.device("meta"):
-                skeleton = options.shape.model(head_dim=64).requires_grad_(False)
-            layout, _ = laid_out(skeleton, options, side, folder)
-            products = [p for layer in skeleton.model.layers for p in layer.parameters() if p.dim() == 2]
-            layer_flops = sum(2 * product.numel() for product in products)
+                skeleton = task.model().requires_grad_(False)
+            layout, _ = laid_out(skeleton, task, side, folder)
             drive_s = bytes_per_token(layout) / rate
             flops[side.name] = (
-                flops[side.as_side] if side.as_side else layer_flops / (side.compute_over_drive * drive_s)
+                flops[side.as_side]
+                if side.as_side
+                else task.flops(skeleton, side) / (side.compute_over_drive * drive_s)
             )
         for _ in range(options.num_turns):
-            for side in SIDES:
-                turn = run(options, side, folder, tokens, drive_bytes_per_s=drive, flops_per_s=flops[side.name])
+            for side in task.sides:
+                turn = run(task, side, folder, tokens, drive_bytes_per_s=drive, flops_per_s=flops[side.name])
                 turns[side.name].append(turn)
     times = {name: [turn.pass_s for turn in of] for name, of in turns.items()}
-    bounds = {name: max(of[0].missing_bytes / rate, of[0].compute_s) for name, of in turns.items()}
+    bounds = {
+        name: max(statistics.median(turn.missing_bytes for turn in of) / rate, of[0].compute_s)
+        for name, of in turns.items()
+    }
     ratios = {
         "bytes: share of the bound": bounds["bytes"] / statistics.median(times["bytes"]),
         "balanced: share of the bound": bounds["balanced"] / statistics.median(times["balanced"]),
         "bytes: without reading ahead of the next token, over with": pairs_ratio(times, "bytes alone", "bytes"),
         "balanced: without, over with": pairs_ratio(times, "balanced alone", "balanced"),
-        "ring: slots of layers, over all": SIDES[4].num_slots(options.layers) / options.layers,
+        "ring: slots of layers or experts, over all": 0.7,
         "ring: peak of all slots, over all": turns["ring"][0].slot_bytes / turns["all"][0].slot_bytes,
         "ring: speed, over all": pairs_ratio(times, "all", "ring"),
     }
@@ -232,7 +338,10 @@ def main(
     console.print(table)
     for what, ratio in ratios.items():
         console.print(f"{what}: {ratio:.3f}")
+    name = {"benchmark": "generate_experts"} if num_experts else {}
     return {
+        **name,
+        "num_experts": num_experts,
         "drive_bytes_per_s": rate,
         "is_drive_paced": drive is not None,
         "num_tokens": tokens,

@@ -180,6 +180,9 @@ class NotedEvent(Event):
     def synchronize(self) -> None:
         self.num_waits += 1
 
+    def is_reached(self) -> bool:
+        return False
+
 
 def test_the_host_writes_only_behind_the_last_copy_from_what_was_there() -> None:
     """However the places were given back; once that copy is done, it need not be waited for again."""

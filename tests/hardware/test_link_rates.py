@@ -47,6 +47,9 @@ class _LazyEvent(Event):
         self.device.num_run[self.lane] += len(copies)
         copies.clear()
 
+    def is_reached(self) -> bool:
+        return not self.device.pending.get(self.lane)
+
 
 def test_both_lanes_copy_between_host_and_device_and_are_waited_for() -> None:
     device = LazyDevice()
