@@ -11,7 +11,6 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.model import Block
-from hf_lohan.updates import Delivery
 from hf_lohan.weights import LocalWeights, Slot
 
 
@@ -27,8 +26,8 @@ class _Place:
 
 
 class ExpertCache:
-    """A `WeightSource` of experts: the policy says which of them have a copy in RAM. What is there is copied to the
-    slot from there. What is to be kept is read into its place and copied from there, all else goes past it.
+    """An `ExpertSource`: the policy says which experts have a copy in RAM. What is there is copied to the slot from
+    there. What is to be kept is read into its place and copied from there, all else goes past it.
 
     A use, for the policy, is a load: what stays in a slot needs no copy in RAM. One thread loads, others may ask and
     tell.
@@ -64,18 +63,22 @@ class ExpertCache:
         with self._lock:
             self._policy.end_pass()
 
-    def load(self, block: Block, slot: Slot) -> Delivery:
-        """See `WeightSource.load`. What updates still have of a block goes past the cache."""
+    def finish(self) -> None:
+        """See `LocalWeights.finish`."""
+        self._source.finish()
+
+    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
+        """See `LocalWeights.begin`. What updates still have of a block goes past the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
                 self._forget(block)
-            self._source.read_rest(block, slot, delivery)
-            return delivery
+            self._source.begin_rest(block, slot, delivery, ended)
+            return
         place, is_hit = self._use(block)
         if place is None:
-            self._source.read_rest(block, slot, delivery)
-            return delivery
+            self._source.begin_rest(block, slot, delivery, ended)
+            return
         memory = place.memory.view(block.master.working_dtype)[: block.numel]
         try:
             if is_hit:
@@ -90,7 +93,7 @@ class ExpertCache:
             raise
         finally:
             place.copied = self._device.record(Lane.H2D)
-        return delivery
+        delivery.when_ended(ended)
 
     def _use(self, block: Block) -> tuple[_Place | None, bool]:
         """Where the block is, or is to be, and whether it is there."""

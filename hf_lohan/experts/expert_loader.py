@@ -7,17 +7,26 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from typing import Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
 from hf_lohan.experts.next_expert import ExpertFigures, ExpertLoad, NextExpert
 from hf_lohan.model import Block
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights import BlockLoader, Slot, SlotRing, WeightSource
+from hf_lohan.weights import BlockLoader, Slot, SlotRing
+
+
+class ExpertSource(Protocol):
+    """Brings experts, the next one's reads ordered before the last one's have ended: see `LocalWeights`."""
+
+    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None: ...
+
+    def finish(self) -> None: ...
 
 
 class ExpertLoader(BlockLoader):
-    """One thread that has a `WeightSource` load what the `ExpertSchedule` says, into slots of the class EXPERT.
+    """One thread that has an `ExpertSource` load what the `ExpertSchedule` says, into slots of the class EXPERT.
 
     Several blocks may be in use at once, but whoever keeps all slots and asks for another block waits for ever.
     """
@@ -25,7 +34,7 @@ class ExpertLoader(BlockLoader):
     def __init__(
         self,
         ring: SlotRing,
-        source: WeightSource,
+        source: ExpertSource,
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         when_pass_ends: Callable[[], None] = lambda: None,
@@ -136,20 +145,28 @@ class ExpertLoader(BlockLoader):
     # The loading thread's side.
 
     def _load_until_closed(self) -> None:
-        while (load := self._wait_for_load()) is not None:
-            try:
-                self._source.load(load.block, load.slot).when_ended(partial(self._end_load, load))
-            except BaseException as error:
-                self._end_load(load, error)
+        while not self._is_closed:
+            load = self._take_load(waits=False)
+            if load is None:
+                self._source.finish()
+                load = self._take_load(waits=True)
+            if load is not None:
+                try:
+                    self._source.begin(load.block, load.slot, partial(self._end_load, load))
+                except BaseException as error:
+                    self._end_load(load, error)
+        self._source.finish()
 
-    def _wait_for_load(self) -> ExpertLoad | None:
-        """The next load, its slot claimed; None if there will be none."""
+    def _take_load(self, *, waits: bool) -> ExpertLoad | None:
+        """The next load, its slot claimed; None if there will be none, or, unless this waits, if there is none now."""
         with self._ring.lock:
             while not self._is_closed:
                 load = self._next.find() if self._failure is None else None
                 if load is not None:
                     self._next.take(load)
                     return load
+                if not waits:
+                    break
                 self._ring.changed.wait()
         return None
 

@@ -68,8 +68,9 @@ class Trust:
 
     @property
     def is_in_router(self) -> bool:
-        """Habits mostly name what is here; what routers name besides is worth loading if they are right about most."""
-        return self._right_by_router > max(self._right_by_habit, _MOST)
+        """Habits mostly name what is here; what routers name besides is worth loading if they are right about most.
+        Until that is known they are believed."""
+        return not self._weight or self._right_by_router > max(self._right_by_habit, _MOST)
 
 
 def _overlap(used: Collection[int], expected: Collection[int]) -> float:

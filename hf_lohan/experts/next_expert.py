@@ -12,6 +12,9 @@ from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.weights import Slot, SlotRing
 
+_MOST_HINTS = 2
+"""Under way: one is read while the other is verified and copied."""
+
 
 @dataclass
 class ExpertFigures:
@@ -39,7 +42,7 @@ class ExpertLoad(NamedTuple):
 
 class NextExpert:
     """What compute waits for goes first; then what the schedule says, as far as there is a slot whose block is needed
-    later, or not at all. Of hints one at a time: what turns out to be needed does not wait behind many.
+    later, or not at all. Of hints two at a time: what turns out to be needed does not wait behind many.
 
     Whoever calls holds the slots' lock. No call looks at more slots or blocks than one layer has experts, but for the
     first behind the begin or the end of a pass, and behind a step."""
@@ -69,7 +72,7 @@ class NextExpert:
             if slot is not None:
                 return ExpertLoad(block, slot, is_hint=False)
         load = self._schedule.next_load(self._ring.is_here)
-        if load is None or (self._num_hints and not load.is_sure):
+        if load is None or (self._num_hints >= _MOST_HINTS and not load.is_sure):
             return None
         slot = self._farthest.find(before=load.place)
         return None if slot is None else ExpertLoad(load.block, slot, not load.is_sure)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Protocol
 
 from torch import Tensor
@@ -38,9 +39,42 @@ class RecordReader(Protocol):
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead: ...
 
 
+@dataclass(eq=False)
+class _Load:
+    """One block's, some of whose reads may be under way."""
+
+    block: Block
+    slot: Slot
+    end: Callable[[BaseException | None], None]
+    num_reading: int = 0
+    is_whole: bool = False
+    """All its reads have been ordered, or as many as will be."""
+    error: BaseException | None = None
+
+    def end_if_done(self) -> None:
+        if self.is_whole and not self.num_reading:
+            self.end(self.error)
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """Elements [start, stop) of a block, being read."""
+
+    load: _Load
+    read: RecordRead
+    buffer: Buffer | None
+    """None: straight into the slot."""
+    start: int
+    stop: int
+
+
 class LocalWeights:
     """A `WeightSource`: this process's store, and what updates still have in RAM. Reads go through staging buffers, or
-    into the slot itself where the device's memory is the host's."""
+    into the slot itself where the device's memory is the host's.
+
+    Loads come one after the other (`load`), or the reads of one begin before those of the last have ended (`begin`,
+    `finish`): then the drive has something to do while weights are verified and copied.
+    """
 
     def __init__(
         self,
@@ -54,13 +88,29 @@ class LocalWeights:
         self._store = store
         self._staging = staging
         self._deliver = deliver
+        self._reading: deque[_Part] = deque()
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def load(self, block: Block, slot: Slot) -> Arrival:
         """Read and copy what is to be read; what comes from updates may still come."""
         delivery = self.deliver(block, slot)
-        self.read_rest(block, slot, delivery)
+        errors: list[BaseException | None] = []
+        self._order(block, slot, delivery, errors.append)
+        self.finish()
+        if errors[0] is not None:
+            raise errors[0]
         return delivery
+
+    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
+        """The same, with what `Arrival.when_ended` is to be told. Returns once all reads are ordered and those of the
+        loads before have ended; ``ended`` is called here, in a later call, or as `Delivery` says. Raises what kept the
+        load from beginning."""
+        self.begin_rest(block, slot, self.deliver(block, slot), ended)
+
+    def finish(self) -> None:
+        """Return when all that was begun is read, and its copies are enqueued."""
+        while self._reading:
+            self._complete_one()
 
     def deliver(self, block: Block, slot: Slot) -> Delivery:
         """The first half of a load: what comes from updates is on its way. What the H2D lane copies to the slot from
@@ -68,19 +118,20 @@ class LocalWeights:
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
-    def read_rest(self, block: Block, slot: Slot, delivery: Delivery) -> None:
-        """The second half: read and copy what is not delivered."""
-        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
-        try:
-            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
-                if self._device.memory_is_host:
-                    self._read_into(block, slot, parts)
-                else:
-                    self._read_and_copy(block, slot, parts)
-        except BaseException:
-            with contextlib.suppress(Exception):  # while others write into the slot, nobody may take it
-                delivery.wait()
-            raise
+    def begin_rest(
+        self, block: Block, slot: Slot, delivery: Delivery, ended: Callable[[BaseException | None], None]
+    ) -> None:
+        """The second half of `begin`: read and copy what is not delivered."""
+
+        def end(error: BaseException | None) -> None:
+            if error is None:
+                delivery.when_ended(ended)
+            else:
+                ended(error)
+
+        load = self._order(block, slot, delivery, end)
+        while self._reading and self._reading[0].load is not load:
+            self._complete_one()
 
     def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
         """The second half where nothing is delivered: read all of the block into ``memory`` [block.numel], which is
@@ -106,49 +157,72 @@ class LocalWeights:
         for first, last in ranges(stop - start, chunk_numel):
             yield start + first, start + last
 
-    def _read_into(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
-        reads: list[RecordRead] = []
+    def _order(
+        self, block: Block, slot: Slot, delivery: Delivery, end: Callable[[BaseException | None], None]
+    ) -> _Load:
+        """Order the reads of a block, completing earlier ones where their buffers are needed. What goes wrong is told
+        by ``end``, once nobody writes into the slot any more."""
+
+        def end_safely(error: BaseException | None) -> None:
+            if error is not None:
+                with contextlib.suppress(Exception):  # while others write into the slot, nobody may take it
+                    delivery.wait()
+            end(error)
+
+        load = _Load(block, slot, end_safely)
+        parts = [part for whole in delivery.ranges_to_read() for part in self._cut(block, *whole)]
         try:
-            for start, stop in parts:
-                view = slot.weights[start:stop]
-                reads.append(self._store.read(block.name, "param", start, view, is_urgent=True))
-            for read in reads:
-                read.wait()
-        except BaseException:
-            for read in reads:  # the others still write into the slot
-                with contextlib.suppress(Exception):
-                    read.arrive()
-            raise
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
+                for start, stop in parts:
+                    if load.error is not None:
+                        break
+                    self._order_part(load, start, stop)
+        except BaseException as error:
+            load.error = load.error or error
+        load.is_whole = True
+        load.end_if_done()
+        return load
 
-    def _read_and_copy(self, block: Block, slot: Slot, parts: Sequence[tuple[int, int]]) -> None:
-        reading: deque[tuple[RecordRead, Buffer, int, int]] = deque()
-        dtype = block.master.working_dtype
-
-        def copy_one() -> None:
-            read, buffer, start, stop = reading[0]
-            read.wait()
-            reading.popleft()
-            self._device.copy(Lane.H2D, slot.weights[start:stop], buffer.view(dtype, stop - start))
-            self._copying.append((self._device.record(Lane.H2D), buffer))
-
+    def _order_part(self, load: _Load, start: int, stop: int) -> None:
+        view, buffer = load.slot.weights[start:stop], None
+        if not self._device.memory_is_host:
+            buffer = self._free_buffer()
+            view = buffer.view(load.block.master.working_dtype, stop - start)
         try:
-            for start, stop in parts:
-                while self._staging.num_free == 0:
-                    if not self._copying:
-                        copy_one()
-                    event, buffer = self._copying.popleft()
-                    event.synchronize()
-                    buffer.release()
-                buffer = self._staging.acquire()
-                view = buffer.view(dtype, stop - start)
-                read = self._store.read(block.name, "param", start, view, is_urgent=True)
-                reading.append((read, buffer, start, stop))
-            while reading:
-                copy_one()
+            read = self._store.read(load.block.name, "param", start, view, is_urgent=True)
         except BaseException:
-            while reading:  # the others still write into their buffers
-                read, buffer, _, _ = reading.popleft()
-                with contextlib.suppress(Exception):
-                    read.arrive()
+            if buffer is not None:
                 buffer.release()
             raise
+        load.num_reading += 1
+        self._reading.append(_Part(load, read, buffer, start, stop))
+
+    def _free_buffer(self) -> Buffer:
+        while self._staging.num_free == 0:
+            if not self._copying:
+                self._complete_one()
+            if self._copying:
+                event, buffer = self._copying.popleft()
+                event.synchronize()
+                buffer.release()
+        return self._staging.acquire()
+
+    def _complete_one(self) -> None:
+        """The read that was ordered first ends, and is copied."""
+        part = self._reading.popleft()
+        load, buffer = part.load, part.buffer
+        try:
+            with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=load.block.name):
+                part.read.arrive() if load.error is not None else part.read.wait()
+            if buffer is not None and load.error is None:
+                part_of_slot = load.slot.weights[part.start : part.stop]
+                dtype = load.block.master.working_dtype
+                self._device.copy(Lane.H2D, part_of_slot, buffer.view(dtype, part.stop - part.start))
+                self._copying.append((self._device.record(Lane.H2D), buffer))
+                buffer = None
+        except BaseException as error:
+            load.error = load.error or error
+        if buffer is not None:
+            buffer.release()
+        load.num_reading -= 1
+        load.end_if_done()

@@ -41,6 +41,12 @@ class CountingSource:
         slot.weights.fill_(number_of(block))
         return Delivery(slot.weights)
 
+    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
+        self.load(block, slot).when_ended(ended)
+
+    def finish(self) -> None:
+        """Nothing is left under way."""
+
     @property
     def num_loads(self) -> Counter[str]:
         return Counter(self.loads)

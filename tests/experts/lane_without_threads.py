@@ -28,6 +28,7 @@ class OneSlot:
     block: NamedBlock | None = None
     num_pins: int = 0
     is_loading: bool = False
+    last_use: None = None
 
     @property
     def is_claimable(self) -> bool:

@@ -56,12 +56,20 @@ class Cached:
         self.read_bytes += out.nbytes
         return RecordRead.of_memory()
 
+    def load(self, block: Block, slot: Slot) -> None:
+        """Raises what kept it from being loaded."""
+        ended: list[BaseException | None] = []
+        self.cache.begin(block, slot, ended.append)
+        self.cache.finish()
+        if ended[0] is not None:
+            raise ended[0]
+
     def use(self, number: int) -> bool:
         """Load it and look at the weights one load later; returns whether nothing was read."""
         block, slot, before = self.blocks[number], self.slots[self._num_loads % 2], self.read_bytes
         self._num_loads += 1
         was_here = self.cache.has(block)
-        self.cache.load(block, slot)
+        self.load(block, slot)
         self.device.record(Lane.H2D).synchronize()
         assert bool((slot.weights == self.stored[block.name]).all())
         slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
@@ -96,8 +104,8 @@ def test_copies_that_are_late_have_their_memory_until_they_are_done() -> None:
     cached = Cached(policy_named("lru", 1))
     cached.device._max_delay_s = 2e-2
     first, second = cached.slots
-    cached.cache.load(cached.blocks[1], first)
-    cached.cache.load(cached.blocks[2], second)  # into the same memory
+    cached.load(cached.blocks[1], first)
+    cached.load(cached.blocks[2], second)  # into the same memory
     cached.device.record(Lane.H2D).synchronize()
     assert bool((first.weights == 1.0).all()) and bool((second.weights == 2.0).all())
 

@@ -6,17 +6,22 @@ import random
 import sys
 from contextlib import nullcontext
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
-from lane_without_threads import Lane
+import torch
+from lane_without_threads import Lane, NamedBlock
 from routings import routed
 
 import hf_lohan.experts.expert_schedule as schedule_module
 import hf_lohan.experts.farthest_use as slots_module
 import hf_lohan.experts.frequencies as frequencies_module
 import hf_lohan.experts.next_expert as next_module
+from hf_lohan.device import Event
 from hf_lohan.experts.expert_schedule import Call
+from hf_lohan.experts.farthest_use import FarthestUse
+from hf_lohan.planner import SizeClass
+from hf_lohan.weights import Slot
 
 
 def test_all_experts_come_in_order_and_the_turn_around_reuses_what_is_here() -> None:
@@ -121,16 +126,45 @@ def test_what_the_router_says_takes_the_place_of_hints() -> None:
     assert lane.used[-3:] != [] and set(lane.used[-3:]) == {"1.2", "1.3", "1.4"}
 
 
-def test_of_hints_one_at_a_time_is_under_way() -> None:
+class Reached(Event):
+    """By the device, or not yet."""
+
+    def __init__(self, is_reached: bool) -> None:
+        self._is_reached = is_reached
+
+    def synchronize(self) -> None:
+        raise AssertionError("nobody is to wait")
+
+    def is_reached(self) -> bool:
+        return self._is_reached
+
+
+def test_slots_that_the_device_still_computes_with_are_given_up_last() -> None:
+    uses = {"a": 3, "b": 5, "c": 7}
+    slots = {name: Slot(torch.empty(0), SizeClass.EXPERT, cast(Any, NamedBlock(name))) for name in uses}
+    farthest = FarthestUse(slots.values(), lambda block: uses[block.name])
+    slots["b"].last_use, slots["c"].last_use = Reached(False), Reached(False)
+    assert farthest.find(before=2) is slots["a"]
+    assert farthest.find(before=4) is slots["c"], "the one needed last, if all that may go are computed with"
+    slots["b"].last_use = Reached(True)
+    assert farthest.find(before=2) is slots["b"]
+    assert farthest.find(before=6) is slots["c"]
+    slots["c"].last_use = Reached(True)
+    assert farthest.find(before=2) is slots["c"]
+    assert farthest.find(before=8) is None
+
+
+def test_of_hints_two_at_a_time_are_under_way() -> None:
     lane = Lane(num_layers=2, num_experts=8, num_slots=6)
     lane.begin(is_training=False)
-    lane.call(0, [0, 1])
+    lane.call(0, [0, 1, 2])
     lane.schedule.end()
     lane.ring.forget()
     lane.schedule.foresee(is_training=False)
-    hint = lane.next.find()
-    assert hint is not None and hint.is_hint
-    lane.next.take(hint)
+    for _ in range(2):
+        hint = lane.next.find()
+        assert hint is not None and hint.is_hint
+        lane.next.take(hint)
     assert lane.next.find() is None
     lane.schedule.begin(is_training=False)
     lane.schedule.route(0, [5], num_rows=1, call=Call.FORWARD)

@@ -69,7 +69,7 @@ def test_believed_or_not_numbers_are_stocks(
 
 def test_the_router_is_believed_where_it_is_right_about_most_and_habits_are_not() -> None:
     trust = Trust()
-    assert not trust.is_in_router
+    assert trust.is_in_router
     trust.note([1, 2], by_habit=[3, 4], by_router=[1, 2])
     assert trust.is_in_router
     for _ in range(20):

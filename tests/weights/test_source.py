@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import errno
 import threading
+import time
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from block_streams import BLOCK_NUMEL, NEVER, NUM_BLOCKS, StreamFactory, write
+from torch import Tensor, nn
 
+from hf_lohan.device import BufferPool, CpuDevice, Lane
 from hf_lohan.files import StorageError
+from hf_lohan.model import lay_out_block
+from hf_lohan.planner import SizeClass
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend
+from hf_lohan.updates import Delivery
+from hf_lohan.weights import LocalWeights, Slot
 
 
 def test_a_forgotten_block_is_read_again(make_stream: StreamFactory) -> None:
@@ -110,3 +119,93 @@ def test_a_fault_while_reading_ahead_that_is_gone_when_the_pass_begins_is_forgot
     stream.until_idle()
     backend.fail_on = NEVER
     stream.training_pass()
+
+
+class HeldReads:
+    """A store's reads, each of which ends when it is told to, or fails."""
+
+    def __init__(self) -> None:
+        self.ordered: list[str] = []
+        self.may_end = threading.Event()
+        self.fails = ""
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> Any:
+        self.ordered.append(block)
+        return HeldRead(self, block, out)
+
+
+class HeldRead:
+    def __init__(self, reads: HeldReads, block: str, out: Tensor) -> None:
+        self._reads, self._block, self._out = reads, block, out
+
+    def arrive(self) -> None:
+        assert self._reads.may_end.wait(60)
+
+    def wait(self) -> None:
+        self.arrive()
+        if self._block == self._reads.fails:
+            raise OSError(f"{self._block} cannot be read")
+        self._out.fill_(float(self._block[1:]))
+
+
+class OverlappingLoads:
+    """Three blocks, slots for all, and what their loads said when they ended."""
+
+    def __init__(self, device: CpuDevice) -> None:
+        self.device, self.reads = device, HeldReads()
+        staging = BufferPool(device, name="staging", num_buffers=2, buffer_bytes=4 * BLOCK_NUMEL)
+        self.source = LocalWeights(device, self.reads, staging, lambda block, weights, free: Delivery(weights))
+        names = ("b0", "b1", "b2")
+        self.blocks = [
+            lay_out_block(name, SizeClass.EXPERT, {name: nn.Parameter(torch.zeros(BLOCK_NUMEL))}) for name in names
+        ]
+        memory = [device.empty(4 * BLOCK_NUMEL).view(torch.float32) for _ in names]
+        self.slots = [Slot(weights, SizeClass.EXPERT) for weights in memory]
+        self.ended: dict[str, BaseException | None] = {}
+
+    def begin(self, number: int) -> None:
+        block = self.blocks[number]
+        self.source.begin(block, self.slots[number], lambda error: self.ended.update({block.name: error}))
+
+    def is_right(self, number: int) -> bool:
+        self.device.record(Lane.H2D).synchronize()
+        return bool((self.slots[number].weights[:BLOCK_NUMEL] == number).all())
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, lambda: AsyncDevice(0, max_delay_s=2e-4)])
+def test_the_next_reads_are_ordered_before_the_last_ones_end(make_device: Callable[[], CpuDevice]) -> None:
+    loads = OverlappingLoads(make_device())
+    loads.begin(0)
+    assert loads.reads.ordered == ["b0"] and not loads.ended
+    thread = threading.Thread(target=loads.begin, args=(1,))
+    thread.start()
+    while len(loads.reads.ordered) < 2:
+        time.sleep(1e-3)
+    assert not loads.ended, "the second's reads are ordered while the first is under way"
+    loads.reads.may_end.set()
+    thread.join()
+    assert loads.ended == {"b0": None} and loads.is_right(0)
+    loads.begin(2)
+    assert loads.ended == {"b0": None, "b1": None} and loads.is_right(1)
+    loads.source.finish()
+    assert loads.ended["b2"] is None and loads.is_right(2)
+
+
+@pytest.mark.parametrize("make_device", [CpuDevice, lambda: AsyncDevice(0, max_delay_s=2e-4)])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_of_loads_that_overlap_one_fails_alone(make_device: Callable[[], CpuDevice], failing: int) -> None:
+    loads = OverlappingLoads(make_device())
+    loads.reads.may_end.set()
+    loads.reads.fails = f"b{failing}"
+    for number in range(3):
+        loads.begin(number)
+    loads.source.finish()
+    for number in range(3):
+        error = loads.ended[f"b{number}"]
+        assert (str(error) == f"b{number} cannot be read") if number == failing else (error is None)
+        assert number == failing or loads.is_right(number)
+    loads.reads.fails = ""
+    for number in range(3):  # all buffers were given back
+        loads.begin(number)
+    loads.source.finish()
+    assert set(loads.ended.values()) == {None} and all(map(loads.is_right, range(3)))
