@@ -13,6 +13,7 @@ of buffers and nothing fragments. Pools with fixed shares cannot starve one anot
   a step was not expected to sum any.
 
 What RAM swapped activations leave serves gradients that have no buffers, too (`shared_ram`). Nobody ever waits for it.
+Where each gradient comes once a step it may be all that they are held in: then the plan weighs it against copies.
 """
 
 from __future__ import annotations
@@ -108,6 +109,8 @@ class PoolRequest:
     hold_gradients: bool
     halves_gradients: bool = False
     """Whether every gradient comes once a step, in 2 bytes an element, and stays so."""
+    holds_in_buffers: bool = True
+    """Whether those that are held may stay in the buffers in which they arrive; else each has to leave its own."""
     stages_params: bool = True
     """Whether parameters pass through host buffers on their way to the device; not if its memory is the host's."""
     min_chunk_numel: int = MIN_CHUNK_NUMEL
@@ -197,7 +200,8 @@ def plan_pools(request: PoolRequest) -> PoolPlan:
     num_of_experts = MIN_STAGING_BUFFERS if num_staging > MIN_STAGING_BUFFERS else 0
     per_buffer = 2 if request.halves_gradients else 1
     num_places = per_buffer * (num_arrival + spare - more_staging * per_staging)
-    held, spilled, num_held = _choose_held(request, chunk_numel, num_places - num_arrival)
+    num_to_hold = num_places - num_arrival if request.holds_in_buffers else 0
+    held, spilled, num_held = _choose_held(request, chunk_numel, num_to_hold)
     is_recalled = spilled or (held and request.halves_gradients)
     return PoolPlan(
         chunk_numel=chunk_numel,

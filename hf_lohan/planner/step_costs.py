@@ -147,7 +147,7 @@ class StepCosts:
         )
         # An update writes what it has read. Between commits what lives in RAM stays there.
         unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
-        self._update_write_bytes -= int(unwritten_bytes)
+        self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
 
     def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
         """The step's forwards and backwards, and which of them the updates run under."""
@@ -159,6 +159,9 @@ class StepCosts:
             loads = [(1, True, updating), (count - 1, True, forward), (count - 1, False, backward), (1, False, last)]
         else:
             update = self._update(choice) + self._lent()
+            if clip == "speculate":  # what is spilled is for a wrong guess
+                unread_bytes = self._num_local * choice.spilled_gradient_bytes
+                update = replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
             loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
         return [Phase(*load) for load in loads if load[0]]
 

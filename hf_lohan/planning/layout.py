@@ -52,6 +52,7 @@ _KEPT_SHARE = 4
 """Weights of other boxes are kept in RAM if that takes at most one part in so many of `cpu_memory`."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 """What a plan may choose instead, of what pools leave."""
+_RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
 _LOGITS_SHARE = 16
 """Logits, in float32, that take more than one part in so many of `gpu_memory` are taken in chunks."""
 _SMALL_LOGITS_BYTES = 64 << 20
@@ -123,7 +124,8 @@ class OffloadLayout(StoredForm):
     def ram_splits(self) -> list[OffloadLayout]:
         """Itself and, where a plan may choose, others that give activations another share of the same RAM."""
         free_bytes = self.activation_bytes + self.record_bytes
-        shares = _RAM_SHARES if self.records_of_a_step and self.activation_bytes and not self.is_split else ()
+        may_choose = self.records_of_a_step and self.activation_bytes and not self.is_split
+        shares = (_RAM_SHARES_WITH_GRADIENTS if self.held_gradients() else _RAM_SHARES) if may_choose else ()
         others = [int(free_bytes * share) for share in shares]
         return [self, *(self._split(num_bytes, free_bytes) for num_bytes in others)]
 
@@ -281,12 +283,14 @@ def lay_out(
     )
     cpu_memory = request.cpu_memory_bytes
     activation_bytes = cpu_memory // _ACTIVATION_SHARE if config.activations in ("swap", "auto") else 0
+    if activation_bytes and not (sums_gradients or memory_is_host) and config.resident_records == "auto":
+        # A copy of weights saves reads of each pass, a gradient in RAM one write: the plan has to choose.
+        request = replace(request, holds_in_buffers=False)
     try:
         pools = plan_pools(replace(request, cpu_memory_bytes=cpu_memory - activation_bytes))
     except BudgetError:  # no room for activations: what cannot do without comes first
         activation_bytes = 0
         pools = plan_pools(request)
-    # Gradients came first: one that is held saves a write and a read. A copy of a record saves reads alone.
     return OffloadLayout(
         **vars(form),
         plan=pools,

@@ -182,18 +182,15 @@ def _plan_shape(
     in_memory = fits_without_offloading(trace(None).profile, hardware.device.memory_bytes)
 
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
-        found: PlannedStep | None = None
+        found = []
         for split in layout.ram_splits():
             own = of_one_rank(training_setup(config, split, shape, durability), split)
             plan, setup = plan_over_ranks(profile, hardware, own, collectives.ways(own.cluster.num_boxes))
-            plan = replace(plan, in_memory=in_memory)
-            if found is None or _is_better(plan, found.plan):
-                whole = replace(split, is_split=True)
-                found = PlannedStep(
-                    shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan
-                )
-        assert found is not None
-        return found
+            plan, whole = replace(plan, in_memory=in_memory), replace(split, is_split=True)
+            found.append(
+                PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)
+            )
+        return _best_split(found)
 
     asked = durability or ("step" if config.durability == "auto" else config.durability)
     found = planned(layout, config, asked)
@@ -222,14 +219,24 @@ def _plan_shape(
     return found
 
 
-_WORTH_ANOTHER_SPLIT = 0.99
-"""Of the usual one's step."""
+_AS_GOOD = 1.01
+"""So many times the shortest step, or the fewest bytes written."""
 
 
-def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
-    if plan.fits != than.fits:
-        return plan.fits
-    return plan.prediction.step_s < _WORTH_ANOTHER_SPLIT * than.prediction.step_s
+def _best_split(found: Sequence[PlannedStep]) -> PlannedStep:
+    """Of those that fit and are about as fast as any, one that wears the drives least; the usual one, if it may be, or
+    if none fits."""
+    usual, found = found[0], [planned for planned in found if planned.plan.fits]
+    if not found:
+        return usual
+    steps = [planned.plan.prediction for planned in found]
+    fast_s = _AS_GOOD * min(step.step_s for step in steps)
+    few_bytes = _AS_GOOD * max(0, min(step.ssd_write_bytes_per_step for step in steps if step.step_s <= fast_s))
+    return next(
+        planned
+        for planned, step in zip(found, steps, strict=True)
+        if step.step_s <= fast_s and step.ssd_write_bytes_per_step <= few_bytes
+    )
 
 
 def _together(one: ModelProfile, number: int) -> ModelProfile:

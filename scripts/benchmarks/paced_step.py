@@ -198,7 +198,13 @@ def running(
         keep_for_planner(hardware, model, config, device, options, folder)
     is_held = side.max_grad_norm > 0 or (work.accumulation > 1 and not config.vertical_micro_batches)
     engine = offload_model(
-        model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=is_held, device=device
+        model,
+        config,
+        torch_device="cpu",
+        default_ssd_path=folder,
+        hold_gradients=is_held,
+        sums_gradients=work.accumulation > 1,
+        device=device,
     )
     try:
         meter = Meter(engine, device)

@@ -41,7 +41,15 @@ def train(model: Any, device: Device, folder: Path, *, max_grad_norm: float, acc
     """A trainer behind its last step."""
     config = OffloadConfig.load({**SMALL_BUDGETS, "ssd": str(folder / "store"), **settings})
     is_held = max_grad_norm > 0 or (accumulation > 1 and not config.vertical_micro_batches)
-    offload_model(model, config, torch_device="cpu", default_ssd_path=folder, hold_gradients=is_held, device=device)
+    offload_model(
+        model,
+        config,
+        torch_device="cpu",
+        default_ssd_path=folder,
+        hold_gradients=is_held,
+        sums_gradients=accumulation > 1,
+        device=device,
+    )
     args = arguments(folder, max_steps=NUM_STEPS, max_grad_norm=max_grad_norm, gradient_accumulation_steps=accumulation)
     trainer = hf_lohan.Trainer(model, args, train_dataset=dataset(), offload=config)
     trainer.train()
@@ -54,6 +62,8 @@ MODES: dict[str, dict[str, Any]] = {
     "defer": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "defer", "activations": "keep"},
     "speculate": {"max_grad_norm": 1e6, "accumulation": 1, "clip": "speculate", "activations": "recompute"},
     "swap": {"max_grad_norm": 0.5, "accumulation": 2, "activations": "swap"},
+    "shared": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "defer", "activations": "swap"},
+    "guessed": {"max_grad_norm": 0.5, "accumulation": 1, "clip": "speculate", "activations": "auto"},
     "vertical": {"max_grad_norm": 0.5, "accumulation": 2, "vertical_micro_batches": True},
 }
 
@@ -75,6 +85,25 @@ def test_numbers_are_those_of_the_cpu(is_paced: bool, mode: str, tmp_path: Path)
     assert all(torch.equal(paced_weights[name], weight) for name, weight in cpu_weights.items())
     before = dict(tiny_model("llama").named_parameters())
     assert all(not torch.equal(weight, before[name]) for name, weight in paced_weights.items())
+
+
+@pytest.mark.parametrize("activations", ["recompute", "swap", "auto"])
+def test_gradients_that_come_once_are_held_where_activations_may_be(activations: str, tmp_path: Path) -> None:
+    """On a device with memory of its own; and the plan has the rest of RAM for copies."""
+    trainer = train(
+        tiny_model("llama"),
+        make_device(),
+        tmp_path,
+        max_grad_norm=0.5,
+        accumulation=1,
+        activations=activations,
+        cpu_memory="12MiB",
+    )
+    layout = trainer.offload_engine.layout
+    assert layout.is_split and bool(layout.plan.held_blocks) == (activations == "recompute")
+    assert bool(layout.held_gradients()) == (activations != "recompute")
+    assert layout.plan.cpu_pool_bytes + layout.activation_bytes + layout.resident_bytes <= 12 << 20
+    trainer.offload_engine.close()
 
 
 @pytest.mark.parametrize(("activations", "num_products"), [("keep", 3), ("recompute", 4)])
