@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -43,7 +44,7 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 IMPORTED_BY = os.getpid()
 PRELOADED = (LlamaForCausalLM, MixtralForCausalLM, OPTForCausalLM, Qwen3MoeForCausalLM, hf_lohan.Trainer)
 """What transformers and hf_lohan load only when it is asked for."""
-tqdm.get_lock()  # else each process makes a semaphore, which a killed one leaves behind
+tqdm.set_lock(threading.RLock())  # its own is shared by all that are forked, and a killed one may leave it taken
 
 NUM_ROWS = 64
 SMALL_BUDGETS = {"gpu_memory": "2MiB", "cpu_threads": 1, "io_threads": 2}
