@@ -269,8 +269,8 @@ class Links:
         self._is_closing = True
         self._tell_failure()
         connections = [connection for peer in self._peers.values() for connection in peer.connections.values()]
-        for connection in connections:
-            if not self._failure.is_known:
+        if not self._failure.is_known:  # once for all: the first to hear it may fail before the last is told
+            for connection in connections:
                 connection.post(Kind.BYE, ())
         until_s = time.monotonic() + _LAST_WORDS_S
         for peer in self._peers.values():

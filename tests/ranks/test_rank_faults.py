@@ -6,11 +6,13 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from hf_lohan.ranks import Kind, Lane, Links, RankFailedError, Ranks, RankTimeoutError
+from hf_lohan.ranks.messages import Head
 from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
 
 SOON_S = 1.0
@@ -155,6 +157,39 @@ def test_a_clean_end_is_a_failure_for_those_who_wait_for_that_rank() -> None:
     for rank in (0, 2):
         told = r"rank 1 \(.*\) had ended its run while rank \d waited for the norm of step 0"
         assert re.match(told, str(outcomes[rank].error))
+
+
+class AnsweredSocket:
+    """Whoever sends a farewell on it hears at once, before the next one, that the other end has failed for it."""
+
+    def __init__(self, end: socket.socket, answer: Callable[[], object]) -> None:
+        self._end, self._answer = end, answer
+        self.fileno, self.recv_into, self.shutdown, self.close = end.fileno, end.recv_into, end.shutdown, end.close
+
+    def sendmsg(self, buffers: Sequence[memoryview], ancillary: Sequence[tuple[int, int, bytes]], flags: int) -> int:
+        num_bytes = self._end.sendmsg(buffers, ancillary, flags)
+        if Head.unpack(buffers[0]).kind == Kind.BYE:
+            self._answer()
+        return num_bytes
+
+
+def test_a_rank_that_leaves_says_so_on_all_lanes_though_the_first_to_hear_it_fails() -> None:
+    """Else its last connections end without a farewell, as if it had died."""
+    ends = {lane: socket.socketpair() for lane in Lane}
+    heard = threading.Event()
+
+    def fail_because_of_it() -> None:
+        staying.send(1, Kind.FAILED, 1, 0, payload=b"rank 1 had ended its run while rank 0 waited for the end")
+        assert heard.wait(5.0)
+
+    leaving = {(lane, 0): pair[1] for lane, pair in ends.items()}
+    first = next(iter(leaving))
+    with Links(Ranks(0, 2, 0, 2), {(lane, 1): pair[0] for lane, pair in ends.items()}, 20.0) as staying:
+        other = Links(Ranks(1, 2, 1, 2), leaving | {first: AnsweredSocket(leaving[first], fail_because_of_it)}, 20.0)
+        other.when_failed(lambda error: heard.set())
+        other.close()
+        with pytest.raises(RankFailedError, match=r"rank 1 \(.*\) had ended its run while rank 0 waited for the end"):
+            staying.wait_for(lambda: False, "the end")
 
 
 def test_the_first_failure_is_the_one_that_all_name() -> None:
