@@ -8,12 +8,14 @@ import importlib
 import logging
 import os
 import subprocess
+import tempfile
 from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import accelerate
+import yaml
 from accelerate.utils import patch_environment
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -38,13 +40,15 @@ logger = logging.getLogger(__name__)
 _OUR_MODULES = ("hf_lohan.huggingface",)
 _TRAINER_MODULES = ("transformers", "transformers.trainer")
 _ACCELERATOR_MODULES = ("accelerate", "accelerate.accelerator")
+_LAUNCHER_MODULE = "accelerate.commands.launch"
 _UNSAID: Any = object()
 
 
 @contextlib.contextmanager
 def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
     """While this is open, `transformers.Trainer`, `accelerate.Accelerator` and every class derived from them offload as
-    `offload` says. A warning follows if nothing was offloaded.
+    `offload` says, and so do scripts that are started through accelerate's launcher (`trl sft` starts one). A warning
+    follows if nothing was offloaded, unless an error ends it.
 
     Classes that are defined or imported inside keep their offloading base afterwards; those that were there before
     get their old base back. `offload=` given to a Trainer wins, None (the stock Trainer) included, and so does
@@ -55,6 +59,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
     """
     config = OffloadConfig.load(offload)
     num_before = num_offloaded()
+    launcher = _OffloadingLauncher(config)
     stock = stock_module.Trainer
     offloading = _offloading_class(stock, config)
     with contextlib.ExitStack() as undo:
@@ -65,18 +70,26 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
             _replace(undo, importlib.import_module(name), "Accelerator", accelerator)
         for name in _OUR_MODULES:
             _replace(undo, importlib.import_module(name), "OffloadTrainerMixin", _AlreadyMixedIn)
+        _replace(undo, importlib.import_module(_LAUNCHER_MODULE), "launch_command", launcher)
         for derived in stock.__subclasses__():
             if not issubclass(derived, OffloadTrainerMixin):
                 bases = tuple(offloading if base is stock else base for base in derived.__bases__)
                 # Some class derived from it has the mixin already, in an order that this would contradict.
                 with contextlib.suppress(TypeError):
                     _replace(undo, derived, "__bases__", bases)
-        yield
-        if num_offloaded() == num_before:
+        ended: SystemExit | None = None
+        try:
+            yield
+        except SystemExit as end:  # `sys.exit(main())` is how installed programs end
+            ended = end
+        has_succeeded = ended is None or ended.code in (None, 0)
+        if has_succeeded and num_offloaded() == num_before and not launcher.has_launched:
             logger.warning(
                 "nothing was offloaded: no model was trained by transformers.Trainer or prepared by "
                 "accelerate.Accelerator; what else trains has to use hf_lohan.Accelerator"
             )
+        if ended is not None:
+            raise ended
 
 
 class _AlreadyMixedIn:
@@ -111,6 +124,30 @@ def _offloading_accelerator(config: OffloadConfig) -> type[Accelerator]:
     OffloadingAccelerator.__name__ = OffloadingAccelerator.__qualname__ = stock.__name__
     OffloadingAccelerator.__doc__ = stock.__doc__
     return OffloadingAccelerator
+
+
+class _OffloadingLauncher:
+    """`launch_command` of accelerate, for programs that start their script through it, as TRL's does."""
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._config = config
+        self.has_launched = False
+        """A script, which says itself whether anything was offloaded."""
+
+    def __call__(self, options: Namespace) -> None:
+        """Run the script offloaded, in as many processes as `lohan launch` would. Raises ValueError where it cannot."""
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ValueError(
+                f"each of several processes would start {options.training_script} once more; launch the program as one "
+                "process, and give --num_processes to the program itself"
+            )
+        self.has_launched = True
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder) / "lohan.yaml"
+            file.write_text(yaml.safe_dump(self._config.to_dict()), encoding="utf-8")
+            _put_in_front(options, ["--offload", str(file)])
+            with patch_environment(**_fill_in(options)):
+                launch_command(options)
 
 
 def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> None:
@@ -164,16 +201,20 @@ def _parser() -> ArgumentParser:
 
 def _run_offloaded(options: Namespace) -> None:
     """Put `hf_lohan.run` in front of the script. Raises ValueError if it cannot be."""
-    if options.no_python:
-        raise ValueError("--no_python starts a program that is not Python, which cannot be offloaded; leave it out")
     if not options.module and not Path(options.training_script).is_file():
         raise ValueError(f"there is no script {options.training_script!r}; give the path of a Python file")
     OffloadConfig.load(options.offload)
     is_default = options.offload == "lohan"
     offload = "lohan" if is_default else os.path.abspath(os.path.expanduser(options.offload))
-    target = ["-m", options.training_script] if options.module else [options.training_script]
     trace = ["--trace"] if options.trace else []
-    options.training_script_args = ["--offload", offload, *trace, *target, *options.training_script_args]
+    _put_in_front(options, ["--offload", offload, *trace])
+
+
+def _put_in_front(options: Namespace, words: Sequence[str]) -> None:
+    if options.no_python:
+        raise ValueError("--no_python starts a program that is not Python, which cannot be offloaded; leave it out")
+    target = ["-m", options.training_script] if options.module else [options.training_script]
+    options.training_script_args = [*words, *target, *options.training_script_args]
     options.training_script, options.module = "hf_lohan.run", True
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import accelerate
 import torch
+from accelerate.commands import launch
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 
@@ -44,3 +45,4 @@ def test_launching_has_the_options_that_we_fill_in() -> None:
     assert options.keys() >= expected, "accelerate launch has other options"
     assert isinstance(private.default_config_file, str) and callable(private.load_config_from_file)
     assert callable(private.launch_command)
+    assert launch.launch_command is private.launch_command, "TRL's programs look it up where we replace it"

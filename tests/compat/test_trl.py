@@ -73,3 +73,11 @@ def test_what_is_counted_has_the_names_that_are_kept(kind: str) -> None:
 def test_the_reference_is_asked_for_log_probs_where_we_offload_first(kind: str) -> None:
     source = inspect.getsource(getattr(trl, f"{kind}Trainer").__init__)
     assert "self._precompute_ref_logps(" in source, "the model would compute before it is offloaded"
+
+
+def test_the_command_line_launches_its_scripts_by_the_function_that_is_replaced() -> None:
+    from accelerate.commands import launch as accelerate_launch
+    from trl.cli.accelerate_launcher import launch_training_script
+
+    launcher = inspect.signature(launch_training_script).parameters["launch_command_fn"].default
+    assert launcher is accelerate_launch.launch_command, "`trl sft` starts its script in another way"

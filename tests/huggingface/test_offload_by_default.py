@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import logging
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import transformers
 import transformers.trainer
+from accelerate.commands import launch as accelerate_launch
 
 import hf_lohan
-from hf_lohan.config import ConfigError
-from hf_lohan.huggingface import engine_of
+from hf_lohan.config import ConfigError, OffloadConfig
+from hf_lohan.huggingface import engine_of, launch
 from hf_lohan.huggingface.launch import offload_by_default
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -93,3 +96,39 @@ def test_the_replacement_looks_like_the_trainer_it_replaces() -> None:
         assert inspect.signature(transformers.Trainer.__init__) == inspect.signature(stock.__init__)
         assert transformers.Trainer.__name__ == "Trainer"
         assert issubclass(transformers.Trainer, stock)
+
+
+@pytest.mark.parametrize(("code", "is_told"), [(None, True), (0, True), (1, False), ("an error", False)])
+def test_a_program_that_exits_is_told_that_nothing_was_offloaded(
+    code: int | str | None, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), pytest.raises(SystemExit) as caught, offload_by_default("lohan"):
+        raise SystemExit(code)  # as `sys.exit(main())` of every installed program
+    assert caught.value.code == code
+    assert ("nothing was offloaded" in caplog.text) == is_told
+
+
+def test_a_script_that_a_program_launches_is_offloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """TRL's command line starts its scripts through accelerate's launcher."""
+    launched: list[tuple[Namespace, OffloadConfig]] = []
+
+    def note(options: Namespace) -> None:
+        launched.append((options, OffloadConfig.load(options.training_script_args[1])))
+
+    monkeypatch.setattr(launch, "launch_command", note)
+    offload = {"prefetch_blocks": 3, "ssd": [{"path": str(tmp_path), "capacity": "1GiB"}], "trace": True}
+    with offload_by_default(offload):
+        from accelerate.commands.launch import launch_command, launch_command_parser
+
+        launch_command(launch_command_parser().parse_args(["--num_processes", "1", "sft.py", "--lr", "1"]))
+    ((options, config),) = launched
+    assert (options.training_script, options.module) == ("hf_lohan.run", True)
+    assert options.training_script_args[0] == "--offload"
+    assert options.training_script_args[2:] == ["sft.py", "--lr", "1"]
+    assert config == OffloadConfig.load(offload)
+    assert "nothing was offloaded" not in caplog.text, "the script says so itself"
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match=r"start sft\.py once more"), offload_by_default(offload):
+        accelerate_launch.launch_command(launch_command_parser().parse_args(["sft.py"]))

@@ -55,3 +55,27 @@ def test_a_program_of_trls_is_offloaded_with_its_reference(tmp_path: Path) -> No
     stock = run("DPO", arguments("DPO", tmp_path / "stock"), model=str(checkpoint), train_dataset=preferences())
     weights = load_file(tmp_path / "out" / "model.safetensors")
     assert all(torch.equal(weights[name], weight) for name, weight in stock.weights.items())
+
+
+@pytest.mark.slow
+def test_trls_command_line_is_offloaded(tmp_path: Path) -> None:
+    checkpoint = trl_runs.save_checkpoint(tmp_path / "model")
+    (tmp_path / "lohan.yaml").write_text("cpu_memory: 8MiB\ngpu_memory: 2MiB\n")
+    (tmp_path / "data").mkdir()
+    trl_runs.texts().to_json(tmp_path / "data" / "train.jsonl")
+    options = ["--bf16", "false", "--use_cpu", "--max_steps", "1", "--report_to", "none", "--save_strategy", "no"]
+    done = subprocess.run(
+        [
+            *[sys.executable, "-m", "hf_lohan.cli", "launch", "--offload", "lohan.yaml", "-m", "trl.cli.main", "sft"],
+            *["--model_name_or_path", str(checkpoint), "--dataset_name", "data", "--output_dir", "out", *options],
+        ],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        timeout=240,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "out" / "_lohan" / "store" / "manifest.json").is_file()
+    assert "nothing was offloaded" not in done.stderr
