@@ -2,7 +2,7 @@
 
     python scripts/renew_docs.py
 An answer stands in a code block behind its command, `$ lohan plan ...`. What it quotes are the lines that
-`shortened` leaves. `docs/settings.md` is made of `OffloadConfig` alone.
+`shortened` leaves or, behind `# begins:`, those of `beginning`. `docs/settings.md` is made of `OffloadConfig` alone.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_lohan.config import OffloadConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 QUOTED = re.compile(r"^```\n\$ (lohan plan [^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+_BEGINS = "# begins:"
 _WIDTH = 110
 
 SETTINGS_HEAD = """# Settings, one by one
@@ -42,9 +43,9 @@ def quoted_plans(text: str) -> Iterator[tuple[str, str]]:
 
 def answer(command: str) -> str:
     """What a document quotes of the answer to `lohan ...`."""
-    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, shlex.split(command)[1:])
+    result = CliRunner(env={"COLUMNS": "100"}).invoke(app, shlex.split(command, comments=True)[1:])
     if result.exit_code == 0:
-        return shortened(result.stdout)
+        return beginning(result.stdout) if command.endswith(_BEGINS) else shortened(result.stdout)
     if result.exit_code != 2:
         raise RuntimeError(f"{command} ended with {result.exit_code}: {result.exception!r} {result.stderr}")
     return "\n".join(textwrap.wrap(result.stderr, _WIDTH, break_on_hyphens=False)) + "\n"
@@ -59,6 +60,15 @@ def shortened(printed: str) -> str:
     below = (line for line in lines if line.startswith(("A step writes", "Behind computing hide")))
     kept = [*lines[:4], "", *lines[start:stop], *(["", line] for line in below)]
     return "\n".join(text for one in kept for text in ([one] if isinstance(one, str) else one)) + "\n"
+
+
+def beginning(printed: str) -> str:
+    """What it is of, the step, and how long each resource is busy."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    return (
+        "\n".join(lines[: next(number for number, line in enumerate(lines) if line.startswith("bytes on"))]).rstrip()
+        + "\n"
+    )
 
 
 def with_answers(text: str) -> str:

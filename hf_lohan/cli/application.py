@@ -28,6 +28,9 @@ _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
 ]
+_Paper = Annotated[
+    bool, typer.Option("--paper", help="As in LoHan's paper: all state on the SSDs, none in RAM. A run keeps some.")
+]
 _AS_GIVEN = {
     "ignore_unknown_options": True,
     "allow_extra_args": True,
@@ -134,6 +137,7 @@ def plan(
     boxes: _Boxes = 1,
     link: _Link = None,
     collectives: _Collectives = None,
+    paper: _Paper = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
     plot: Annotated[str | None, typer.Option(metavar="OUT.png", help="Also draw it; needs matplotlib.")] = None,
 ) -> None:
@@ -156,6 +160,7 @@ def plan(
             num_boxes=boxes,
             link=link,
             collectives=collectives,
+            paper=paper,
         )
         run_plan(request, as_json=as_json, plot=plot)
 
@@ -173,6 +178,7 @@ def estimate(
     boxes: _Boxes = 1,
     link: _Link = None,
     collectives: _Collectives = None,
+    paper: _Paper = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False,
 ) -> None:
     """Say in a few lines whether a model can be trained on a machine, how long a step is and what it needs."""
@@ -190,6 +196,7 @@ def estimate(
             num_boxes=boxes,
             link=link,
             collectives=collectives,
+            paper=paper,
         )
         run_estimate(request, as_json=as_json)
 

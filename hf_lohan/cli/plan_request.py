@@ -48,6 +48,8 @@ class PlanRequest:
     """Between those; None: what the hardware's profile says."""
     collectives: str | None = None
     """None: as the configuration says."""
+    paper: bool = False
+    """As LoHan's authors place the state: all of it on the SSDs, no copies of records in RAM."""
 
     def __post_init__(self) -> None:
         at_least_one = {
@@ -96,6 +98,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     """Plan a run, on another machine if one is given. Raises ValueError for bad values and files, and BudgetError for
     budgets that are too small for the pools; whether the rest fits is said by the plan."""
     asked = OffloadConfig.load(request.offload)
+    if request.paper:
+        asked = replace(asked, resident_records="none")
     hardware, device = None, device_for(default_torch_device())
     host_bytes, device_bytes, memory_is_host = (
         available_host_memory_bytes(),
@@ -106,9 +110,6 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         hardware = read_hardware(request.hardware)
         host_bytes, device_bytes = hardware.cpu.memory_bytes, hardware.device.memory_bytes
         memory_is_host = hardware.device.shares_cpu
-        if request.offload == "lohan":
-            # A machine on paper: LoHan's own placement, with all state on the SSDs, comparable with what is published.
-            asked = replace(asked, resident_records="none")
     if other is not None:
         hardware, host_bytes = other.hardware, other.ram_factor * host_bytes
         if other.ram_factor > 1:

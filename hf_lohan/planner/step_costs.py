@@ -373,8 +373,8 @@ class StepCosts:
         )
 
     def _forward_read_bytes(self) -> float:
-        """Of weights."""
-        return self._param_bytes - self._resident_param_bytes
+        """Of weights. Copies are whole records, which padding makes a little larger than their weights."""
+        return max(0, self._param_bytes - self._resident_param_bytes)
 
     def _backward_read_bytes(self) -> float:
         return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
@@ -386,7 +386,7 @@ class StepCosts:
 
     def _update(self, choice: Choice) -> Load:
         spilled_bytes = self._num_local * choice.spilled_gradient_bytes
-        read_bytes = self._update_read_bytes - self._resident_update_read_bytes + spilled_bytes
+        read_bytes = max(0, self._update_read_bytes - self._resident_update_read_bytes) + spilled_bytes
         return _load(
             ssd_read_bytes=read_bytes,
             ssd_write_bytes=self._update_write_bytes,

@@ -12,7 +12,7 @@ from hf_lohan.testing.models import tiny_config
 
 
 def test_estimate_is_short(model_13b: str) -> None:
-    result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER)])
+    result = runner.invoke(app, ["estimate", model_13b, "--hardware", str(PAPER), "--paper"])
     assert result.exit_code == 0, result.stderr
     assert "batch 8 x 2048 tokens" in result.stdout
     assert "fits      yes, offloaded, in " in result.stdout

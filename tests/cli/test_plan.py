@@ -54,6 +54,24 @@ def test_the_papers_table(model_13b: str, tmp_path: Path) -> None:
     assert math.fsum(errors) / len(errors) < 0.08
 
 
+def test_the_same_words_as_in_a_run_plan_that_run(tiny: str, tmp_path: Path) -> None:
+    """`lohan` is everything automatic, on a machine that is not here, too; the paper's placement has a word of its own."""
+    everything, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
+    everything.write_text("resident_records: auto\n")
+    all_on_ssd.write_text("resident_records: none\n")
+    sizes = {"batch_size": 1, "seq_len": 16}
+    plain = planned(tiny, "--hardware", DESKTOP, **sizes)
+    assert plain == planned(tiny, "--hardware", DESKTOP, "--offload", everything, **sizes)
+    paper = planned(tiny, "--hardware", DESKTOP, "--paper", **sizes)
+    assert paper == planned(tiny, "--hardware", DESKTOP, "--offload", all_on_ssd, **sizes)
+    assert paper["ssd_read_bytes_per_step"] > plain["ssd_read_bytes_per_step"]
+    estimates = [
+        json.loads(runner.invoke(app, ["estimate", tiny, "--hardware", str(DESKTOP), "--json", *more]).stdout)
+        for more in ([], ["--paper"])
+    ]
+    assert estimates[1]["ssd_read_bytes_per_step"] > estimates[0]["ssd_read_bytes_per_step"]
+
+
 def test_json_has_every_figure(model_13b: str) -> None:
     values = planned(model_13b, "--hardware", PAPER)
     assert values.keys() >= KEYS
@@ -62,13 +80,14 @@ def test_json_has_every_figure(model_13b: str) -> None:
     assert values["fits_without_offloading"] is False
     assert values["refusal"] is None
     assert values["tier_bytes"].keys() == {"gpu", "cpu", "ssd"}
+    assert values["ssd_read_bytes_per_step"] >= 0, "all of it is in RAM"
     assert 0 < sum(values["tier_bytes"]["gpu"].values()) <= 24e9
     assert sum(values["tier_bytes"]["cpu"].values()) <= 768e9 * 0.6
     assert values["model_flops"] == pytest.approx(6 * 12.85e9 * 16 * 1024, rel=0.05), "6 for each weight and token"
 
 
 def test_tables_say_what_binds_and_what_would_help(model_13b: str) -> None:
-    result = plan(model_13b, "--hardware", PAPER)
+    result = plan(model_13b, "--hardware", PAPER, "--paper")
     assert result.exit_code == 0, result.stderr
     for text in (
         "OPTForCausalLM, 12.9 billion parameters, bfloat16; batch 16 x 1024 tokens",

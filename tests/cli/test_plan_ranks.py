@@ -93,7 +93,8 @@ def test_the_configuration_says_it_too(tmp_path: Path) -> None:
 
 def test_ranks_of_one_box_share_it(model_13b: str) -> None:
     """LoHan's 13B on its machine with one drive: the drive is the limit, whoever shares it."""
-    one, four = (planned("--ranks", ranks, model=model_13b, hardware=PAPER, batch_size=16) for ranks in (1, 4))
+    where = {"model": model_13b, "hardware": PAPER, "batch_size": 16}
+    one, four = (planned("--paper", "--ranks", ranks, **where) for ranks in (1, 4))
     assert "cluster" not in one and "ranks" not in one
     assert four["bottleneck"] == one["bottleneck"] == "ssd"
     assert four["step_s"] == pytest.approx(one["step_s"], rel=0.1)
@@ -107,8 +108,8 @@ def test_ranks_of_one_box_share_it(model_13b: str) -> None:
 
 
 def test_half_of_the_records_in_each_box(model_13b: str) -> None:
-    options = ("--link", "100Gbit", "--collectives", "backward=world,forward=exact")
-    one = planned(model=model_13b, hardware=PAPER, batch_size=16)
+    options = ("--paper", "--link", "100Gbit", "--collectives", "backward=world,forward=exact")
+    one = planned("--paper", model=model_13b, hardware=PAPER, batch_size=16)
     two = planned("--ranks", 2, "--boxes", 2, *options, model=model_13b, hardware=PAPER, batch_size=16)
     for name in ("ssd_read_bytes_per_step", "ssd_write_bytes_per_step"):
         assert two[name] == pytest.approx(one[name] / 2, rel=0.02)
