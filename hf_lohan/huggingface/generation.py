@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from hf_lohan.compat.transformers_private import cache_among
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
@@ -134,7 +135,7 @@ def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tok
         model = weightless_model(config, torch.bfloat16).eval()
         tokens = torch.zeros(num_sequences, num_tokens, dtype=torch.long)
         try:
-            cache = model(input_ids=tokens, use_cache=True).past_key_values
+            cache = cache_among(model(input_ids=tokens, use_cache=True))
         except Exception as error:
             raise ValueError(f"a forward of {type(model).__name__} over {num_tokens} tokens fails: {error}") from error
     layers = [sum(numel for numel in _numels(layer)) for layer in getattr(cache, "layers", [])]
@@ -176,7 +177,7 @@ def _refuse_more_tokens(
         given = kwargs.get("inputs_embeds")
     if given is None or kwargs.get("use_cache") is False:
         return
-    seen = int(getattr(kwargs.get("past_key_values"), "get_seq_length", lambda: 0)())
+    seen = int(getattr(cache_among(kwargs), "get_seq_length", lambda: 0)())
     rows, length = given.shape[0], seen + given.shape[1]
     if rows > num_sequences or length > max_length:
         raise RuntimeError(

@@ -100,6 +100,20 @@ def test_the_number_of_gpus_can_be_limited(tmp_path: Path) -> None:
     assert args.n_gpu == 1, "TrainingArguments._n_gpu is not what n_gpu says"
 
 
+def test_the_cache_is_found_among_outputs_and_arguments() -> None:
+    model: Any = tiny_model("llama").eval()
+    passed: list[Any] = []
+    model.register_forward_pre_hook(
+        lambda _model, _args, kwargs: passed.append(private.cache_among(kwargs)), with_kwargs=True
+    )
+    ids = tiny_batch()["input_ids"]
+    cache = private.cache_among(model(input_ids=ids, use_cache=True))
+    assert cache is not None and cache.get_seq_length() == ids.shape[1], "a forward's output names its cache otherwise"
+    assert private.cache_among(model(input_ids=ids, use_cache=False)) is None
+    model.generate(ids, max_new_tokens=2, min_new_tokens=2, do_sample=False, use_cache=True)
+    assert passed[-1] is not None, "generate() passes the cache under a name that is not in CACHE_NAMES"
+
+
 def test_layers_are_run_by_whom_we_say() -> None:
     model: Any = tiny_model("llama").train()
     ran: list[Any] = []

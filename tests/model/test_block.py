@@ -15,7 +15,7 @@ from hf_lohan.model.block import PARAM_ALIGN_NUMEL, with_good_granules
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
-often = settings(max_examples=150, deadline=None)
+often = settings(max_examples=150)
 CHUNK_NUMELS = st.integers(1, 12).map(lambda n: n * GRANULE_NUMEL)
 parameter_kinds = st.tuples(
     st.one_of(st.integers(1, 200), st.integers(1, 3 * GRANULE_NUMEL), st.just(GRANULE_NUMEL)),

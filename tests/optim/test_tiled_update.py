@@ -89,7 +89,7 @@ def chunk(dtype: MomentDtype, working_dtype: torch.dtype, numel: int) -> tuple[A
     return form, records | encoded(dtype, *some_moments(numel, numel)), torch.randn(numel, generator=generator)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(updates(), st.sampled_from(DTYPES), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
 def test_cuts_and_workspaces_change_no_bit_and_gaps_keep_theirs(
     update: tuple[int, list[Segment]], dtype: MomentDtype, working_dtype: torch.dtype, data: st.DataObject

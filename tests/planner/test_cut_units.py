@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hf_lohan.planner import BlockShape, SizeClass, cut_units
 
 numels = st.integers(1, 400)
-often = settings(max_examples=200, deadline=None)
+often = settings(max_examples=200)
 units_and_chunk = st.tuples(st.lists(numels, max_size=30), st.integers(1, 500))
 
 

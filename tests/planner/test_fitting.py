@@ -109,7 +109,7 @@ def test_swapping_never_fills_the_drives_beyond_their_end() -> None:
         assert not plan.fits or plan.prediction.spilled_bytes == spilled
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(tiny_models, machines, setups)
 def test_doing_as_told_helps(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
     hardware = replace(hardware, ssd=(replace(hardware.ssd[0], capacity_bytes=2000),))

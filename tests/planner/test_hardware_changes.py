@@ -39,7 +39,7 @@ def test_more_ram_holds_more_records() -> None:
     assert len(more_ram.plan.resident_blocks("param")) == 3
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(tiny_models, machines, setups)
 def test_nothing_that_is_bought_makes_a_step_longer(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup

@@ -36,7 +36,7 @@ from hf_lohan.planner import (
     sweep_swapped_bytes,
 )
 
-often = settings(max_examples=200, deadline=None)
+often = settings(max_examples=200)
 ROUNDING = 1 + 1e-8
 
 
@@ -81,7 +81,7 @@ def test_algorithm_1_is_as_good_as_trying_everything(
     assert plan.prediction.step_s == pytest.approx(brute_force_step_s(model, hardware, activation_ram))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(operation_lists, st.integers(1, 12), machines, st.integers(0, 400))
 def test_the_row_of_algorithm_1_is_convex(
     operations: list[tuple[float, int]], num_layers: int, hardware: HardwareProfile, activation_ram: int
@@ -126,7 +126,7 @@ def better_setups(setup: TrainingSetup, factor: float) -> Iterator[TrainingSetup
         yield replace(setup, activation_cpu_bytes=int(setup.activation_cpu_bytes * factor))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(mixed_models, machines, setups, st.floats(1.0, 4.0), st.booleans())
 def test_more_of_anything_never_makes_a_plan_slower(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, factor: float, shares_cpu: bool

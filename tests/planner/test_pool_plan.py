@@ -29,7 +29,7 @@ def shape(name: str, size_class: SizeClass, unit_numels: tuple[int, ...], frozen
     )
 
 
-often = settings(max_examples=200, deadline=None)
+often = settings(max_examples=200)
 unit_sectors = st.one_of(st.integers(1, 8), st.integers(1, 300))
 units = st.lists(unit_sectors.map(lambda n: n * UNIT_NUMEL), min_size=1, max_size=8).map(tuple)
 

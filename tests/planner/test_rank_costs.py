@@ -54,7 +54,7 @@ def predict(
     return plan_offload(model, own, paper_setup(cluster=cluster, **changes), swapped_bytes=150).prediction
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(mixed_models, machines, setups, st.integers(0, 400), st.integers(0, 400), st.sampled_from(CLIPS))
 def test_one_rank_costs_the_same_by_either_model(
     model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, swapped: int, spilled: int, clip: ClipMode
@@ -275,7 +275,7 @@ def test_rounding_is_chosen_only_where_it_may_be() -> None:
     assert enough.is_exact, "where it saves no time, nothing is rounded"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(tiny_models)
 def test_more_ranks_never_take_a_longer_step_of_the_drives(model: ModelProfile) -> None:
     """Of their boxes, as each has a smaller part."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from hf_lohan.planner import BlockShape, RecordTraffic, SizeClass, choose_resident_records, step_traffic
 
-often = settings(max_examples=200, deadline=None)
+often = settings(max_examples=200)
 
 
 def record(name: str, num_bytes: int, num_reads: int, kind: str = "param") -> RecordTraffic:

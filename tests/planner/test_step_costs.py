@@ -38,7 +38,7 @@ def predict(
 rates = st.floats(1.0, 500.0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(rates, rates, rates, rates, st.integers(0, 300), tiny_models, st.floats(0, 1))
 def test_lohans_equations(
     flops_per_s: float, link: float, read: float, write: float, activation_ram: int, model: ModelProfile, part: float
@@ -209,7 +209,7 @@ def test_filling_the_pipeline_takes_one_block_of_each_other_lane() -> None:
     assert step.forward_s == pytest.approx(compute_s + (d2h_s + h2d_s + read_s) / 2)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rates, rates, tiny_models)
 def test_drives_hide_behind_computing_from_a_number_of_tokens_on(
     flops_per_s: float, rate: float, model: ModelProfile

@@ -191,7 +191,7 @@ def test_a_message_in_the_middle_of_a_buffer(codec: BlockCodec) -> None:
     assert bool((buffer[:32] == 5).all()) and bool((buffer[32 + num_bytes :] == 5).all())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     numel=st.integers(0, 3000),
     num_bits=st.sampled_from([8, 4]),

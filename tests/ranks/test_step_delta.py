@@ -58,7 +58,7 @@ def test_a_step_takes_little_more_than_a_bit_a_weight() -> None:
     assert bits_per_weight < 1.15
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     numel=st.integers(0, 400),
     chunk_numel=st.sampled_from([1, 7, 64, 100, 4096]),

@@ -4,7 +4,7 @@ import json
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.files import SECTOR_BYTES, CapacityError, Extent, StorePath
@@ -56,7 +56,6 @@ def test_every_byte_has_exactly_one_place(layout: StoreLayout) -> None:
     assert sum(layout.file_bytes) == layout.total_bytes == sum(record.num_bytes for record in layout.records)
 
 
-@settings(deadline=None)
 @given(layouts, st.data())
 def test_a_range_lies_where_its_record_puts_it(layout: StoreLayout, data: st.DataObject) -> None:
     record = data.draw(st.sampled_from(layout.records))

@@ -145,7 +145,7 @@ OPERATIONS = (
 Contents = dict[str, Tensor]
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.integers(0, 1 << 32),
     st.sampled_from([1, 2]),
