@@ -30,7 +30,7 @@ make_environment() {
         echo "installing hf-lohan[$extra], $versions"
         if [ "$versions" = newest ]; then
             # The upper bounds of pyproject.toml are those that this run is to question.
-            python - "$extra" <<'PY' | pip_install --upgrade --upgrade-strategy eager --requirement /dev/stdin
+            python - "$extra" "$torch" <<'PY' | pip_install --upgrade --upgrade-strategy eager --requirement /dev/stdin
 import re
 import sys
 
@@ -41,7 +41,8 @@ except ImportError:  # Python 3.10
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 for requirement in project["dependencies"] + project["optional-dependencies"][sys.argv[1]]:
-    print(re.sub(r",\s*<[\w.]+", "", requirement))
+    is_torch = requirement.startswith("torch>")
+    print(sys.argv[2] if is_torch and sys.argv[2] else re.sub(r",\s*<[\w.]+", "", requirement))
 PY
             pip_install --no-deps --editable .
         else
