@@ -55,7 +55,7 @@ def test_the_papers_table(model_13b: str, tmp_path: Path) -> None:
 
 
 def test_the_same_words_as_in_a_run_plan_that_run(tiny: str, tmp_path: Path) -> None:
-    """`lohan` is everything automatic, on a machine that is not here, too; the paper's placement has a word of its own."""
+    """`lohan` is everything automatic, also on a machine that is not here. `--paper` is the paper's placement."""
     everything, all_on_ssd = tmp_path / "auto.yaml", tmp_path / "paper.yaml"
     everything.write_text("resident_records: auto\n")
     all_on_ssd.write_text("resident_records: none\n")
