@@ -159,6 +159,10 @@ class Device(ABC):
     def total_memory_bytes(self) -> int:
         """Memory the device could give to this process, in bytes."""
 
+    def give_back_unused(self) -> None:
+        """Give memory of the device that is kept for later, but in nobody's use, back to it. Waits for the device."""
+        return
+
     @abstractmethod
     def describe(self) -> dict[str, object]:
         """Plain facts about the device for the run summary."""

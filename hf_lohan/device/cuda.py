@@ -8,6 +8,8 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +65,47 @@ class _CudaStamp(Stamp):
         return self._clock.at_s(self._event)
 
 
+class HostPinning:
+    """Pins host memory by cudaHostRegister, which pins exactly these bytes. WSL2 and low memlock limits refuse it; what
+    is smaller than all that was refused is still tried."""
+
+    def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
+        """``take_error``: has CUDA forget the error of this thread's last call."""
+        self._cudart = cudart
+        self._take_error = take_error
+        self._refused_bytes: int | None = None
+        """The least that was refused."""
+
+    @property
+    def was_refused(self) -> bool:
+        """Whether anything was."""
+        return self._refused_bytes is not None
+
+    def pin(self, address: int, num_bytes: int) -> bool:
+        """Whether the memory is pinned now. The first refusal is a warning, and none is an error."""
+        if self._refused_bytes is not None and num_bytes >= self._refused_bytes:
+            return False
+        status = int(self._cudart.cudaHostRegister(address, num_bytes, 0))
+        if status == 0:
+            return True
+        self._take_error()
+        if self._refused_bytes is None:
+            logger.warning(
+                "pinning %d bytes of host memory was refused (cudaError %d): copies run unpinned and slower; "
+                "raise the memlock limit, or lower cpu_memory (WSL2 allows only part of the RAM)",
+                num_bytes,
+                status,
+            )
+        self._refused_bytes = num_bytes
+        return False
+
+    def unpin(self, address: int) -> None:
+        """Before the memory is unmapped: an address that stays registered could not be pinned again."""
+        with contextlib.suppress(Exception):  # the interpreter, or CUDA, may be going away
+            if int(self._cudart.cudaHostUnregister(address)) != 0:
+                self._take_error()
+
+
 class CudaDevice(Device):
     """One CUDA device. COMPUTE is whatever stream is current in the calling thread."""
 
@@ -71,7 +114,7 @@ class CudaDevice(Device):
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
-        self._pinning_refused = False
+        self._pinning = HostPinning(torch.cuda.cudart(), partial(_take_error, self.torch_device))
         self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}
         self._clock: _Clock | None = None
         self._aside: torch.cuda.Stream | None = None
@@ -84,29 +127,16 @@ class CudaDevice(Device):
 
     def host_empty(self, num_bytes: int) -> Tensor:
         pinned: list[int] = []
-        return self._pinned(mapped_empty(num_bytes, before_unmap=lambda: _unpin(pinned)), pinned)
+        return self._pinned(mapped_empty(num_bytes, before_unmap=partial(_unpin, self._pinning, pinned)), pinned)
 
     def host_shared(self, fd: int, num_bytes: int) -> Tensor:
         pinned: list[int] = []  # each process pins for its own CUDA context
-        return self._pinned(mapped_file(fd, num_bytes, before_unmap=lambda: _unpin(pinned)), pinned)
+        return self._pinned(mapped_file(fd, num_bytes, before_unmap=partial(_unpin, self._pinning, pinned)), pinned)
 
     def _pinned(self, host: Tensor, pinned: list[int]) -> Tensor:
-        if not self._pinning_refused and self._pin(host):
+        if self._pinning.pin(host.data_ptr(), host.numel()):
             pinned.append(host.data_ptr())
         return host
-
-    def _pin(self, host: Tensor) -> bool:
-        """cudaHostRegister, which pins exactly these bytes; WSL2 and low memlock limits refuse it."""
-        status = torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)
-        if int(status) != 0:
-            self._pinning_refused = True
-            logger.warning(
-                "pinning %d bytes of host memory was refused (cudaError %d): copies run unpinned and slower; "
-                "raise the memlock limit, or lower cpu_memory (WSL2 allows only part of the RAM)",
-                host.numel(),
-                int(status),
-            )
-        return int(status) == 0
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
@@ -155,6 +185,10 @@ class CudaDevice(Device):
     def total_memory_bytes(self) -> int:
         return int(torch.cuda.mem_get_info(self.torch_device)[0])
 
+    def give_back_unused(self) -> None:
+        with torch.cuda.device(self.torch_device):
+            torch.cuda.empty_cache()
+
     def describe(self) -> dict[str, object]:
         properties = torch.cuda.get_device_properties(self.torch_device)
         return {
@@ -162,12 +196,17 @@ class CudaDevice(Device):
             "name": properties.name,
             "memory_bytes": properties.total_memory,
             "cuda_version": torch.version.cuda,
-            "pinned_host_memory": not self._pinning_refused,
+            "pinned_host_memory": not self._pinning.was_refused,
         }
 
 
-def _unpin(addresses: list[int]) -> None:
-    """Before the memory is unmapped: an address that stays registered could not be pinned again."""
+def _unpin(pinning: HostPinning, addresses: list[int]) -> None:
     for address in addresses:
-        with contextlib.suppress(Exception):  # the interpreter, or CUDA, may be going away
-            torch.cuda.cudart().cudaHostUnregister(address)
+        pinning.unpin(address)
+
+
+def _take_error(device: torch.device) -> None:
+    """cudaGetLastError, which torch offers nobody: an error that nobody takes is raised by whichever operation asks
+    next. Each one that starts a kernel does."""
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device=device)

@@ -98,6 +98,7 @@ def measure_hardware(
             budget_s=0.12 * budget_s,
             moment_dtype=config.optimizer_state_dtype,
         )
+    device.give_back_unused()  # measured in sizes that no run asks for again
     return HardwareProfile(
         device=DeviceProfile(
             flops_per_s=_rounded(flops_per_s),

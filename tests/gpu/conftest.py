@@ -1,9 +1,16 @@
-"""Every GPU passes for one of 24 GB: what fits a larger one by chance is found here."""
+"""Every GPU passes for one of 24 GB: what fits a larger one by chance is found here. Makes the modules beside this file
+importable."""
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
 
 DEVICE_BYTES = 24e9
 
@@ -13,3 +20,14 @@ def a_gpu_of_24_gb() -> None:
     if torch.cuda.is_available():
         total_bytes = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, DEVICE_BYTES / total_bytes))
+
+
+@pytest.fixture
+def double() -> Any:
+    """The double of the CUDA runtime; tests that ask it are skipped without it."""
+    from doubled_device import find_double
+
+    found = find_double()
+    if found is None:
+        pytest.skip("needs the double of the CUDA runtime")
+    return found

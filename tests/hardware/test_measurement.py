@@ -56,6 +56,16 @@ def test_a_runs_random_numbers_and_threads_stay_as_they_are(
     assert torch.get_num_threads() == num_threads
 
 
+def test_memory_of_the_device_is_given_back_when_all_is_measured(
+    config: OffloadConfig, tiny_effort: MeasuringEffort, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device, order = CpuDevice(), []
+    monkeypatch.setattr(device, "empty", lambda num_bytes: order.append("taken") or torch.empty(num_bytes).byte())
+    monkeypatch.setattr(device, "give_back_unused", lambda: order.append("given back"))
+    measure_hardware(config, device, matrix_shapes=SHAPES, dtype=torch.float32, effort=tiny_effort)
+    assert order[-1] == "given back" and order.count("given back") == 1
+
+
 def test_threads_are_set_back_after_an_error_too(config: OffloadConfig, tiny_effort: MeasuringEffort) -> None:
     num_threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="give at least one"):

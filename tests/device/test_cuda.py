@@ -1,0 +1,71 @@
+"""What of CUDA's device needs no GPU: pinning that is refused."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from hf_lohan.device.cuda import HostPinning
+
+OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
+
+
+class Runtime:
+    """cudaHostRegister and what else concerns it, where no more than ``limit_bytes`` can be pinned. As in CUDA, a call
+    that fails leaves an error behind."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self._limit_bytes = limit_bytes
+        self.pinned: dict[int, int] = {}
+        self.tried: list[int] = []
+        self.last_error = 0
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        self.tried.append(num_bytes)
+        if sum(self.pinned.values()) + num_bytes > self._limit_bytes:
+            self.last_error = OUT_OF_MEMORY
+            return OUT_OF_MEMORY
+        self.pinned[address] = num_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        if self.pinned.pop(address, None) is None:
+            self.last_error = NOT_REGISTERED
+            return NOT_REGISTERED
+        return 0
+
+    def take_error(self) -> None:
+        self.last_error = 0
+
+
+def test_after_a_refusal_what_is_smaller_is_still_pinned(caplog: pytest.LogCaptureFixture) -> None:
+    runtime = Runtime(limit_bytes=100)
+    pinning = HostPinning(runtime, runtime.take_error)
+    with caplog.at_level(logging.WARNING):
+        done = [pinning.pin(address, num_bytes) for address, num_bytes in enumerate([60, 80, 90, 80, 70, 20, 30, 20])]
+    assert done == [True, False, False, False, False, True, False, True]
+    assert runtime.tried == [60, 80, 70, 20, 30, 20], "what is as large as what was refused is not tried again"
+    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
+        "pinning 80 bytes of host memory was refused (cudaError 2)"
+    ]
+    assert pinning.was_refused
+
+
+def test_no_refusal_leaves_an_error_behind() -> None:
+    """Whatever torch does next with the device would raise it."""
+    runtime = Runtime(limit_bytes=100)
+    pinning = HostPinning(runtime, runtime.take_error)
+    for num_bytes in (200, 150):
+        assert not pinning.pin(0, num_bytes)
+        assert runtime.last_error == 0
+    pinning.unpin(0)
+    assert runtime.last_error == 0
+
+
+def test_what_is_unpinned_makes_room() -> None:
+    runtime = Runtime(limit_bytes=100)
+    pinning = HostPinning(runtime, runtime.take_error)
+    assert pinning.pin(0, 100) and not pinning.pin(1, 50)
+    pinning.unpin(0)
+    assert pinning.pin(1, 40) and runtime.pinned == {1: 40}

@@ -1,0 +1,38 @@
+"""Host memory that cannot be pinned, as under WSL2 or a low memlock limit: copies are slower, no bit changes."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from doubled_device import pin_limit
+from trainer_runs import assert_same_bits, train
+
+from hf_lohan.device import device_for
+
+
+def test_after_a_refusal_torch_goes_on(double: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with pin_limit(double, 1 << 20), caplog.at_level(logging.WARNING):
+        device = device_for("cuda")
+        buffers = [device.host_empty(num_bytes) for num_bytes in (4 << 20, 2 << 20, 4096)]
+        assert [buffer.is_pinned() for buffer in buffers] == [False, False, True]
+        assert torch.ones(3, device="cuda").sum() == 3
+    assert [record.getMessage()[:21] for record in caplog.records] == ["pinning 4194304 bytes"]
+
+
+def test_a_run_whose_memory_cannot_be_pinned(double: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Measuring, pools, swapped activations: all of it asks for pinned memory."""
+    offload = {
+        "cpu_memory": "64MiB",
+        "gpu_memory": "4MiB",
+        "ssd": str(tmp_path / "store"),
+        "activations": "swap",
+    }
+    with pin_limit(double, 1 << 20), caplog.at_level(logging.WARNING):
+        ours = train(tmp_path / "ours", "llama", offload=offload)
+    refusals = [record for record in caplog.records if "pinning" in record.getMessage()]
+    assert len(refusals) == 1, [record.getMessage() for record in refusals]
+    assert_same_bits(ours, train(tmp_path / "stock", "llama"))

@@ -1,0 +1,69 @@
+"""Short runs of Trainer on CUDA, stock and offloaded, from the same seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import Trainer as StockTrainer
+from transformers import TrainingArguments
+
+import hf_lohan
+from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+
+
+@dataclass(frozen=True)
+class Outcome:
+    losses: list[float]
+    norms: list[float]
+    weights: dict[str, Tensor]
+
+
+def make_trainer(folder: Path, model: Any, *, offload: Any = None, callbacks: Any = None, **settings: Any) -> Any:
+    """A Trainer that logs each step; a stock one without ``offload``."""
+    rows = torch.randint(5, VOCAB_SIZE, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
+    all_settings = {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 1e-3,
+        "report_to": [],
+        "logging_steps": 1,
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 0,
+        **settings,
+    }
+    kind, own = (StockTrainer, {}) if offload is None else (hf_lohan.Trainer, {"offload": offload})
+    return kind(
+        model,
+        TrainingArguments(**all_settings),
+        train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
+        callbacks=callbacks,
+        **own,
+    )
+
+
+def train(folder: Path, family: str, *, offload: Any = None, **settings: Any) -> Outcome:
+    trainer = make_trainer(folder, tiny_model(family), offload=offload, **settings)
+    trainer.train()
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    names = [name for name, _ in trainer.model.named_parameters()]
+    if offload is None:
+        weights = {name: parameter.detach().cpu() for name, parameter in trainer.model.named_parameters()}
+    else:
+        weights = {name: trainer.offload_engine.parameters.read_parameter(name) for name in names}
+        trainer.offload_engine.close()
+    return Outcome([row["loss"] for row in logged], [float(row["grad_norm"]) for row in logged], weights)
+
+
+def assert_same_bits(ours: Outcome, stock: Outcome) -> None:
+    assert ours.losses == stock.losses and len(stock.losses) > 0
+    assert ours.norms == stock.norms
+    assert ours.weights.keys() == stock.weights.keys()
+    for name, weight in stock.weights.items():
+        assert torch.equal(ours.weights[name], weight), name
