@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -358,6 +359,34 @@ def test_importing_the_rooms_below_huggingface_is_light() -> None:
     imports = "\n".join(f"import hf_lohan.{room}" for room in rooms)
     no_handlers = "import logging; assert not logging.getLogger('hf_lohan').handlers, 'adds log handlers'"
     run_python(f"{imports}\n{NOTHING_HEAVY}\n{no_handlers}")
+
+
+READS_UNDER_ANOTHER_PYTHON = """
+import ast, pathlib, sys
+for path in pathlib.Path(sys.argv[1]).rglob("*.py"):
+    tree = compile(path.read_text(), str(path), "exec", ast.PyCF_ONLY_AST)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not node.level and node.module.split(".")[0] in sys.stdlib_module_names:
+            for name in node.names:
+                try:
+                    exec(f"from {node.module} import {name.name}")
+                except ImportError as error:
+                    print(f"{path}: {error}")
+"""
+
+
+@pytest.mark.parametrize("minor", range(10, 15))
+def test_every_supported_python_reads_the_library(minor: int) -> None:
+    """Its syntax and the names it takes from the standard library, with interpreters on PATH or beside this one."""
+    beside = sorted(Path(sys.base_prefix).parent.glob(f"*3.{minor}*/bin/python3.{minor}"))
+    for python in filter(None, [shutil.which(f"python3.{minor}"), *map(str, beside)]):
+        code = f"import sys; assert sys.version_info[:2] == (3, {minor})"
+        if subprocess.run([python, "-c", code], capture_output=True).returncode == 0:
+            break
+    else:
+        pytest.skip(f"this machine has no Python 3.{minor}")
+    found = subprocess.run([python, "-c", READS_UNDER_ANOTHER_PYTHON, PACKAGE], capture_output=True, text=True)
+    assert found.returncode == 0 and not found.stdout, found.stdout + found.stderr
 
 
 def test_no_file_names_a_place_on_somebodys_machine() -> None:

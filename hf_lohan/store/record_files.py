@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 import numpy as np
 import xxhash
@@ -292,7 +292,7 @@ class RecordFiles:
             for home in self._homes:
                 home.close()
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> RecordFiles:
         return self
 
     def __exit__(self, *error: object) -> None:
