@@ -54,6 +54,16 @@ def cpu_has_bfloat16_units() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def allocator_settings() -> str:
+    """Those of the caching allocator of device memory, as `PYTORCH_ALLOC_CONF` or who set them later has them."""
+    return str(torch._C._accelerator_getAllocatorSettings())
+
+
+def set_allocator_settings(settings: str) -> None:
+    """From now on, in place of all that were set before."""
+    torch._C._accelerator_setAllocatorSettings(settings)
+
+
 # Tensors.
 
 

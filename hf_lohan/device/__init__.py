@@ -5,7 +5,7 @@ CUDA and one for CPU. Everything above this room is written against the interfac
 a laptop's CPU in the tests is the engine that runs on the GPU. The only room that names `torch.cuda`.
 """
 
-from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
+from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
 from hf_lohan.device.buffer_pool import Buffer, BufferPool, PoolAborted
 from hf_lohan.device.cpu import CpuDevice
 from hf_lohan.device.factory import default_torch_device, device_for, num_gpus
@@ -23,6 +23,7 @@ __all__ = [
     "HostStack",
     "IntervalStack",
     "Lane",
+    "MemoryPeak",
     "PoolAborted",
     "Stamp",
     "TopPlace",

@@ -72,6 +72,16 @@ class _Span:
     ended: Stamp
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryPeak:
+    """The most device memory that this process ever had at once."""
+
+    allocated_bytes: int
+    """By tensors."""
+    reserved_bytes: int
+    """That, and what torch's allocator keeps for tensors to come, or cannot use."""
+
+
 class Device(ABC):
     """One compute device: its memory, the host memory it copies from, and its lanes.
 
@@ -89,6 +99,8 @@ class Device(ABC):
     """Whether what `empty` gives is page-aligned host memory that I/O may fill: then nothing has to be copied to it."""
     shares_cores: bool = False
     """Whether its kernels run on the cores that our threads run on."""
+    grows_segments: bool = True
+    """Whether its memory does not fragment much: an allocator takes it in one piece that grows."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` is where what this device does is noted, and what others do for it."""
@@ -157,7 +169,12 @@ class Device(ABC):
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Memory the device could give to this process, in bytes."""
+        """Memory that the device could give to this process now, beside what tensors have."""
+
+    def memory_peak(self) -> MemoryPeak | None:
+        """What its allocator has counted, since the process began or somebody had torch count anew. None: nothing
+        counts. Waits for nothing."""
+        return None
 
     def give_back_unused(self) -> None:
         """Give memory of the device that is kept for later, but in nobody's use, back to it. Waits for the device."""

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, Stamp
+from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
+from hf_lohan.device.cuda_allocator import grow_segments
 from hf_lohan.device.host_memory import mapped_empty, mapped_file
 from hf_lohan.timeline import Timeline
 
@@ -113,6 +114,7 @@ class CudaDevice(Device):
         super().__init__(timeline)
         index = torch_device.index if torch_device.index is not None else torch.cuda.current_device()
         self.torch_device = torch.device("cuda", index)
+        self.grows_segments = grow_segments(index)
         self._copy_streams = {lane: torch.cuda.Stream(self.torch_device) for lane in COPY_LANES}
         self._pinning = HostPinning(torch.cuda.cudart(), partial(_take_error, self.torch_device))
         self._copy_locks = {lane: threading.Lock() for lane in self._copy_streams}
@@ -183,7 +185,13 @@ class CudaDevice(Device):
         torch.cuda.set_rng_state(state, self.torch_device)
 
     def total_memory_bytes(self) -> int:
-        return int(torch.cuda.mem_get_info(self.torch_device)[0])
+        free_bytes, device = int(torch.cuda.mem_get_info(self.torch_device)[0]), self.torch_device
+        # What its allocator keeps of what was freed is there for whoever asks next.
+        return free_bytes + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+
+    def memory_peak(self) -> MemoryPeak:
+        device = self.torch_device
+        return MemoryPeak(torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device))
 
     def give_back_unused(self) -> None:
         with torch.cuda.device(self.torch_device):
@@ -197,6 +205,7 @@ class CudaDevice(Device):
             "memory_bytes": properties.total_memory,
             "cuda_version": torch.version.cuda,
             "pinned_host_memory": not self._pinning.was_refused,
+            "expandable_segments": self.grows_segments,
         }
 
 

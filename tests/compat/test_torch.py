@@ -204,3 +204,14 @@ def test_a_parameter_can_be_of_another_class_for_a_while(value: nn.Parameter) ->
     value.__class__ = nn.Parameter  # type: ignore[assignment]
     checkpoint(lambda x: x * value, torch.ones(3), use_reentrant=False).sum().backward()
     assert value.grad is not None, "Tensor.__class__ cannot be set and set back"
+
+
+def test_settings_of_the_allocator_replace_those_before() -> None:
+    before = private.allocator_settings()
+    try:
+        private.set_allocator_settings("max_split_size_mb:128")
+        assert private.allocator_settings() == "max_split_size_mb:128"
+        private.set_allocator_settings("garbage_collection_threshold:0.5")
+        assert private.allocator_settings() == "garbage_collection_threshold:0.5"
+    finally:
+        private.set_allocator_settings(before)
