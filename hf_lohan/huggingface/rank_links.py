@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 
 from accelerate import PartialState
@@ -44,5 +43,4 @@ def links_to_other_ranks() -> Links:
         if not ranks.others:
             return Links.alone()
         _links = connect(ranks, default_process_group_store(), _FIRST_TIMEOUT_S)
-        atexit.register(_links.close)
     return _links

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,38 @@ from hf_lohan.testing.models import tiny_batch, tiny_model
 rows = [{name: values[0] for name, values in tiny_batch().items()}]
 hf_lohan.Trainer(tiny_model("llama"), TrainingArguments("out", report_to=[]), train_dataset=rows, offload="lohan")
 """
+
+
+FAILING_LOOP = """
+import accelerate
+from hf_lohan.huggingface.rank_links import links_to_other_ranks
+state = accelerate.PartialState(cpu=True)
+links = links_to_other_ranks()
+links.barrier("the start")
+if state.process_index == 0:
+    raise OSError("the drive of my loop is full")
+links.barrier("the next step")
+"""
+
+
+def test_an_exception_outside_train_is_told_to_the_other_ranks(tmp_path: Path) -> None:
+    """At the exit of the process, by the real exit handlers in their real order."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING_LOOP],
+            cwd=tmp_path,
+            env=os.environ | env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    stderrs = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert "OSError: the drive of my loop is full" in stderrs[0]
+    assert "failed: OSError: the drive of my loop is full while rank 1 waited for the next step" in stderrs[1]
 
 
 @pytest.fixture(scope="module")
