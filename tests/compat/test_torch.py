@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import platform
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,8 +81,11 @@ def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
         scheduler.step()  # else schedulers ask something else than optimizer._opt_called
 
 
-def test_whether_a_cpu_has_bfloat16_units_can_be_asked() -> None:
-    assert private.cpu_has_bfloat16_units() in (True, False), "torch.ops.mkldnn._is_mkldnn_bf16_supported moved"
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the flags of x86 alone")
+def test_cpus_with_fast_bfloat16_products_are_known_by_their_flags() -> None:
+    flags = set(Path("/proc/cpuinfo").read_text().split())
+    is_fast = {"avx512bw", "avx512vl", "avx512dq"} <= flags or "avx_ne_convert" in flags
+    assert private.cpu_has_bfloat16_units() is is_fast, "torch.ops.mkldnn._is_mkldnn_bf16_supported says something else"
 
 
 def test_tensor_versions_count_writes() -> None:
