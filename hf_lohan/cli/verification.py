@@ -1,8 +1,10 @@
-"""`lohan verify`: read a store to its end, with a bar, and tell what is wrong; of several ranks, that of each."""
+"""`lohan verify`: read a store to its end, with a bar, and tell what is wrong; of several ranks, at the commit that all
+hold."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -10,56 +12,95 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
-from hf_lohan.store import Store, damaged_files, verify
+from hf_lohan.store import Commit, Store, damaged_files, verify
 from hf_lohan.store.rank_folders import rank_folder, ranks_under
 
 _PIECE_BYTES = 4 << 20
 
 
 def verify_store(given: Sequence[str]) -> bool:
-    """Whether every checksum is right. Raises ValueError if there is nothing to check."""
+    """Whether every checksum is right of what a resume goes on from. Raises ValueError if there is nothing to check."""
     paths = [str(path) for path in (store_paths_of(given[0]) if len(given) == 1 else given)]
     num_ranks = ranks_under(paths[0])
     console = Console()
     io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
-    are_right, held = True, []
     try:
-        for rank in range(num_ranks):
-            own = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
-            with Store.open(own, model=None, engine=io) as store:
-                who = f"rank {rank} of {num_ranks}: " if num_ranks > 1 else ""
-                are_right &= _verify(store, console, who)
-                held.append([(commit.group_id, commit.number) for commit in store.kept_commits])
+        with ExitStack() as stack:
+            stores = []
+            for rank in range(num_ranks):
+                own = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
+                stores.append(stack.enter_context(Store.open(own, model=None, engine=io)))
+            return _verify_one(stores[0], console) if num_ranks == 1 else _verify_ranks(stores, console)
     finally:
         io.close()
-    if num_ranks > 1:
-        try:
-            console.print(f"all {num_ranks} ranks hold commit {newest_of_all(held)[1]}", highlight=False)
-        except RanksDisagreeError as error:
-            console.print(str(error), soft_wrap=True, markup=False, highlight=False)
-            return False
-    return are_right
 
 
-def _verify(store: Store, console: Console, who: str) -> bool:
+def _verify_one(store: Store, console: Console) -> bool:
+    commit = _kept_by(store)[0]
+    verdict = _damage(store, commit, console, "")
+    _say(console, f"{_what(store, commit)}: {verdict or 'every checksum is right'}")
+    return not verdict
+
+
+def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
+    """Each at the newest commit that all hold, which is what a resume takes. One rank may be ahead of the others by a
+    commit: what is wrong with that is said, but nothing is lost with it."""
+    num_ranks = len(stores)
+    kept = [_kept_by(store) for store in stores]
+    try:
+        newest = newest_of_all([[(commit.group_id, commit.number) for commit in commits] for commits in kept])
+    except RanksDisagreeError as error:
+        newest, problem = None, str(error)
+    are_right = True
+    for rank, (store, commits) in enumerate(zip(stores, kept, strict=True)):
+        who = f"rank {rank} of {num_ranks}"
+        taken = next((commit for commit in commits if (commit.group_id, commit.number) == newest), commits[0])
+        verdict = _damage(store, taken, console, f"{who}: ")
+        _say(console, f"{who}: {_what(store, taken)}: {verdict or 'every checksum is right'}")
+        are_right &= not verdict
+        if newest is not None and taken is not commits[0]:
+            verdict = _damage(store, commits[0], console, f"{who}, commit {commits[0].number}: ")
+            _say(
+                console,
+                f"{who} is ahead with commit {commits[0].number}, which a resume gives up: "
+                + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
+            )
+    _say(console, f"all {num_ranks} ranks hold commit {newest[1]}" if newest is not None else problem)
+    return are_right and newest is not None
+
+
+def _kept_by(store: Store) -> list[Commit]:
+    """The newest first. Raises ValueError if there is none."""
+    kept = store.kept_commits
+    if not kept:
+        raise ValueError(f"nothing is committed in {store.paths[0].path}; there is nothing to check")
+    return kept
+
+
+def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
+    """Read what belongs to a commit, and print each damage. Returns how much there is, "" for none."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     num_damaged = 0
-    if store.committed is None:
-        raise ValueError(f"nothing is committed in {store.paths[0].path}; there is nothing to check")
-    total_bytes = sum(record.num_bytes for record in store.records)
+    store.look_at(commit)
     with Progress(*columns, console=console, transient=True) as progress:
-        task = progress.add_task(f"{who}verifying", total=total_bytes)
+        task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
         for verified in verify(store):
             progress.advance(task, verified.record.num_bytes)
             for error in verified.errors:
                 num_damaged += 1
-                console.print(str(error), soft_wrap=True, markup=False, highlight=False)
-    verdict = "every checksum is right" if not num_damaged else f"{num_damaged} granules are damaged"
+                _say(console, f"{who}{error}")
     files = damaged_files(store)
     for damage in files:
-        console.print(str(damage), soft_wrap=True, markup=False, highlight=False)
+        _say(console, f"{who}{damage}")
     if files:
-        verdict = f"{num_damaged} granules and {len(files)} other files are damaged"
-    what = f"commit {store.committed.number}, {len(store.records)} records, {total_bytes} bytes"
-    console.print(f"{who}{what}: {verdict}")
-    return not num_damaged and not files
+        return f"{num_damaged} granules and {len(files)} other files are damaged"
+    return f"{num_damaged} granules are damaged" if num_damaged else ""
+
+
+def _what(store: Store, commit: Commit) -> str:
+    total_bytes = sum(record.num_bytes for record in store.records)
+    return f"commit {commit.number}, {len(store.records)} records, {total_bytes} bytes"
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, soft_wrap=True, markup=False, highlight=False)

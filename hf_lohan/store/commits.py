@@ -4,6 +4,7 @@ commits of an open store, one after the other."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import zlib
 from collections.abc import Mapping
@@ -21,6 +22,8 @@ from safetensors.numpy import load, save
 from hf_lohan.files import StorageError, replace_durably
 from hf_lohan.files.durable_file import AppendedLog, read_whole, remove_durably, remove_folder, write_folder
 from hf_lohan.store.versions import Checksums, Homes
+
+logger = logging.getLogger(__name__)
 
 COMMIT_NAME = "commit.safetensors"
 PREVIOUS_NAME = "commit-previous.safetensors"
@@ -115,6 +118,20 @@ def read_commit(directory: str, name: str = COMMIT_NAME) -> Commit | None:
     raise StorageError("the checksum is wrong of", path=file, advice=_ADVICE)
 
 
+def previous_commit(directory: str, last: Commit | None) -> Commit | None:
+    """The commit before ``last``, if it was kept for other ranks. One that is damaged counts as not kept, with a
+    warning: the last one is whole without it."""
+    try:
+        kept = read_commit(directory, PREVIOUS_NAME)
+    except StorageError as error:
+        logger.warning("the commit before the last one counts as not kept: %s", error)
+        return None
+    if kept is None or last is None:
+        return None
+    is_before = (kept.store_id, kept.number) == (last.store_id, last.number - 1)
+    return kept if is_before else None
+
+
 def _parse(head: dict[str, Any], arrays: Mapping[str, npt.NDArray[Any]]) -> Commit:
     for name, value in head.items():
         kind = type(getattr(_EMPTY, name))
@@ -176,6 +193,7 @@ class CommitSequence:
         self._agreement: Agreement | None = None
         self._is_agreed = True
         """Whether all ranks have the last commit, so that nobody goes back to the one before."""
+        self._is_read_only = False
 
     def agree(self, agreement: Agreement) -> None:
         """From now on each commit is one of several ranks. What it takes the place of stays until all have it."""
@@ -199,12 +217,12 @@ class CommitSequence:
 
     @property
     def previous(self) -> Commit | None:
-        """The commit before the last one, if it was kept. Raises `StorageError` if it is damaged."""
-        kept = read_commit(self._directory, PREVIOUS_NAME)
-        if kept is None or self.last is None:
-            return None
-        is_before = (kept.store_id, kept.number) == (self.last.store_id, self.last.number - 1)
-        return kept if is_before else None
+        """The commit before the last one, if it was kept."""
+        return previous_commit(self._directory, self.last)
+
+    def look_at(self, commit: Commit) -> None:
+        """Name ``commit`` as the last one, on no disk: nothing may be written from here on."""
+        self.last, self._is_read_only = commit, True
 
     def go_back(self, commit: Commit | None) -> None:
         """Put ``commit``, the one before the last one, in its place; None: there was none. Raises `CapacityError` or
@@ -225,6 +243,7 @@ class CommitSequence:
         last one is put back first. What is written may go where the commit before the last one has its bytes, so all
         ranks have the last one first. Raises `CapacityError` or `StorageError` if that fails.
         """
+        assert not self._is_read_only, "the disk has another commit than the one that is looked at"
         if not self._is_agreed:
             self._wait_for_all()
         if self._is_settled and (self._is_marked_torn or not tears):
@@ -254,6 +273,7 @@ class CommitSequence:
         model_files: Mapping[str, bytes] | None,
     ) -> None:
         """Make these the last commit. Raises `CapacityError` or `StorageError`, and then the last one is as before."""
+        assert not self._is_read_only, "the disk has another commit than the one that is looked at"
         self._wait_for_all()
         last = self.last or self._none
         log_start, crc32 = last.log_start_byte, last.log_crc32

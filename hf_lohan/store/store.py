@@ -220,8 +220,7 @@ class Store(RecordFiles):
 
     @property
     def kept_commits(self) -> list[Commit]:
-        """Those that the store can be at: the last one, and the one before if it was kept for other ranks. Raises
-        `StorageError` if that is damaged."""
+        """Those that the store can be at: the last one, and the one before if it was kept for other ranks."""
         return [commit for commit in (self._commits.last, self._commits.previous) if commit is not None]
 
     def agree_on_commits(self, agreement: Agreement) -> None:
@@ -246,6 +245,13 @@ class Store(RecordFiles):
         nothing = Versions(self.layout.records, num_homes=self.num_homes)
         home, checksum = nothing.draft() if commit is None else (commit.home, commit.checksum)
         self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
+
+    def look_at(self, commit: Commit) -> None:
+        """Read what ``commit``, one of `kept_commits`, committed. The disk stays as it is: nothing may be written from
+        here on, and nothing is kept in RAM."""
+        assert not self.ram.copies, "copies are of the last commit"
+        self._commits.look_at(commit)
+        self.versions.restore(commit.home, commit.checksum, is_torn=commit.is_torn)
 
     @property
     def log(self) -> bytes:

@@ -10,7 +10,15 @@ from hf_lohan.files import CapacityError, ForeignStoreError, Shortfall, StorePat
 from hf_lohan.files.directories import check_free_space, resolve_capacities
 from hf_lohan.files.durable_file import remove_durably, remove_folder
 from hf_lohan.files.lock import LOCK_NAME
-from hf_lohan.store.commits import COMMIT_NAME, LOG_NAME, MODEL_NAMES, PREVIOUS_NAME, Commit, read_commit
+from hf_lohan.store.commits import (
+    COMMIT_NAME,
+    LOG_NAME,
+    MODEL_NAMES,
+    PREVIOUS_NAME,
+    Commit,
+    previous_commit,
+    read_commit,
+)
 from hf_lohan.store.layout import RecordSpec, StoreLayout
 from hf_lohan.store.manifest import Manifest, ModelIdentity, assemble, home_layouts, read_manifest, remove_manifests
 from hf_lohan.store.versions import Versions
@@ -44,9 +52,7 @@ def kept_commits(paths: Sequence[str]) -> list[Commit]:
     if found is None:
         return []
     last, directory = found
-    previous = read_commit(directory, PREVIOUS_NAME)
-    is_before = previous is not None and (previous.store_id, previous.number) == (last.store_id, last.number - 1)
-    return [last, previous] if previous is not None and is_before else [last]
+    return [commit for commit in (last, previous_commit(directory, last)) if commit is not None]
 
 
 def committed_log(paths: Sequence[str], commit: Commit | None = None) -> bytes:

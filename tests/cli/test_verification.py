@@ -1,0 +1,138 @@
+"""`lohan verify` of several ranks, one of which may be a commit ahead of the others when a run is killed."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import pytest
+from typer.testing import CliRunner
+
+import hf_lohan
+from hf_lohan.cli import app
+from hf_lohan.files import CorruptionError, IoEngine, StorePath
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
+from hf_lohan.store.commits import PREVIOUS_NAME
+from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.store.resharding import NumberedAgreement
+from hf_lohan.testing.stored_state import aligned, content_of
+
+MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
+NUMEL = 2 * GRANULE_NUMEL
+
+
+@pytest.fixture
+def engine() -> Iterator[IoEngine]:
+    io = IoEngine(num_threads=1, piece_bytes=1 << 20, max_inflight_bytes=1 << 20)
+    yield io
+    io.close()
+
+
+class RanksOfARun:
+    """The stores of two ranks with one block cut over them, under a run's output folder."""
+
+    def __init__(self, folder: Path, engine: IoEngine) -> None:
+        self.folder, self.random, self.engine = folder, Random(5), engine
+        (folder / "lohan").mkdir(parents=True)
+        settings = {"ssd": [{"path": str(folder / "ssd"), "capacity": "auto"}]}
+        (folder / "lohan" / "config.json").write_text(json.dumps(settings))
+        self.records = [RecordSpec("a", "param", "bfloat16", NUMEL, first=rank * NUMEL) for rank in range(2)]
+        for rank, record in enumerate(self.records):
+            self.folder_of(rank).mkdir(parents=True)
+            paths = [StorePath(str(self.folder_of(rank)), 10**6)]
+            Store.create(paths, [record], model=MODEL, engine=engine, num_homes=2).close()
+
+    def folder_of(self, rank: int) -> Path:
+        return Path(rank_folder(str(self.folder / "ssd"), rank, 2))
+
+    def open(self, rank: int) -> Store:
+        return Store.open([StorePath(str(self.folder_of(rank)))], model=None, engine=self.engine)
+
+    def commit(self, *ranks: int) -> None:
+        """One more step of these."""
+        for rank in ranks:
+            with self.open(rank) as store:
+                store.agree_on_commits(NumberedAgreement("run"))
+                number = store.committed.number + 1 if store.committed is not None else 1
+                record = self.records[rank]
+                store.write("a", "param", record.first, aligned(record, NUMEL, self.random)).wait()
+                store.commit({"global_step": number, "is_resumable": True, "durability": "step"}, {}, b"{}\n")
+
+    def flip(self, rank: int, commit: int) -> None:
+        """A bit of what a commit wrote: commits 1, 3, ... are in the first home."""
+        with (self.folder_of(rank) / f"records-{1 - commit % 2}.bin").open("r+b") as stream:
+            stream.seek(100)
+            byte = stream.read(1)[0]
+            stream.seek(100)
+            stream.write(bytes([byte ^ 8]))
+
+    def verify(self) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["verify", str(self.folder)])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout + result.stderr
+
+
+@pytest.fixture
+def ahead(tmp_path: Path, engine: IoEngine) -> RanksOfARun:
+    """Both hold commit 2, and rank 1 has commit 3 as well."""
+    run = RanksOfARun(tmp_path, engine)
+    run.commit(0, 1)
+    run.commit(0, 1)
+    run.commit(1)
+    return run
+
+
+def test_who_is_ahead_is_told_and_nothing_is_changed(ahead: RanksOfARun) -> None:
+    before = {file: file.read_bytes() for file in ahead.folder.rglob("*") if file.is_file()}
+    code, output = ahead.verify()
+    assert code == 0, output
+    assert "rank 0 of 2: commit 2, 1 records" in output and "rank 1 of 2: commit 2, 1 records" in output
+    assert "rank 1 of 2 is ahead with commit 3, which a resume gives up: every checksum is right" in output
+    assert output.splitlines()[-1] == "all 2 ranks hold commit 2"
+    assert {file: file.read_bytes() for file in ahead.folder.rglob("*") if file.is_file()} == before
+
+
+def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -> None:
+    ahead.flip(1, 2)
+    code, output = ahead.verify()
+    assert code == 1 and "rank 1 of 2: commit 2, 1 records, 65536 bytes: 1 granules are damaged" in output, output
+    assert "ahead with commit 3, which a resume gives up: every checksum is right" in output
+    with ahead.open(1) as store:
+        store.go_back_to(store.kept_commits[1])
+        with pytest.raises(CorruptionError):
+            content_of(store)
+
+
+def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahead: RanksOfARun) -> None:
+    ahead.flip(1, 3)
+    code, output = ahead.verify()
+    assert code == 0 and "commit 3, which a resume gives up: 1 granules are damaged, which harms no resume" in output
+    with ahead.open(1) as store:
+        store.go_back_to(store.kept_commits[1])
+        content_of(store)
+
+
+def test_a_damaged_commit_before_the_last_one_counts_as_not_held(
+    ahead: RanksOfARun, caplog: pytest.LogCaptureFixture
+) -> None:
+    ahead.commit(0)
+    (ahead.folder_of(0) / PREVIOUS_NAME).write_bytes(b"nothing of the kind")
+    with caplog.at_level(logging.WARNING):
+        code, output = ahead.verify()
+    assert code == 0 and output.splitlines()[-1] == "all 2 ranks hold commit 3", output
+    assert "counts as not kept: not a commit is" in caplog.text and PREVIOUS_NAME in caplog.text
+    assert hf_lohan.last_step(ahead.folder) == 3
+    with ahead.open(0) as store:
+        assert [commit.number for commit in store.kept_commits] == [3]
+    ahead.commit(0, 1)  # it goes on, over the damage
+    assert ahead.verify()[1].splitlines()[-1] == "all 2 ranks hold commit 4"
+
+
+def test_without_a_common_commit_each_is_read_at_its_own(ahead: RanksOfARun) -> None:
+    ahead.commit(1)
+    code, output = ahead.verify()
+    assert code == 1 and "there is no commit that all ranks hold" in output, output
+    assert "rank 0 of 2: commit 2" in output and "rank 1 of 2: commit 4" in output
