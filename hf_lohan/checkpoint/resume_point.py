@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_lohan.files import write_failure
+from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.ranks.commit_agreement import newest_of_all
@@ -46,21 +46,27 @@ class ResumePoint:
         settled_store: Callable[[], Sequence[str]],
         output_dir: str,
         last_checkpoint: Callable[[str], str | None],
+        check: Callable[[Commit, bytes, str], None],
         links: Links | None = None,
     ) -> ResumePoint:
         """As `train` was asked: "last_step", or True for that or the last checkpoint, whichever is newer, or as
-        upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder.
-        Several ranks, between which there are `links`, go on from the newest step that all of them have. Raises
-        ValueError if there is no step to go on from."""
+        upstream. `settled_store` is asked for its paths if need be, `last_checkpoint` for that of the output folder;
+        `check` raises StorageError where a step's journal is none to go on from (see `check_journal`). Several ranks,
+        between which there are `links`, go on from the newest step that all of them have. Raises ValueError if there is
+        no step to go on from."""
         if asked is not True and asked != LAST_STEP:
             return cls(asked)
         links = links or Links.alone()
         store_paths, place = settled_store(), _Place.of(output_dir, links.ranks)
         last = _last_of_all(kept_commits(store_paths), links, may_have_none=asked is True)
+        log = b""
+        if last is not None and _is_resumable(last):
+            log = committed_log(store_paths, last)
+            check(last, log, store_paths[0])
         if asked is True and not _is_newest(last, store_paths, place, last_checkpoint):
             return cls(True)
         commit = _resumable(last, store_paths, place)
-        return cls(_unpack(commit, committed_log(store_paths, commit), place.journal), commit)
+        return cls(_unpack(commit, log, place.journal), commit)
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,14 @@ def last_step(output_dir: str | Path) -> int | None:
         for own in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
     ]
     commit = kept[0][newest_of_all([list(own) for own in kept])] if all(kept) else None
-    return int(commit.facts["global_step"]) if commit is not None and _is_resumable(commit) else None
+    if commit is None or not _is_resumable(commit):
+        return None
+    step = commit.facts.get("global_step")
+    if type(step) is not int:
+        raise StorageError(
+            f"global_step is {step!r} in the commit in", path=paths[0], advice="resume from a checkpoint"
+        )
+    return step
 
 
 def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -> Commit | None:
@@ -192,8 +205,6 @@ def _unpack(commit: Commit, log: bytes, folder: Path) -> str:
             shutil.rmtree(folder)
         make_folders(folder, mode=0o700)
         for name, content in files.items():
-            if Path(name).name != name:
-                raise ValueError(f"the journal of the last step names a file outside its folder: {name!r}")
             (folder / name).touch(mode=0o600)
             (folder / name).write_bytes(content)
     except OSError as error:

@@ -10,9 +10,9 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from hf_lohan.checkpoint.resume_point import store_paths_of
-from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
-from hf_lohan.store import Commit, Store, damaged_files, verify
+from hf_lohan.store import Commit, Store, damaged_files, refuse_other_parts, verify
 from hf_lohan.store.rank_folders import rank_folder, ranks_under
 
 _PIECE_BYTES = 4 << 20
@@ -30,6 +30,7 @@ def verify_store(given: Sequence[str]) -> bool:
             for rank in range(num_ranks):
                 own = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
                 stores.append(stack.enter_context(Store.open(own, model=None, engine=io)))
+            refuse_other_parts(stores)
             return _verify_one(stores[0], console) if num_ranks == 1 else _verify_ranks(stores, console)
     finally:
         io.close()
@@ -89,12 +90,25 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
             for error in verified.errors:
                 num_damaged += 1
                 _say(console, f"{who}{error}")
-    files = damaged_files(store)
+    files = damaged_files(store) or _useless_journal(store, commit)
     for damage in files:
         _say(console, f"{who}{damage}")
     if files:
         return f"{num_damaged} granules and {len(files)} other files are damaged"
     return f"{num_damaged} granules are damaged" if num_damaged else ""
+
+
+def _useless_journal(store: Store, commit: Commit) -> list[StorageError]:
+    """What is wrong with the journal of a Trainer's step, though its checksum is right."""
+    if not commit.facts.get("is_resumable"):
+        return []
+    from hf_lohan.huggingface.step_journal import check_journal  # imports transformers: seconds, after the reading
+
+    try:
+        check_journal(commit, store.log, store.paths[0].path)
+    except StorageError as error:
+        return [error]
+    return []
 
 
 def _what(store: Store, commit: Commit) -> str:

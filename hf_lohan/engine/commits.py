@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hf_lohan.config import interval_s
+from hf_lohan.files import StorageError
 from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
@@ -187,7 +188,10 @@ class StepCommits:
         self._store.drop()
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
-        num_updates = last.facts["num_updates"]
+        num_updates = last.facts.get("num_updates")
+        if not isinstance(num_updates, dict):
+            problem = f"commit {last.number} does not say how often parameters were updated, in"
+            raise StorageError(problem, path=self._store.paths[0].path, advice="resume from a checkpoint")
         self._step_counts.update(
             {part: int(num_updates[part.name]) for part in self._step_counts if part.name in num_updates}
         )

@@ -116,6 +116,11 @@ def _export_store(store: Store, out: Path) -> None:
     model, form = described_model(store)
     folder = Path(str(store.model_folder))
     assert store.committed is not None
+    if store.records != form.records:
+        raise ValueError(
+            f"the records in {store.paths[0].path} are not those of the whole model that {folder} describes; use the "
+            "version of hf_lohan that made the store, or a checkpoint"
+        )
     if BUFFERS_NAME in store.committed.journal:  # as they were at that step
         model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
     pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import logging
+import math
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -15,17 +18,24 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
-from transformers import TrainerCallback
-from transformers.trainer import TRAINER_STATE_NAME
+import numpy as np
+import safetensors.torch
+import torch
+from transformers import TrainerCallback, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_callback import ExportableState
+from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
 from hf_lohan.checkpoint.optimizer_states import FOLDER_NAME
 from hf_lohan.checkpoint.resume_point import ResumePoint
-from hf_lohan.compat.transformers_private import log_sums, restore_log_sums
+from hf_lohan.compat.transformers_private import LOG_SUMS, log_sums, restore_log_sums
 from hf_lohan.engine import Journal, OffloadEngine
+from hf_lohan.files import StorageError
 from hf_lohan.ranks import Links, StepAgreement
+from hf_lohan.store import Commit
+from hf_lohan.updates import MISSED_STEPS_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +234,62 @@ class StepJournal(TrainerCallback):
                 by_name.setdefault(type(callback).__name__, []).append(callback.state())
         callbacks = {name: states if len(states) > 1 else states[0] for name, states in by_name.items()}
         return dataclasses.replace(state, log_history=[], stateful_callbacks=callbacks)
+
+
+def check_journal(commit: Commit, log_lines: bytes, store: str) -> None:
+    """Raise `StorageError` unless a Trainer can go on from what was committed with a step in the folder ``store``. What
+    checksums find comes before; this is for a journal that was written by something else."""
+    name = "its facts"
+    try:
+        _check_facts(commit.facts)
+        for name in (TRAINER_STATE_NAME, OPTIMIZER_NAME, SCHEDULER_NAME):
+            if name not in commit.journal:
+                raise ValueError("it is missing")
+        for name, content in commit.journal.items():
+            _check_file(name, content, commit.facts["global_step"])
+        name = "its log"
+        if not all(isinstance(json.loads(line), dict) for line in log_lines.splitlines()):
+            raise ValueError("an entry is no dict")
+    except Exception as error:  # whatever reading bytes of somebody else may raise
+        what = f"step {commit.facts.get('global_step')} has a journal that no run has written ({name}: {error!r}) in"
+        raise StorageError(what, path=store, advice="resume from a checkpoint") from error
+
+
+def _check_facts(facts: Mapping[str, Any]) -> None:
+    kinds = {"global_step": int, "output_dir": str, "num_logged": int, "num_updates": dict, _TRAINER_FACTS: dict}
+    for name, kind in kinds.items():
+        if type(facts[name]) is not kind:
+            raise TypeError(f"{name} is {facts[name]!r}")
+    if not isinstance(facts["last_checkpoint"], str | None):
+        raise TypeError(f"last_checkpoint is {facts['last_checkpoint']!r}")
+    for number in (*facts["num_updates"].values(), *(facts[_TRAINER_FACTS][name] for name in LOG_SUMS)):
+        if not isinstance(number, int | float):
+            raise TypeError(f"{number!r} is no number")
+
+
+def _check_file(name: str, content: bytes, step: int) -> None:
+    """Of a journal. Raises whatever its reader does."""
+    if Path(name).name != name:
+        raise ValueError("it lies outside the journal's folder")
+    if name == TRAINER_STATE_NAME:
+        state = TrainerState(**json.loads(content))
+        if type(state.max_steps) is not int or state.global_step != step or not 0 <= float(state.epoch) < math.inf:
+            raise ValueError(f"it is of step {state.global_step!r} of {state.max_steps!r}, epoch {state.epoch!r}")
+    elif name.endswith(".safetensors"):
+        arrays = safetensors.torch.load(content)
+        if name == MISSED_STEPS_NAME:
+            _ = [arrays[part] for part in ("groups", "number", "group", "behind")]
+    elif name.endswith((".pt", ".pth")):
+        with safe_globals():
+            read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        if name == OPTIMIZER_NAME:
+            _ = read["state"], [group["lr"] for group in read["param_groups"]]
+        elif name == SCHEDULER_NAME:
+            _ = int(read["last_epoch"])
+        elif "rng_state" in name:
+            random.Random().setstate(read["python"])
+            np.random.RandomState().set_state(read["numpy"])
+            torch.Generator().set_state(read["cpu"])
 
 
 def _as_json(value: Any) -> Any:

@@ -46,7 +46,7 @@ from hf_lohan.huggingface.loading import from_pretrained, reload_weights
 from hf_lohan.huggingface.rank_trainer import TrainsWithRanks
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
-from hf_lohan.huggingface.step_journal import StepJournal, Termination
+from hf_lohan.huggingface.step_journal import StepJournal, Termination, check_journal
 from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels, by_name, names_of
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
@@ -204,7 +204,12 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             self._links.barrier("what a killed save left to be removed")
             self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
             self._resume_point = ResumePoint.choose(
-                resume_from_checkpoint, self._settled_store, self.args.output_dir, get_last_checkpoint, self._links
+                resume_from_checkpoint,
+                self._settled_store,
+                self.args.output_dir,
+                get_last_checkpoint,
+                check_journal,
+                self._links,
             )
             self._agree_on_resume(self._resume_point)
             self._termination = Termination(self._links)

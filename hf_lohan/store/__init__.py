@@ -22,7 +22,7 @@ from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import DATA_NAMES, committed_log, kept_commits, last_commit
-from hf_lohan.store.verification import damaged_files, verify
+from hf_lohan.store.verification import damaged_files, refuse_other_parts, verify
 from hf_lohan.store.versions import Checksums
 
 __all__ = [
@@ -45,5 +45,6 @@ __all__ = [
     "granules_of",
     "kept_commits",
     "last_commit",
+    "refuse_other_parts",
     "verify",
 ]

@@ -65,6 +65,8 @@ class Commit:
     """Their xxh3, by name in that folder."""
     group_id: str = ""
     """Of the ranks that commit together, and number their commits alike."""
+    layout_id: str = ""
+    """Of the manifest that says where its records are; "" where an older version of this library made the store."""
 
     def check_model_files(self, directory: str) -> str:
         """The folder of the model's files in the store's first ``directory``. Raises `StorageError` where one is not as
@@ -95,7 +97,10 @@ def write_commit(commit: Commit, directory: str, *, keep_previous: bool = False)
     `replace_durably`."""
     arrays: dict[str, npt.NDArray[Any]] = {"home": commit.home, "checksum": commit.checksum}
     arrays |= {_JOURNAL + name: np.frombuffer(content, np.uint8) for name, content in commit.journal.items()}
-    text = json.dumps({part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS})
+    head = {part.name: getattr(commit, part.name) for part in fields(commit) if part.name not in _ARRAYS}
+    if not commit.layout_id:  # so that the version that made the store still reads it
+        del head["layout_id"]
+    text = json.dumps(head)
     metadata = {"commit": text, "xxh3": _digest(text, arrays)}
     kept_as = os.path.join(directory, PREVIOUS_NAME) if keep_previous else None
     replace_durably(os.path.join(directory, COMMIT_NAME), save(arrays, metadata), kept_as=kept_as)
@@ -128,7 +133,7 @@ def previous_commit(directory: str, last: Commit | None) -> Commit | None:
         return None
     if kept is None or last is None:
         return None
-    is_before = (kept.store_id, kept.number) == (last.store_id, last.number - 1)
+    is_before = (kept.store_id, kept.layout_id, kept.number) == (last.store_id, last.layout_id, last.number - 1)
     return kept if is_before else None
 
 
@@ -180,11 +185,11 @@ class CommitSequence:
     """Keeps the commit file, the log and the model's files of the store in ``directory``, whose lock is held: each
     commit is in place, whole, before the next may touch a byte."""
 
-    def __init__(self, store_id: str, directory: str, last: Commit | None) -> None:
+    def __init__(self, store_id: str, layout_id: str, directory: str, last: Commit | None) -> None:
         self._directory = directory
         self.last = last
         """None before the first."""
-        self._none = replace(_EMPTY, store_id=store_id)
+        self._none = replace(_EMPTY, store_id=store_id, layout_id=layout_id)
         self._log = AppendedLog(os.path.join(directory, LOG_NAME))
         self._is_marked_torn = last is not None and last.is_torn
         self._is_settled = True
@@ -293,6 +298,7 @@ class CommitSequence:
             model_folder=last.model_folder,
             model_files=last.model_files,
             group_id=self._agreement.group_id if self._agreement is not None else "",
+            layout_id=last.layout_id,
         )
         if model_files is not None:
             self.before_write(False)  # the last commit is in place for certain, and names the other folder

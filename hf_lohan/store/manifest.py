@@ -12,10 +12,12 @@ import xxhash
 
 from hf_lohan.files import ForeignStoreError, StorageError, StorePath, replace_durably
 from hf_lohan.files.durable_file import read_whole, remove_durably
-from hf_lohan.store.layout import StoreLayout
+from hf_lohan.store.layout import RecordSpec, StoreLayout
+from hf_lohan.store.rank_folders import MANIFEST_NAME, rank_of
 
-MANIFEST_NAME = "manifest.json"
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
+_OLDEST_VERSION = 3
+"""Which did not say whose rank's store it is. Such stores are opened, and stay as they are."""
 _MAX_BYTES = 64 << 20
 """No manifest is larger: a record takes 200 bytes."""
 
@@ -43,6 +45,8 @@ class Manifest:
     layout: StoreLayout
     num_homes: int = 1
     path_index: int = 0
+    rank: tuple[int, int] | None = None
+    """Whose it is, and of how many ranks. None: an older version made it, which did not say."""
 
     def to_json(self) -> dict[str, Any]:
         return sealed(
@@ -53,9 +57,18 @@ class Manifest:
                 "model": asdict(self.model),
                 "num_homes": self.num_homes,
                 "path_index": self.path_index,
+                "rank": list(self.rank or (0, 1)),
                 "layout": self.layout.to_json(),
             }
         )
+
+    @property
+    def layout_id(self) -> str:
+        """What each commit repeats, so that none is read by another manifest; "" where an older version made it."""
+        if self.rank is None:
+            return ""
+        content = [self.store_id, self.num_homes, self.rank, self.layout.to_json()]
+        return xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Manifest:
@@ -69,12 +82,41 @@ class Manifest:
             raise ValueError(f"num_homes {fields['num_homes']!r} is neither 1 nor 2")
         model = ModelIdentity(**fields["model"])
         store_id, created = str(fields["store_id"]), str(fields["created"])
-        return cls(store_id, created, model, layout, int(fields["num_homes"]), int(fields["path_index"]))
+        rank = None
+        if fields["format_version"] > _OLDEST_VERSION:
+            number, num_ranks = fields["rank"]
+            if not (type(number) is type(num_ranks) is int and 0 <= number < num_ranks):
+                raise ValueError(f"rank {fields['rank']!r} is none")
+            rank = (number, num_ranks)
+        return cls(store_id, created, model, layout, int(fields["num_homes"]), int(fields["path_index"]), rank)
 
     @property
     def home_layouts(self) -> tuple[StoreLayout, ...]:
         """The layout of each home's files."""
         return home_layouts(self.layout, self.num_homes)
+
+    def refuse_other_rank(self, directory: str) -> None:
+        """Raise `ForeignStoreError` where the store lies in the folder of another rank than made it."""
+        wanted = rank_of(directory)
+        if self.rank is not None and self.rank != wanted:
+            raise ForeignStoreError(
+                f"{directory} holds the store of {_rank_words(self.rank)}, not of {_rank_words(wanted)}: each rank's "
+                "store goes on only in the folder that it was made in; bring the right one back there"
+            )
+
+    def refuse_other_records(self, records: Sequence[RecordSpec], directory: str) -> None:
+        """Raise `ForeignStoreError` unless the store has these records."""
+        if self.layout.records != tuple(records):
+            names = [
+                {(record.block, record.kind, record.first, record.numel) for record in some}
+                for some in (self.layout.records, records)
+            ]
+            block, kind, first, numel = min(names[0] ^ names[1], default=("", "", 0, 0))
+            raise ForeignStoreError(
+                f"{directory} holds a store of this model that is cut in another way than this run cuts it, beginning "
+                f"with elements {first} to {first + numel} of {kind} of {block}: bring back the store of this rank, "
+                "use the version of hf_lohan that made it, or delete the store and resume from a checkpoint"
+            )
 
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
         """Raise `ForeignStoreError` unless the store is ``model``'s."""
@@ -100,6 +142,10 @@ class Manifest:
             )
 
 
+def _rank_words(rank: tuple[int, int]) -> str:
+    return f"rank {rank[0]} of {rank[1]}" if rank[1] > 1 else "a run with one rank"
+
+
 def sealed(fields: dict[str, Any]) -> dict[str, Any]:
     """A manifest's fields with the checksum of all of them but itself."""
     content = {name: value for name, value in fields.items() if name != "xxh3"}
@@ -120,7 +166,7 @@ def read_manifest(directory: str) -> Manifest | None:
     try:
         fields = json.loads(read_whole(file, _MAX_BYTES))
         version = int(fields["format_version"])
-        if version == FORMAT_VERSION:
+        if _OLDEST_VERSION <= version <= FORMAT_VERSION:
             return Manifest.from_json(fields)
     except FileNotFoundError:
         return None
@@ -168,6 +214,7 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
             raise ForeignStoreError(
                 f"{paths[0].path} and {path.path} hold parts of different stores: give the paths of one"
             )
+        found.refuse_other_rank(path.path)
         by_index[found.path_index] = path
     assert first is not None, "paths are validated before"
     if len(by_index) != len(first.layout.paths) or len(by_index) != len(paths):

@@ -7,8 +7,8 @@ import re
 from collections.abc import Iterator
 
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.store.manifest import MANIFEST_NAME
 
+MANIFEST_NAME = "manifest.json"
 _NAME = re.compile(r"rank-(\d+)-of-(\d+)")
 
 
@@ -20,6 +20,12 @@ def rank_folder(directory: str, rank: int, num_ranks: int) -> str:
 def directory_of(folder: str, num_ranks: int) -> str:
     """The inverse of `rank_folder`."""
     return folder if num_ranks == 1 else os.path.dirname(folder)
+
+
+def rank_of(folder: str) -> tuple[int, int]:
+    """Whose store a folder is for, by its name: the rank, and of how many."""
+    match = _NAME.fullmatch(os.path.basename(os.path.abspath(folder)))
+    return (int(match[1]), int(match[2])) if match else (0, 1)
 
 
 def folder_of_all(directory: str) -> str:

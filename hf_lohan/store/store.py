@@ -21,7 +21,6 @@ from hf_lohan.store.commits import Agreement, Commit, CommitSequence
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import DEFAULT_STRIPE_BYTES, RecordSpec, StoreLayout
 from hf_lohan.store.manifest import (
-    MANIFEST_NAME,
     Manifest,
     ModelIdentity,
     assemble,
@@ -30,6 +29,7 @@ from hf_lohan.store.manifest import (
     remove_manifests,
     write_manifests,
 )
+from hf_lohan.store.rank_folders import MANIFEST_NAME, rank_of
 from hf_lohan.store.record_files import RecordFiles
 from hf_lohan.store.store_folders import (
     DATA_NAMES,
@@ -72,7 +72,7 @@ class Store(RecordFiles):
         held: ExitStack,
     ) -> None:
         """``paths``, with capacities in bytes, are in their order in the store; ``held`` closes files, then locks."""
-        self._commits = CommitSequence(manifest.store_id, paths[0].path, committed)
+        self._commits = CommitSequence(manifest.store_id, manifest.layout_id, paths[0].path, committed)
         super().__init__(homes, versions, engine, before_write=self._commits.before_write)
         self.paths = paths
         self._manifest = manifest
@@ -111,7 +111,8 @@ class Store(RecordFiles):
             remove_store(directories)
             homes: list[HomeFiles] = []
             created = datetime.now(timezone.utc).isoformat(timespec="seconds")
-            manifest = Manifest(uuid.uuid4().hex, created, model, layout, num_homes)
+            rank = rank_of(directories[0])
+            manifest = Manifest(uuid.uuid4().hex, created, model, layout, num_homes, rank=rank)
             try:
                 for home_layout, name in zip(layouts, HOME_NAMES, strict=False):
                     homes.append(HomeFiles.create(home_layout, directories, name, engine))
@@ -126,9 +127,15 @@ class Store(RecordFiles):
 
     @classmethod
     def open(
-        cls, paths: Sequence[StorePath], *, model: ModelIdentity | None, engine: IoEngine, allow_torn: bool = False
+        cls,
+        paths: Sequence[StorePath],
+        *,
+        model: ModelIdentity | None,
+        engine: IoEngine,
+        allow_torn: bool = False,
+        records: Sequence[RecordSpec] | None = None,
     ) -> Store:
-        """The store in ``paths``, given in any order; ``model=None`` takes any model's.
+        """The store in ``paths``, given in any order; ``model=None`` takes any model's, ``records=None`` any.
 
         Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError`
         if it is larger than a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
@@ -142,6 +149,8 @@ class Store(RecordFiles):
             directories = [path.path for path in ordered]
             if model is not None:
                 manifest.refuse_other(model, directories[0])
+            if records is not None:
+                manifest.refuse_other_records(records, directories[0])
             check_sizes(ordered, manifest.home_layouts)
             remove_scratch(directories)
             committed = committed_in(directories, manifest)
@@ -185,7 +194,7 @@ class Store(RecordFiles):
                     f"{paths[0].path} holds a store of this model with durability {_durability(found.num_homes)!r}, "
                     f"not {durability!r}: keep that setting, delete the store or choose another directory"
                 )
-            return cls.open(paths, model=model, engine=engine, allow_torn=True)
+            return cls.open(paths, model=model, engine=engine, allow_torn=True, records=records)
         if durability == "auto" and not fits(paths, records, num_homes, scratch):
             num_homes = 1
             logger.warning(

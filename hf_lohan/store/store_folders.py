@@ -21,6 +21,7 @@ from hf_lohan.store.commits import (
 )
 from hf_lohan.store.layout import RecordSpec, StoreLayout
 from hf_lohan.store.manifest import Manifest, ModelIdentity, assemble, home_layouts, read_manifest, remove_manifests
+from hf_lohan.store.rank_folders import MANIFEST_NAME
 from hf_lohan.store.versions import Versions
 
 HOME_NAMES = ("records-0.bin", "records-1.bin")
@@ -83,6 +84,11 @@ def committed_in(directories: Sequence[str], manifest: Manifest) -> Commit | Non
     if commit is not None and commit.store_id != manifest.store_id:
         raise ForeignStoreError(
             f"{COMMIT_NAME} in {directories[0]} belongs to another store than its manifest: "
+            "put the right one back, or delete the store and resume from a checkpoint"
+        )
+    if commit is not None and commit.layout_id != manifest.layout_id:
+        raise ForeignStoreError(
+            f"{MANIFEST_NAME} in {directories[0]} is another than that of the run that wrote {COMMIT_NAME}: "
             "put the right one back, or delete the store and resume from a checkpoint"
         )
     return commit

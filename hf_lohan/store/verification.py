@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_lohan.device import mapped_empty
-from hf_lohan.files import CorruptionError, StorageError
+from hf_lohan.files import CorruptionError, ForeignStoreError, StorageError
 from hf_lohan.store.layout import RecordSpec
 from hf_lohan.store.store import Store
 
@@ -38,6 +38,22 @@ def verify(store: Store) -> Iterator[VerifiedRecord]:
                     error = _error(store, record, first, min(first + granule_numel, stop), memory)
                     errors += [error] if error is not None else []
         yield VerifiedRecord(record, errors)
+
+
+def refuse_other_parts(stores: Sequence[Store]) -> None:
+    """Raise `ForeignStoreError` unless the stores, in the order of their ranks, are the parts of one model."""
+    stops: dict[tuple[str, str], int] = {}
+    for store in stores:
+        for record in store.records:
+            stop = stops.get((record.block, record.kind), 0)
+            if record.first != stop:
+                where = " and ".join(store.paths[0].path for store in stores)
+                raise ForeignStoreError(
+                    f"{where} are not the parts of one model, in the order of ranks: {record.kind} of {record.block} "
+                    f"goes on with element {record.first} in {store.paths[0].path}, after {stop} elements before it; "
+                    "bring back the folders of all ranks as the run left them"
+                )
+            stops[record.block, record.kind] = record.first + record.numel
 
 
 def damaged_files(store: Store) -> list[StorageError]:

@@ -13,6 +13,7 @@ from hf_lohan.threads import FirstFailure, WorkThread
 from hf_lohan.updates.chunk_gradient import ArrivedChunk
 from hf_lohan.updates.handover import Delivery, Handover
 from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.means import GradientMeans
 from hf_lohan.updates.norms import GradientNorms
 from hf_lohan.updates.setup import GroupOf, UpdateSetup
 from hf_lohan.updates.speculation import GuessedBlocks
@@ -44,16 +45,20 @@ class GradientPipeline:
         """What the step's backwards came by, whether or not it got a gradient."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
         self._handover = handover = Handover(setup.copies_new_weights or setup.device)
+        made: list[GradientMeans] = []
 
         def cannot_finish_step(error: BaseException) -> None:
-            """Whoever waits for a buffer or a block is told, and the other ranks are."""
+            """Whoever waits for a buffer or a block is told, and the other ranks are. Another rank may have failed
+            before this one is made."""
             setup.gradients.abort(error)
             handover.abort(error)
-            self._means.fail(error)
+            for means in made:
+                means.fail(error)
 
         self._failure = FirstFailure(cannot_finish_step)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
         self._means = setup.means(self._thread.put, self._failure.note)
+        made.append(self._means)
         self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
         self._guesses = GuessedBlocks(self._thread)
         self._thread.start(idle=self._worker.work_off)

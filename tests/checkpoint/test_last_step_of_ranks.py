@@ -59,7 +59,12 @@ def chosen(run: Path, asked: str | bool) -> list[ResumePoint]:
 
     def choose(links: Links) -> ResumePoint:
         return ResumePoint.choose(
-            asked, lambda: [store_of(run, links.ranks.rank)], str(run), lambda _folder: None, links
+            asked,
+            lambda: [store_of(run, links.ranks.rank)],
+            str(run),
+            lambda _folder: None,
+            lambda *_of_journal: None,
+            links,
         )
 
     return run_ranks(2, choose)

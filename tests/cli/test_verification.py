@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 
@@ -14,8 +16,9 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.files import CorruptionError, IoEngine, StorePath
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
-from hf_lohan.store.commits import PREVIOUS_NAME
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, kept_commits
+from hf_lohan.store.commits import PREVIOUS_NAME, write_commit
+from hf_lohan.store.manifest import sealed
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.store.resharding import NumberedAgreement
 from hf_lohan.testing.stored_state import aligned, content_of
@@ -136,3 +139,29 @@ def test_without_a_common_commit_each_is_read_at_its_own(ahead: RanksOfARun) -> 
     code, output = ahead.verify()
     assert code == 1 and "there is no commit that all ranks hold" in output, output
     assert "rank 0 of 2: commit 2" in output and "rank 1 of 2: commit 4" in output
+
+
+@pytest.mark.parametrize("is_swapped", [True, False])
+@pytest.mark.parametrize("says_rank", [True, False])
+def test_folders_that_were_swapped_or_copied_are_refused(is_swapped: bool, says_rank: bool, ahead: RanksOfARun) -> None:
+    if not says_rank:  # as versions of hf_lohan made them that did not
+        for rank in range(2):
+            folder = str(ahead.folder_of(rank))
+            for commit in reversed(kept_commits([folder])):
+                write_commit(replace(commit, layout_id=""), folder, keep_previous=True)
+            file = ahead.folder_of(rank) / "manifest.json"
+            fields = json.loads(file.read_text()) | {"format_version": 3}
+            del fields["rank"]
+            file.write_text(json.dumps(sealed(fields)))
+        assert ahead.verify()[0] == 0
+    first, second, aside = ahead.folder_of(0), ahead.folder_of(1), ahead.folder / "aside"
+    if is_swapped:
+        first.rename(aside)
+        second.rename(first)
+        aside.rename(second)
+    else:
+        shutil.rmtree(second)
+        shutil.copytree(first, second)
+    code, output = ahead.verify()
+    expected = "holds the store of rank" if says_rank else "are not the parts of one model, in the order of ranks"
+    assert code == 2 and expected in output and "Traceback" not in output, output

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorePath
-from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store import ModelIdentity, RecordSpec, Store, last_commit
 from hf_lohan.store.manifest import sealed
 
 Records = tuple[RecordSpec, ...]
@@ -31,7 +31,8 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
     assert (first.pop("path_index"), second.pop("path_index")) == (0, 1)
     assert first.pop("xxh3") != second.pop("xxh3")
     assert first == second
-    assert (first["format_version"], first["num_homes"]) == (3, 1)
+    assert (first["format_version"], first["num_homes"]) == (4, 1)
+    assert first["rank"] == [0, 1]
     assert first["model"] == {
         "model_class": "LlamaForCausalLM",
         "num_parameters": 12345,
@@ -42,7 +43,7 @@ def test_paths_differ_in_their_index_only(manifests: list[Path], records: Record
     assert [record["block"] for record in first["layout"]["records"]] == [record.block for record in records]
 
 
-@pytest.mark.parametrize(("version", "advice"), [(4, "upgrade"), (2, r"delete the store \(checkpoints still resume\)")])
+@pytest.mark.parametrize(("version", "advice"), [(5, "upgrade"), (2, r"delete the store \(checkpoints still resume\)")])
 def test_another_format_is_refused(
     manifests: list[Path],
     paths: list[StorePath],
@@ -60,7 +61,7 @@ def test_another_format_is_refused(
         lambda: Store.open_or_create(paths, records, model=model, engine=engine),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 3: {advice}"):
+        with pytest.raises(ForeignStoreError, match=f"format version {version}, this hf_lohan knows 4: {advice}"):
             attempt()
     assert manifests[1].read_text() == before
 
@@ -81,6 +82,65 @@ def test_a_damaged_manifest_is_refused(
         Store.open(paths, model=model, engine=engine)
     with pytest.raises(ForeignStoreError, match="damaged"):
         Store.create(paths, records, model=model, engine=engine)
+
+
+def as_an_older_version_made_it(file: Path, **changes: Any) -> None:
+    fields = json.loads(file.read_text()) | {"format_version": 3} | changes
+    fields.pop("rank", None)
+    file.write_text(json.dumps(sealed(fields)))
+
+
+def test_a_store_from_before_manifests_named_a_rank_goes_on_as_it_is(
+    manifests: list[Path], paths: list[StorePath], records: Records, model: ModelIdentity, engine: IoEngine
+) -> None:
+    for file in manifests:
+        as_an_older_version_made_it(file)
+    before = [file.read_bytes() for file in manifests]
+    for number in (1, 2):
+        with Store.open_or_create(paths, records, model=model, engine=engine, durability="checkpoint") as store:
+            assert len(store.kept_commits) == number - 1
+            store.commit({"number": number})
+    with Store.open(paths, model=model, engine=engine) as store:
+        assert store.committed is not None and store.committed.facts == {"number": 2}
+    assert [file.read_bytes() for file in manifests] == before
+    content = (manifests[0].parent / "commit.safetensors").read_bytes()
+    assert b"store_id" in content and b"layout_id" not in content, "the older version knows no such field"
+
+
+def changed_records(file: Path, **changes: Any) -> dict[str, Any]:
+    layout: dict[str, Any] = json.loads(file.read_text())["layout"]
+    layout["records"][0] |= changes
+    return layout
+
+
+@pytest.mark.parametrize("change", [{"first": 1 << 40}, {"block": "another"}, {"dtype": "int16"}])
+def test_a_manifest_of_other_records_is_refused(
+    manifests: list[Path],
+    paths: list[StorePath],
+    records: Records,
+    model: ModelIdentity,
+    engine: IoEngine,
+    change: dict[str, Any],
+) -> None:
+    """Its checksum is right: somebody changed it, or put that of another store there."""
+    with Store.open(paths, model=model, engine=engine) as store:
+        store.commit()
+    sound = [file.read_text() for file in manifests]
+    for file in manifests:
+        edit(file, layout=changed_records(file, **change))
+    attempts: tuple[Callable[[], object], ...] = (
+        lambda: Store.open(paths, model=None, engine=engine),
+        lambda: last_commit([path.path for path in paths]),
+    )
+    for attempt in attempts:
+        with pytest.raises(ForeignStoreError, match=r"manifest\.json in .* is another than that of the run that wrote"):
+            attempt()
+    for file, text in zip(manifests, sound, strict=True):
+        file.write_text(text)
+        as_an_older_version_made_it(file, layout=changed_records(file, **change))
+    (manifests[0].parent / "commit.safetensors").unlink()
+    with pytest.raises(ForeignStoreError, match="is cut in another way than this run cuts it, beginning with elements"):
+        Store.open_or_create(paths, records, model=model, engine=engine)
 
 
 def test_a_manifest_from_before_there_was_a_choice_is_of_float32_states(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
-from hf_lohan.store import ModelIdentity, RecordSpec, Store
+from hf_lohan.store import ModelIdentity, RecordSpec, Store, last_commit
 from hf_lohan.store.rank_folders import rank_folder, refuse_other_ranks, stores_under
 
 
@@ -43,3 +44,18 @@ def test_folders_without_a_store_are_none(tmp_path: Path) -> None:
     (tmp_path / "records").touch()
     assert stores_under(str(tmp_path)) == {}
     refuse_other_ranks(str(tmp_path), 3)
+
+
+def test_a_store_in_the_folder_of_another_rank_is_refused(
+    tmp_path: Path, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine
+) -> None:
+    first, second = (tmp_path / f"rank-{rank}-of-2" for rank in range(2))
+    make(str(first), records, model, engine)
+    shutil.copytree(first, second)
+    shutil.copytree(first, tmp_path / "of the only rank")
+    for folder, wanted in ((second, "rank 1 of 2"), (tmp_path / "of the only rank", "a run with one rank")):
+        with pytest.raises(ForeignStoreError, match=rf"{folder} holds the store of rank 0 of 2, not of {wanted}: "):
+            Store.open([StorePath(str(folder))], model=None, engine=engine)
+        with pytest.raises(ForeignStoreError, match="bring the right one back"):
+            last_commit([str(folder)])
+    Store.open([StorePath(str(first))], model=None, engine=engine).close()

@@ -18,6 +18,7 @@ from hf_lohan.optim import AdamWGroup
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
+from hf_lohan.updates.means import GradientMeans, OwnGradients
 from hf_lohan.updates.worker import Applied
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -146,6 +147,7 @@ class Bench:
         fail: Exception | None = None,
         speculates: bool = False,
         lends_gradient_buffers: bool = False,
+        means: Callable[..., GradientMeans] = OwnGradients,
     ) -> None:
         parameters = {f"p{i}": nn.Parameter(torch.zeros(CHUNK_NUMEL)) for i in range(NUM_CHUNKS)}
         self.block = lay_out_block("block", SizeClass.LAYER, parameters)
@@ -169,6 +171,7 @@ class Bench:
                 gradients=self.gradients,
                 recall=pool("recall", 0),
                 num_arrival_buffers=0 if lends_gradient_buffers else self.gradients.num_buffers,
+                means=means,
             )
         )
         self.pipeline.speculate(speculates)

@@ -19,6 +19,7 @@ from hf_lohan.files import IoRequest
 from hf_lohan.model import ParamSlice
 from hf_lohan.store import Checksums
 from hf_lohan.updates.chunk_gradient import ChunkGradient
+from hf_lohan.updates.means import OwnGradients
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
@@ -270,3 +271,13 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
     bench.submit_all()
     bench.pipeline.wait_for_norms()
     assert num_threads["summed"] == {torch.get_num_threads()}
+
+
+def test_another_rank_may_have_failed_before_the_pipeline_is_made(make_bench: Callable[..., Bench]) -> None:
+    def means(put: Callable[..., None], failed: Callable[[BaseException], None]) -> OwnGradients:
+        failed(RuntimeError("rank 1 ended"))
+        return OwnGradients(put, failed)
+
+    bench = make_bench("optimized", hold_gradients=False, means=means)
+    with pytest.raises((RuntimeError, PoolAborted), match="rank 1 ended"):
+        bench.submit_all()
