@@ -13,7 +13,7 @@ from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, Store, damaged_files, refuse_other_parts, verify
-from hf_lohan.store.rank_folders import rank_folder, ranks_under
+from hf_lohan.store.rank_folders import rank_folder, rank_of, ranks_under
 
 _PIECE_BYTES = 4 << 20
 
@@ -30,7 +30,8 @@ def verify_store(given: Sequence[str]) -> bool:
             for rank in range(num_ranks):
                 own = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
                 stores.append(stack.enter_context(Store.open(own, model=None, engine=io)))
-            refuse_other_parts(stores)
+            if rank_of(paths[0]) == (0, 1):  # not the folder of one rank alone
+                refuse_other_parts(stores)
             return _verify_one(stores[0], console) if num_ranks == 1 else _verify_ranks(stores, console)
     finally:
         io.close()

@@ -54,15 +54,15 @@ class RanksOfARun:
     def open(self, rank: int) -> Store:
         return Store.open([StorePath(str(self.folder_of(rank)))], model=None, engine=self.engine)
 
-    def commit(self, *ranks: int) -> None:
-        """One more step of these."""
+    def commit(self, *ranks: int, is_resumable: bool = False) -> None:
+        """One more step of these, without a journal."""
         for rank in ranks:
             with self.open(rank) as store:
                 store.agree_on_commits(NumberedAgreement("run"))
                 number = store.committed.number + 1 if store.committed is not None else 1
                 record = self.records[rank]
                 store.write("a", "param", record.first, aligned(record, NUMEL, self.random)).wait()
-                store.commit({"global_step": number, "is_resumable": True, "durability": "step"}, {}, b"{}\n")
+                store.commit({"global_step": number, "is_resumable": is_resumable, "durability": "step"}, {}, b"{}\n")
 
     def flip(self, rank: int, commit: int) -> None:
         """A bit of what a commit wrote: commits 1, 3, ... are in the first home."""
@@ -127,11 +127,13 @@ def test_a_damaged_commit_before_the_last_one_counts_as_not_held(
         code, output = ahead.verify()
     assert code == 0 and output.splitlines()[-1] == "all 2 ranks hold commit 3", output
     assert "counts as not kept: not a commit is" in caplog.text and PREVIOUS_NAME in caplog.text
-    assert hf_lohan.last_step(ahead.folder) == 3
     with ahead.open(0) as store:
         assert [commit.number for commit in store.kept_commits] == [3]
     ahead.commit(0, 1)  # it goes on, over the damage
     assert ahead.verify()[1].splitlines()[-1] == "all 2 ranks hold commit 4"
+    ahead.commit(0, 1, is_resumable=True)
+    (ahead.folder_of(1) / PREVIOUS_NAME).write_bytes(b"")
+    assert hf_lohan.last_step(ahead.folder) == 5
 
 
 def test_without_a_common_commit_each_is_read_at_its_own(ahead: RanksOfARun) -> None:
