@@ -127,7 +127,8 @@ class OffloadConfig:
 
     clip: Clip = AUTO
     """When `max_grad_norm` clips: "defer" updates after the norm is known, under the next forward; "speculate"
-    updates in backward, and does it over if the norm clips; "auto" takes what is faster by its measurements."""
+    updates in backward, and does it over if the norm clips, which writes twice; "auto" takes what is faster by its
+    measurements, and guesses only while at most one of eight steps clips."""
 
     vertical_micro_batches: bool | Literal["auto"] = AUTO
     """With gradient accumulation: run all micro-batches of a step through a block before the next one, so that weights

@@ -29,6 +29,7 @@ from hf_lohan.planner.hardware_profile import (
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
     INPUT,
+    MOST_WRONG_GUESSES,
     ActivationPlacements,
     Activations,
     Durability,
@@ -61,6 +62,7 @@ __all__ = [
     "INPUT",
     "MIN_CHUNK_NUMEL",
     "MIN_SLOTS_TO_LEND",
+    "MOST_WRONG_GUESSES",
     "ONE_MORE_SSD",
     "TWICE_THE_RAM",
     "ActivationPlacements",

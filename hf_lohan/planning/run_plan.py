@@ -17,7 +17,15 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
 from hf_lohan.model import TracedModel
-from hf_lohan.planner import Durability, HardwareProfile, ModelProfile, OffloadPlan, forecast, scaled_to
+from hf_lohan.planner import (
+    MOST_WRONG_GUESSES,
+    Durability,
+    HardwareProfile,
+    ModelProfile,
+    OffloadPlan,
+    forecast,
+    scaled_to,
+)
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
@@ -125,9 +133,7 @@ class RunPlan:
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
             return None
 
-    def step_began(
-        self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None
-    ) -> PlannedStep | None:
+    def step_began(self, clip_rate: float, routing: Mapping[str, Sequence[int]] | None = None) -> PlannedStep | None:
         """Time the step before. Once enough of them were timed: plan anew by what they took and by the experts that
         tokens went to (``routing``: by layer, how many to each), and return that. A plan with other placements or
         another way to clip is tried; if its steps are longer, return the one before."""
@@ -142,6 +148,9 @@ class RunPlan:
         if self._tried_after is not None and len(self._steps) == self._num_before_trial + 1 + NUM_STEPS_TRIED:
             tried_s = statistics.median(step.step_s for step in self._steps[-NUM_STEPS_TRIED:])
             return self._judge(self.now, self._tried_after, tried_s)
+        if self._tried_after is None and clip_rate == 0 < self.now.setup.clip_rate:
+            # It was planned for steps that clip. None of the last ones did.
+            return self._correct(self.now, usual_step(self._steps[-NUM_STEPS_TIMED:]), clip_rate, routing or {})
         return None
 
     def _correct(
@@ -150,6 +159,8 @@ class RunPlan:
         """Plan once more with the rates that the run has measured."""
         self._routing = _of_layers(now.profile, routing)
         now = replace(now, profile=now.profile.routed(self._routing))
+        if now.setup.clip == "auto" and clip_rate > MOST_WRONG_GUESSES:
+            now = replace(now, plan=replace(now.plan, clip="defer"))  # so did the steps that were timed
         hardware = corrected_hardware(now, measured)
         if hardware is now.hardware and clip_rate == now.setup.clip_rate and not self._routing:
             return None

@@ -13,6 +13,7 @@ from threading import Lock
 from typing import Literal
 
 from hf_lohan.model import Block, ParamSlice
+from hf_lohan.planner import MOST_WRONG_GUESSES
 from hf_lohan.threads import Command, WorkThread
 from hf_lohan.updates.setup import GroupOf
 
@@ -25,8 +26,12 @@ ClipWay = Literal["defer", "speculate"]
 class ClipHistory:
     """How the next step clips, and what came of the last ones. Used by the computing thread."""
 
-    def __init__(self, way: ClipWay) -> None:
-        self._way: ClipWay = way
+    def __init__(self, way: ClipWay, *, always: bool = False) -> None:
+        """`always`: guess however often the norm clips. Else the first step waits for its norm, and so does each that
+        comes behind steps of which more than `MOST_WRONG_GUESSES` clipped."""
+        self.way: ClipWay = way
+        """As planned; whether a step does guess: `speculates`."""
+        self._always = always
         self._may_guess = True
         self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
         self.num_speculated = 0
@@ -40,11 +45,15 @@ class ClipHistory:
     @property
     def speculates(self) -> bool:
         """Whether the next step guesses, if it can be undone."""
-        return self._way == "speculate" and self._may_guess
+        return self.way == "speculate" and self._may_guess and (self._always or self._rarely_clips)
+
+    @property
+    def _rarely_clips(self) -> bool:
+        return bool(self._clipped) and self.clip_rate <= MOST_WRONG_GUESSES
 
     def clip_by(self, way: ClipWay) -> None:
         """From the next step on."""
-        self._way = way
+        self.way = way
 
     def never_speculate(self) -> None:
         """The loop does something between backward and step that has guesses taken back every time."""

@@ -106,4 +106,4 @@ def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path
     if "beside" in name:
         assert followed["spilled_gradient_bytes"] < spilled_bytes
         assert engine.tiers.shared_ram.num_bytes > 0
-    assert engine.clip_history.speculates == (followed["clip"] == "speculate")
+    assert (engine.clip_history.way == "speculate") == (followed["clip"] == "speculate")

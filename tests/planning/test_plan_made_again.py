@@ -159,6 +159,23 @@ def test_the_experts_that_tokens_went_to_are_those_of_the_second_plan(desktop: H
     assert run.plan.prediction.experts.hits_per_micro_batch == 2 * 8
 
 
+def test_steps_that_clip_are_not_guessed_about_until_they_do_not(desktop: HardwareProfile, make_run: Any) -> None:
+    """Also where guessing takes no longer: the drives would be written to twice."""
+    machine = FakeMachine(desktop)
+    run = make_run(machine, desktop)
+    assert run.plan.clip == "speculate"
+    for _ in range(4):
+        machine.run_step(run)
+        run.step_began(clip_rate=1.0)
+    assert (run.plan.clip, run.now.setup.clip_rate) == ("defer", 1.0)
+    for clip_rate in (0.5, 0.25, 0.0625):
+        machine.run_step(run)
+        run.step_began(clip_rate=clip_rate)
+    assert run.plan.clip == "defer"
+    follow(run, machine, 8)
+    assert (run.plan.clip, run.now.setup.clip_rate) == ("speculate", 0.0)
+
+
 def test_a_second_plan_that_is_slower_is_left_once(
     desktop: HardwareProfile, make_run: Any, caplog: pytest.LogCaptureFixture
 ) -> None:

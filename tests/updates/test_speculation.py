@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from clip_norms import CLIPS, EITHER_WAY, MAX_NORMS, NORMS, assert_speculated, counts, train
+from clip_norms import CLIPS, EITHER_WAY, LETS_THROUGH, MAX_NORMS, NORMS, assert_speculated, counts, train
 
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
+from hf_lohan.updates import ClipHistory
 
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
@@ -171,13 +172,43 @@ def test_steps_clip_as_they_are_told_and_stay_exact(
     pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
     """A plan may think better of it between two steps."""
-    twins = make_twins("llama", clip="auto")
+    twins = make_twins("llama", clip="speculate")
     told = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
     for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, told, strict=True)):
         twins.engine.clip_by("speculate" if guesses else "defer")
         twins.train(1, first_seed=10 * step, max_norm=max_norm)
     twins.assert_equal()
     assert counts(twins)[0] == sum(told)
+
+
+@pytest.mark.parametrize(
+    ("max_norms", "guesses"),
+    [
+        ([CLIPS] * 3, (0, 0)),
+        ([LETS_THROUGH] * 3, (2, 0)),  # the first one knows nothing yet
+        ([LETS_THROUGH, CLIPS, LETS_THROUGH, CLIPS], (1, 1)),
+    ],
+    ids=["every", "none", "some"],
+)
+def test_auto_does_not_guess_behind_steps_that_clipped(
+    max_norms: list[float], guesses: tuple[int, int], make_twins: TwinsFactory
+) -> None:
+    """A wrong guess is written to the drive, and written once more."""
+    twins = make_twins("llama", clip="auto")
+    twins.engine.clip_by("speculate")  # a plan thinks that it pays
+    train(twins, max_norms)
+    twins.assert_equal()
+    assert counts(twins) == guesses
+
+
+def test_auto_guesses_again_when_few_of_the_last_steps_clipped() -> None:
+    history = ClipHistory("speculate")
+    guessed = []
+    for step in range(20):
+        guessed.append(history.speculates)
+        history.note_step("deferred", clipped=step < 4)
+    assert guessed == [False] * 18 + [True] * 2, "2 of 16 clipped"
+    assert ClipHistory("speculate", always=True).speculates
 
 
 def test_without_a_plan_no_step_guesses(make_twins: TwinsFactory) -> None:
