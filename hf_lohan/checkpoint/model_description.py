@@ -84,6 +84,11 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
     if layout.other_dtypes:
         most = dtype_name(layout.master.working_dtype)
         facts["dtypes"] = {part.name: most for part in engine.parameter_slices} | layout.other_dtypes
+    saved: dict[str, list[str]] = {}
+    for name, dtype in layout.saved_dtypes.items():
+        saved.setdefault(dtype_name(dtype), []).append(name)
+    if saved:
+        facts["saved_dtypes"] = saved
     if layout.other_rules:
         facts["optimizers"] = layout.other_rules
     (folder / FACTS_NAME).write_text(json.dumps(facts, indent=1))

@@ -107,7 +107,7 @@ def _write_tensor(file: BinaryIO, spec: TensorSpec, offset: int) -> None:
             return
         file.seek(offset)
     for piece in spec.pieces:
-        file.write(piece.contiguous().view(-1).view(torch.uint8).numpy().data)
+        file.write(piece.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     if file.tell() != offset + spec.num_bytes:
         raise ValueError(
             f"the pieces of {spec.name} have {file.tell() - offset} bytes, its header says {spec.num_bytes}; "

@@ -253,12 +253,15 @@ def report(
 def export(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],
+    dtype: Annotated[
+        str, typer.Option(metavar="DTYPE", help="Of the weights: auto (as the run saves them), bfloat16 or float32.")
+    ] = "auto",
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
     with one_line_errors():
         from hf_lohan.huggingface.export import export as export_run
 
-        step = export_run(run, out)
+        step = export_run(run, out, dtype)
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedConfig, Trainer, TrainingArguments
 from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
@@ -121,6 +121,28 @@ def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]
 def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
     """A model of a class, or of the one that an auto class chooses."""
     return (getattr(model_class, "from_config", None) or model_class._from_config)(config, dtype=dtype)
+
+
+@contextlib.contextmanager
+def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
+    """While this is open, ``config`` is written with this dtype, where `save_pretrained` of its model takes that of the
+    parameters that it finds. It has its own again afterwards."""
+    if dtype is None or not isinstance(config, PreTrainedConfig):
+        yield
+        return
+    own, stock = config.dtype, PreTrainedConfig.save_pretrained
+
+    def save(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self is config:
+            config.dtype = dtype
+        return stock(self, *args, **kwargs)
+
+    PreTrainedConfig.save_pretrained = save
+    try:
+        yield
+    finally:
+        PreTrainedConfig.save_pretrained = stock
+        config.dtype = own
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:

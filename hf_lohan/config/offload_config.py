@@ -32,6 +32,7 @@ Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Optimizer: TypeAlias = Literal["auto", "muon"]
+SaveDtype: TypeAlias = Literal["auto", "bfloat16", "float32"]
 Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
@@ -74,6 +75,11 @@ class OffloadConfig:
     optimizer_state_dtype: OptimizerStateDtype = "float32"
     """Type in which `exp_avg` and `exp_avg_sq` are stored. AdamW computes in float32 whatever it is; what is not
     float32 is rounded when it is stored, so that the training is no longer bit for bit that of torch in memory."""
+
+    save_dtype: SaveDtype = AUTO
+    """Type in which weights are saved that compute in bfloat16: by `save_model`, `save_pretrained`, `lohan export` and
+    in checkpoints. "auto" is the one that they were loaded in, as with the stock Trainer: under `bf16=True` a float32
+    model is saved in float32. "float32" writes the exact masters, twice the bytes; "bfloat16" what computes."""
 
     io_threads: int | Literal["auto"] = AUTO
     """Threads that read and write the store; "auto" is one per CPU, at least 2 and at most 8."""
@@ -221,8 +227,9 @@ class OffloadConfig:
     @property
     def is_resolved(self) -> bool:
         """Whether no setting is "auto", but for those that the run itself decides: an SSD's capacity (then its free
-        space), `resident_records`, `optimizer`, `experts`, `lazy_experts`, `expert_cache`, `activations`,
-        `chunked_loss`, `durability`, `commit_every`, `clip`, `vertical_micro_batches` and `net_timeout`."""
+        space), `resident_records`, `optimizer`, `save_dtype`, `experts`, `lazy_experts`, `expert_cache`,
+        `activations`, `chunked_loss`, `durability`, `commit_every`, `clip`, `vertical_micro_batches` and
+        `net_timeout`."""
         return all(getattr(self, name) != AUTO for name in SETTINGS if name not in _DECIDED_LATER)
 
     def to_dict(self) -> dict[str, Any]:
@@ -243,8 +250,8 @@ class OffloadConfig:
 OffloadSource: TypeAlias = "str | os.PathLike[str] | Mapping[str, Any] | OffloadConfig | None"
 
 _DECIDED_LATER = (
-    *("resident_records", "optimizer", "experts", "lazy_experts", "expert_cache", "activations", "chunked_loss"),
-    *("durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
+    *("resident_records", "optimizer", "save_dtype", "experts", "lazy_experts", "expert_cache", "activations"),
+    *("chunked_loss", "durability", "commit_every", "clip", "vertical_micro_batches", "net_timeout"),
 )
 
 SETTINGS = tuple(setting.name for setting in fields(OffloadConfig))
@@ -256,6 +263,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "resident_records": partial(check_choice, allowed=get_args(ResidentRecords)),
     "optimizer": partial(check_choice, allowed=get_args(Optimizer)),
     "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
+    "save_dtype": partial(check_choice, allowed=get_args(SaveDtype)),
     "io_threads": check_count,
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
+
+logger = logging.getLogger(__name__)
 
 Describe = Callable[[], Mapping[str, bytes] | None]
 """What makes the files that belong beside a model's records, by name or relative path."""
@@ -91,7 +94,7 @@ class StepCommits:
         """Steps that have ended since a commit was asked for."""
         self.is_due = self.are_kept
         """Whether the step in progress, or the one that has just ended, is to be committed."""
-        self._has_begun = False
+        self._has_begun = self._goes_on = False
         self.each_step = True
         """Whether each step is committed by itself."""
         self._describe: Describe | None = _nothing
@@ -119,7 +122,20 @@ class StepCommits:
         if not self._has_begun:
             self._has_begun = True
             if self.each_step:
+                self._tell_what_ends()
                 self.request(even_in_place=True)
+
+    def _tell_what_ends(self) -> None:
+        """Nobody has gone back to the last commit of an earlier run, and the next one takes its place."""
+        last = self._store.committed
+        if last is None or last.is_torn or self._goes_on or not self.are_kept:
+            return
+        logger.warning(
+            "the last step of an earlier run in %s, after update %d, is overwritten from here on; to go on from such a "
+            "step, call engine_of(model).go_back_to_commit() before the first one",
+            self._store.paths[0].path,
+            max(map(int, last.facts.get("num_updates", {}).values()), default=0),
+        )
 
     def follow(self, interval: CommitInterval) -> None:
         """From the next step on."""
@@ -186,6 +202,7 @@ class StepCommits:
         if last is None:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
         self._store.drop()
+        self._goes_on = True
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))
         num_updates = last.facts.get("num_updates")

@@ -11,7 +11,7 @@ from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.ranks import Links, RankFailedError
 
-_READ, _ELEMENTS, _FAILED = "read ", "elements ", "failed "
+_READ, _ELEMENTS, _MASTERS, _FAILED = "read ", "elements ", "masters ", "failed "
 
 
 class LedReads:
@@ -37,6 +37,11 @@ class LedReads:
         """On rank 0, while it leads. See `ParameterAccess`."""
         self._say(f"{_ELEMENTS}{first} {last} {name}")
         return self._access().read_elements(name, first, last)
+
+    def read_masters(self, name: str, first: int, last: int) -> Tensor:
+        """On rank 0, while it leads. See `ParameterAccess`."""
+        self._say(f"{_MASTERS}{first} {last} {name}")
+        return self._access().read_masters(name, first, last)
 
     def read_pieces(
         self, name: str, kind: str, first: int = 0, last: int | None = None
@@ -71,6 +76,10 @@ class LedReads:
                 raise RankFailedError(f"rank 0 could not save the model: {said.removeprefix(_FAILED)}", 0)
             if said.startswith(_READ):
                 self._access().read_parameter(said.removeprefix(_READ))
+                continue
+            if said.startswith(_MASTERS):
+                first, last, name = said.removeprefix(_MASTERS).split(" ", 2)
+                self._access().read_masters(name, int(first), int(last))
                 continue
             first, last, name = said.removeprefix(_ELEMENTS).split(" ", 2)
             for _ in self._access().read_pieces(name, "param", int(first), int(last)):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
-from hf_lohan.optim import encode_master_
+from hf_lohan.optim import decode_master_, encode_master_
 from hf_lohan.ranks import Links
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import CaughtUpRecords
@@ -135,8 +135,20 @@ class ParameterAccess:
 
     def read_elements(self, name: str, first: int, last: int) -> Tensor:
         """Elements [first, last) of the flattened working weight as a new flat tensor, on the host."""
-        out = torch.empty(last - first, dtype=self.state_dtype(name, "param"))
-        for start, piece in self.read_pieces(name, "param", first, last):
+        return self._read_elements(name, "param", first, last)
+
+    def read_masters(self, name: str, first: int, last: int) -> Tensor:
+        """`read_elements` of the float32 master. That of a frozen weight is what it computes with."""
+        working = self._read_elements(name, "param", first, last)
+        if "master_residual" not in self.state_kinds(name):
+            return working.to(torch.float32)
+        master = torch.empty(working.numel(), dtype=torch.float32)
+        decode_master_(master, working, self._read_elements(name, "master_residual", first, last))
+        return master
+
+    def _read_elements(self, name: str, kind: str, first: int, last: int) -> Tensor:
+        out = torch.empty(last - first, dtype=self.state_dtype(name, kind))
+        for start, piece in self.read_pieces(name, kind, first, last):
             out[start - first : start - first + piece.numel()].copy_(piece)
         return out
 

@@ -19,10 +19,12 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.diffusers_models import is_of_diffusers
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
-from hf_lohan.huggingface.loading import reload_weights
+from hf_lohan.huggingface.loading import reload_state_dict, reload_weights
 from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_together
-from hf_lohan.huggingface.saving import StoredModel, StoredWeights
+from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
+from hf_lohan.huggingface.state_dicts import WEIGHTS_NAME, save_shards, save_state_dict, saves_itself
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import LoopRecord, record_folder
@@ -30,6 +32,7 @@ from hf_lohan.record import LoopRecord, record_folder
 logger = logging.getLogger(__name__)
 
 _MODEL_FOLDER = "lohan_model"
+"""Of a state: adapters, in the form of PEFT. Whole models were there, too, in states of earlier versions."""
 
 
 @dataclass(kw_only=True)
@@ -284,12 +287,15 @@ class Accelerator(OffloadAwareAccelerator):
         max_shard_size: int | str | None = None,
         safe_serialization: bool = True,
     ) -> None:
-        """Sharded safetensors, streamed from the store."""
-        kwargs = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
-        if engine_of(model) is None:
+        """Sharded safetensors, streamed from the store, by the model's own `save_pretrained` if it has one."""
+        kwargs: dict[str, Any] = {} if max_shard_size is None else {"max_shard_size": max_shard_size}
+        engine = engine_of(model)
+        if engine is None:
             super().save_model(model, save_directory, safe_serialization=safe_serialization, **kwargs)
-        else:
+        elif saves_itself(model) or is_of_diffusers(model):
             model.save_pretrained(save_directory, **kwargs)
+        else:
+            save_together(StoredModel.of(engine), lambda stored: save_shards(stored, save_directory, **kwargs))
 
     def end_training(self) -> None:
         """As in accelerate; ends what `lohan report` reads, `lohan/` in the project folder. Without a project folder
@@ -301,11 +307,15 @@ class Accelerator(OffloadAwareAccelerator):
             super().end_training()
 
     def _save_offloaded(self, models: list[Any], weights: list[Any], output_dir: str) -> None:
+        num_others = sum(engine_of(model) is None for model in models)
         for model in list(models):
             engine = engine_of(model)
             if engine is not None:
                 weights.pop(models.index(model))
-                model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
+                if hasattr(model, "peft_config"):
+                    model.save_pretrained(Path(output_dir) / _MODEL_FOLDER)
+                else:
+                    save_state_dict(StoredModel.of(engine), _weights_file(output_dir, num_others))
                 save_optimizer_states(engine, output_dir)
 
     def _load_offloaded(self, models: list[Any], input_dir: str) -> None:
@@ -313,7 +323,17 @@ class Accelerator(OffloadAwareAccelerator):
             engine = engine_of(model)
             if engine is not None:
                 models.remove(model)
-                reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
+                file = _weights_file(input_dir, len([other for other in models if engine_of(other) is None]))
+                if file.is_file() and not hasattr(model, "peft_config"):
+                    reload_state_dict(engine, model, file)
+                else:
+                    reload_weights(engine, model, Path(input_dir) / _MODEL_FOLDER)
                 load_optimizer_states(engine, input_dir)
                 if self._loop_record is not None:
                     self._loop_record.resume()
+
+
+def _weights_file(folder: str, num_others: int) -> Path:
+    """Of the offloaded model in a state, as accelerate calls that of its last model. Models in memory come before it:
+    accelerate numbers those that it saves itself."""
+    return Path(folder) / (f"{WEIGHTS_NAME}_{num_others}.safetensors" if num_others else f"{WEIGHTS_NAME}.safetensors")

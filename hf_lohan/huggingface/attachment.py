@@ -40,7 +40,7 @@ from hf_lohan.huggingface.experts import compute_expert, stream_experts
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
-from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.huggingface.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
 from hf_lohan.planning import (
     OffloadLayout,
@@ -109,6 +109,7 @@ def offload_model(
         rules=rules,
         ranks=links_to_other_ranks().ranks,
     )
+    layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
     refuse_other_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
@@ -117,6 +118,11 @@ def offload_model(
     except BaseException:
         tiers.close()
         raise
+
+
+def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
+    """Of its parameters, by name."""
+    return {name: parameter.dtype for name, parameter in model.named_parameters()}
 
 
 def open_tiers_or_take_over(layout: OffloadLayout, config: OffloadConfig, device: Device) -> Tiers:
@@ -273,7 +279,8 @@ def _refuse(name: str, advice: str, *args: Any, **kwargs: Any) -> None:
 def _refuse_saving(class_name: str, *args: Any, **kwargs: Any) -> None:
     raise ValueError(
         f"save_pretrained of {class_name}, which is not of transformers, PEFT or diffusers, would look for weights "
-        "that are in the store; save what accelerator.get_state_dict(model) gives, which holds them all in RAM"
+        "that are in the store; save it by accelerator.save_model(model, folder) or trainer.save_model(folder), which "
+        "write its state dict"
     )
 
 

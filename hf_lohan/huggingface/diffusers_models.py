@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import split_torch_state_dict_into_shards
-from torch import Tensor, nn
+from torch import nn
 
-from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
-from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
+from hf_lohan.huggingface.saving import StoredModel, save_together
+from hf_lohan.huggingface.state_dicts import save_shards
 
-_MAX_SHARD_SIZE = "10GB"
-"""Where nobody says otherwise: as diffusers has it."""
 _WEIGHTS_NAME = "diffusion_pytorch_model"
 
 
@@ -50,30 +44,8 @@ def save_diffusers_from_store(
         )
     if not is_main_process:
         return
-    folder, model = Path(save_directory), stored_model.model
+    folder = Path(save_directory)
     folder.mkdir(parents=True, exist_ok=True)
-    model.save_config(folder)
-    weights = StoredWeights(stored_model)
-    state_dict = model.state_dict()
-    others = {name: tensor for name, tensor in state_dict.items() if name not in weights}
-    forms = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in state_dict.items()}
-
-    def pieces_of(name: str) -> Iterable[Tensor]:
-        return [others[name]] if name in others else weights.pieces(name)
-
+    stored_model.model.save_config(folder)
     suffix = f".{variant}" if variant else ""
-    split = split_torch_state_dict_into_shards(
-        forms,
-        max_shard_size=max_shard_size or _MAX_SHARD_SIZE,
-        filename_pattern=f"{_WEIGHTS_NAME}{{suffix}}{suffix}.safetensors",
-    )
-    for file, names in split.filename_to_tensors.items():
-        specs = [
-            TensorSpec(name, form.dtype, form.numel(), pieces_of(name), shape=tuple(form.shape))
-            for name, form in ((name, forms[name]) for name in names)
-        ]
-        write_safetensors(folder / file, specs)
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (folder / f"{_WEIGHTS_NAME}.safetensors.index{suffix}.json").write_text(text, encoding="utf-8")
+    save_shards(stored_model, folder, weights_name=_WEIGHTS_NAME, max_shard_size=max_shard_size, suffix=suffix)

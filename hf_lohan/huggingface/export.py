@@ -16,6 +16,7 @@ from torch import nn
 from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, FORMAT_VERSION
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
@@ -31,16 +32,19 @@ _BUFFER_BYTES = 4 << 20
 _NUM_BUFFERS = 4
 
 
-def export(run: str | Path, out: str | Path) -> int | None:
+def export(run: str | Path, out: str | Path, dtype: str = "auto") -> int | None:
     """Write the model that was committed last into the folder `out`; returns its global step, where Trainer told one.
 
     Args:
         run: the output folder of a run, or the folder of its store.
         out: a new or empty folder.
+        dtype: of the weights; "auto" is that in which the run saves them (`save_dtype`).
 
     The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use,
     `StoreInUseError` while the run goes on, and `CorruptionError` if a byte of the weights is not what was written.
     """
+    if dtype not in get_args(SaveDtype):
+        raise ValueError(f"dtype={dtype!r} is not allowed; give one of {', '.join(get_args(SaveDtype))}")
     if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
         raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
     keep_from_others()
@@ -58,7 +62,7 @@ def export(run: str | Path, out: str | Path) -> int | None:
                 raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
             target = Path(os.path.abspath(out))
             with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
-                _export_store(store, unfinished / target.name)
+                _export_store(store, unfinished / target.name, dtype)
             step = store.committed.facts.get("global_step")
             return int(step) if step is not None else None
     finally:
@@ -112,7 +116,18 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
     return model, form
 
 
-def _export_store(store: Store, out: Path) -> None:
+def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
+    """By name, of weights that are written in another dtype than they are stored in."""
+    working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}
+    if asked == "auto":
+        saved = facts.get("saved_dtypes", {})
+        return {name: getattr(torch, text) for text, names in saved.items() for name in names if name in working}
+    if asked == "bfloat16" and form.master.working_dtype == torch.bfloat16:
+        return {}  # what is float32 among such is to stay so
+    return {name: getattr(torch, asked) for name, dtype in working.items() if dtype != getattr(torch, asked)}
+
+
+def _export_store(store: Store, out: Path, dtype: str) -> None:
     model, form = described_model(store)
     folder = Path(str(store.model_folder))
     assert store.committed is not None
@@ -130,7 +145,7 @@ def _export_store(store: Store, out: Path) -> None:
     access = ParameterAccess(CaughtUpRecords(store, blocks, missed), blocks, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.dtype = form.master.working_dtype
-    stored_model = StoredModel(model, lambda: access)
+    stored_model = StoredModel(model, lambda: access, dtypes=_saved_dtypes(form, _read_facts(folder), dtype))
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
     if (folder / "tokenizer_config.json").is_file():
         transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(out)

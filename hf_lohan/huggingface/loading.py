@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from hf_lohan.huggingface.adapters import adapted, adapted_skeleton
 from hf_lohan.huggingface.attachment import (
     activations_kept_if_needed,
     attach,
+    dtypes_of,
     open_device,
     open_tiers_or_take_over,
     refuse_chunks,
@@ -34,6 +36,8 @@ from hf_lohan.huggingface.attachment import (
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
+from hf_lohan.huggingface.saving import dtypes_to_save
+from hf_lohan.huggingface.state_dicts import has_state_dict, saves_itself, stream_state_dict
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -171,6 +175,7 @@ def from_pretrained(
         ranks=links_to_other_ranks().ranks,
     )
     layout = lay_out_for_this(skeleton)
+    saved_dtypes = dtypes_to_save(layout, config.save_dtype, dtypes_of(skeleton))
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
@@ -187,7 +192,7 @@ def from_pretrained(
                 "the loaded model differs from the one its config describes, so its weights are not where they were "
                 "planned; load it in memory and pass the model instead of its path"
             )
-        return attach(model, final, tiers, config).model
+        return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, config).model
     except BaseException:
         tiers.close()
         raise
@@ -216,6 +221,9 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
 
     Goes through `from_pretrained`, not `load_state_dict`: MoE experts are saved un-fused and must be fused again.
     """
+    if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
+        reload_state_dict(engine, model, path)
+        return
     sink = Sink(engine.parameters)
     if hasattr(model, "peft_config"):
         _stream_adapters(model, path, sink)
@@ -229,6 +237,25 @@ def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
                 sink.take(name, parameter)
         copy_buffers(model, loaded.state_dict())
         expected = set(engine.parameters.parts)
+    _end_reload(engine, path, expected, sink)
+
+
+def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
+    """Stream the state dict that a file has, or a folder, over the weights that are in the store."""
+    access = engine.parameters
+    stored = {part.parameter: part.name for part in engine.parameter_slices}
+    names = {
+        name: stored[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter in stored
+    }
+    sink = Sink(access, names)
+    with long_work(f"streaming {path}", _stored_bytes(access, access.parts)):
+        copy_buffers(model, stream_state_dict(path, sink))
+    _end_reload(engine, path, set(access.parts), sink)
+
+
+def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sink: Sink) -> None:
     engine.forget_weights()
     missing = sorted(expected - sink.written)
     if missing:

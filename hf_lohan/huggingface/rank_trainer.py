@@ -6,6 +6,7 @@ import contextlib
 import os
 import time
 from collections.abc import Iterator, Sized
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.rank_guards import check_batches
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
+from hf_lohan.huggingface.saving import StoredModel
+from hf_lohan.huggingface.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
 
 if TYPE_CHECKING:
@@ -94,10 +97,16 @@ class TrainsWithRanks(_TrainerBase):
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """As upstream. Each rank has a part of the weights, so all of them take part."""
-        if self.offload_engine is None or self.args.should_save or not self._links.ranks.others:
+        engine, folder = self.offload_engine, output_dir or self.args.output_dir
+        if engine is None:
+            super()._save(output_dir, state_dict)
+        elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir, {})  # all but the weights, for which it would take those in memory
+            save_state_dict(StoredModel.of(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
+        elif self.args.should_save or not self._links.ranks.others:
             super()._save(output_dir, state_dict)
         else:
-            self.accelerator.unwrap_model(self.model).save_pretrained(output_dir)
+            model.save_pretrained(folder)
 
     def _time_step(self) -> None:
         """A step is over: how long the others may be silent follows from the slowest."""

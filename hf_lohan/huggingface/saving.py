@@ -14,11 +14,39 @@ from torch import Tensor, nn
 
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
+from hf_lohan.compat.transformers_private import config_saved_with
+from hf_lohan.config.offload_config import SaveDtype
 from hf_lohan.engine import LedReads, OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.model import StoredForm
 from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
+
+_MASTERS_NUMEL = 4 << 20
+"""So many masters are put together at a time."""
+
+
+def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """By name the dtypes of weights that are saved in another one than they compute in. ``loaded``: in which they came.
+
+    Raises ValueError if checkpoints would lose bits: float32 weights that train are saved as such.
+    """
+    blocks = form.model_blocks.blocks
+    is_float32 = all(block.master.working_dtype == torch.float32 for block in blocks)
+    if asked == "bfloat16" and is_float32 and any(block.state_numel for block in blocks):
+        raise ValueError(
+            "save_dtype: bfloat16 would round the float32 weights of this run in its checkpoints as well, which could "
+            "not be resumed exactly; leave it at auto, and write a bfloat16 model of the last step by lohan export "
+            "RUN OUT --dtype bfloat16"
+        )
+    computing_bfloat16 = (block for block in blocks if block.master.working_dtype == torch.bfloat16)
+    names = (part.name for block in computing_bfloat16 for part in block.slices)
+    return {
+        name: torch.float32
+        for name in names
+        if asked == "float32" or (asked == "auto" and loaded.get(name) == torch.float32)
+    }
 
 
 @dataclass(frozen=True)
@@ -32,6 +60,8 @@ class StoredModel:
     """To the other ranks. Where there are some, all of them save together."""
     led: LedReads | None = None
     """On rank 0, while it saves: what the others follow."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """By stored name, of weights that are saved in another dtype than they are stored in."""
 
     @property
     def reads(self) -> ParameterAccess | LedReads:
@@ -41,7 +71,7 @@ class StoredModel:
     @classmethod
     def of(cls, engine: OffloadEngine) -> StoredModel:
         """The model of an engine."""
-        return cls(engine.model, lambda: engine.parameters, engine.links)
+        return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
 
 
 class StoredWeights(Mapping[str, Tensor]):
@@ -58,26 +88,52 @@ class StoredWeights(Mapping[str, Tensor]):
             if parameter in stored
         }
 
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In which a weight is saved."""
+        block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
+        return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
+
     def __getitem__(self, name: str) -> Tensor:
-        weight = self._stored_model.reads.read_parameter(self._stored_name[name])
+        stored_name = self._stored_name[name]
+        if stored_name in self._stored_model.dtypes:
+            shape = self._stored_model.reads.parts[stored_name][0][1].shape
+            return self._elements(stored_name, 0, shape.numel()).view(shape)
+        weight = self._stored_model.reads.read_parameter(stored_name)
         advance(weight.nbytes)
         return weight
 
     def pieces(self, name: str) -> Iterator[Tensor]:
         """One weight, flat, in pieces that are valid until the next."""
-        for _, piece in self._stored_model.reads.read_pieces(self._stored_name[name], "param"):
+        stored_name = self._stored_name[name]
+        if stored_name in self._stored_model.dtypes:
+            numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
+            for first in range(0, numel, _MASTERS_NUMEL):
+                yield self._elements(stored_name, first, min(first + _MASTERS_NUMEL, numel))
+            return
+        for _, piece in self._stored_model.reads.read_pieces(stored_name, "param"):
             yield piece
             advance(piece.nbytes)
+
+    def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
+        """Elements [first, last) of the flattened weight, in the dtype that it is saved in."""
+        reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
+        read = reads.read_masters if dtype == torch.float32 else reads.read_elements
+        found = read(stored_name, first, last)
+        advance(found.nbytes)
+        return found if dtype is None else found.to(dtype)
 
     def rows(self, name: str, row: int | None) -> Tensor:
         """A row of a weight of shape [rows, ...] as one of shape [1, ...]; without ``row`` all of it."""
         if row is None:
             return self[name]
-        reads, stored_name = self._stored_model.reads, self._stored_name[name]
-        shape = reads.parts[stored_name][0][1].shape[1:]
-        found = reads.read_elements(stored_name, row * shape.numel(), (row + 1) * shape.numel())
-        advance(found.nbytes)
-        return found.view(1, *shape)
+        stored_name = self._stored_name[name]
+        shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
+        return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
+
+    def aliases(self) -> set[str]:
+        """Names of weights that have an earlier one."""
+        first = {stored: name for name, stored in reversed(self._stored_name.items())}
+        return {name for name, stored in self._stored_name.items() if first[stored] != name}
 
     def __contains__(self, name: object) -> bool:
         return name in self._stored_name  # without reading it
@@ -129,14 +185,11 @@ def save_from_store(
             state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
             return stock(model, save_directory, state_dict=state_dict, **kwargs)
     weights = StoredWeights(stored_model)
-    state_dict = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    state_dict = on_meta(model, weights)
     # Stock takes tied ones out of the dict that it is given; these live on, else an `id` could be another tensor's.
     forms = {name: state_dict[name] for name in weights}
     named = {id(form): name for name, form in forms.items()}
-    total_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    saved_dtype = next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
 
     def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
         pieces = _Pieces(weights, named, made)
@@ -146,8 +199,25 @@ def save_from_store(
         ]
         write_safetensors(Path(path), specs, metadata)
 
-    with long_work(f"saving {save_directory}", total_bytes), saved_by(model, write_file) as made:
+    with (
+        long_work(f"saving {save_directory}", num_bytes(forms)),
+        config_saved_with(getattr(model, "config", None), saved_dtype),
+        saved_by(model, write_file) as made,
+    ):
         return stock(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
+    """The state dict, with what is stored on meta in the dtype that it is saved in."""
+    return {
+        name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of all of them together."""
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class _Pieces:
@@ -206,10 +276,7 @@ def _adapter_state_dict(
     from peft import get_peft_model_state_dict
 
     weights, model = StoredWeights(stored_model), stored_model.model
-    state_dict = {
-        name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if name in weights else tensor
-        for name, tensor in model.state_dict().items()
-    }
+    state_dict = on_meta(model, weights)
     saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
     names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
     with warnings.catch_warnings():

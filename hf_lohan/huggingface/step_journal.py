@@ -152,10 +152,26 @@ class StepJournal(TrainerCallback):
         if self._resumed is not None:
             restore_log_sums(self._trainer, self._resumed)
             return
+        self._tell_what_ends(state.global_step)
         # What was loaded, over what an earlier run left: from here on its steps are gone.
         begun = self._capture() if self._loaded else Journal(self._facts(resumable=False), begins_log=True)
         self._engine.commits.request(begun, even_in_place=True)
         self._loaded = None
+
+    def _tell_what_ends(self, step: int) -> None:
+        """This run begins at ``step``, and the last one that an earlier run has committed is overwritten."""
+        last = self._engine.tiers.store.committed
+        if last is None or not last.facts.get("is_resumable") or last.is_torn or not self._engine.commits.are_kept:
+            return
+        if int(last.facts["global_step"]) > step and self._trainer.args.should_log:
+            logger.warning(
+                "step %d, the last one that the run in %s has committed, is overwritten: this run begins %s; to go on "
+                'from such a step, call trainer.train(resume_from_checkpoint="last_step"), and to keep both runs, give '
+                "each an output_dir of its own (checkpoints stay)",
+                last.facts["global_step"],
+                last.facts["output_dir"],
+                f"at step {step}" if step else "anew",
+            )
 
     def begin_epoch(self, *, is_rest: bool) -> None:
         """See `EpochRandomNumbers.begin`."""

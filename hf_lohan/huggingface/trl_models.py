@@ -269,6 +269,7 @@ def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
         activations="keep",
         durability="checkpoint",
         optimizer_state_dtype="float32",
+        save_dtype="auto",
         trace=False,
     )
 

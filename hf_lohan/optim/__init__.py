@@ -7,7 +7,7 @@ Nothing here knows where a chunk comes from or goes to; it takes host tensors an
 from hf_lohan.optim.adamw import AdamWGroup
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
-from hf_lohan.optim.precision import MasterFormat, encode_master_, master_format, widen_in_place
+from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_, master_format, widen_in_place
 from hf_lohan.optim.replay import Steps, replay_
 from hf_lohan.optim.rules import ADAMW, MUON, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
 from hf_lohan.optim.segments import Segment, within
@@ -29,6 +29,7 @@ __all__ = [
     "Segment",
     "Steps",
     "UpdateRule",
+    "decode_master_",
     "encode_master_",
     "here",
     "master_format",

@@ -3,7 +3,8 @@ records, its pools, and the records with copies in RAM."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -108,6 +109,8 @@ class OffloadLayout(StoredForm):
     """Blocks that stay on the device once they are there."""
     expert_cache: ExpertCacheRoom | None = None
     """Where a model generates and RAM holds some of its experts, by what is used."""
+    saved_dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """By name, of the parameters that are saved in another dtype than the one that they compute in."""
 
     @property
     def blocks(self) -> list[Block]:

@@ -33,6 +33,9 @@ class JointAccess:
         self._links.share(value, owner, name)
         return value
 
+    def read_masters(self, name: str, first: int, last: int) -> Tensor:
+        return self.read_parameter(name)[first:last]
+
     def read_pieces(self, name: str, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
         for start in range(first, last):
             yield start, self.read_parameter(name)[:1] + start
@@ -55,6 +58,20 @@ def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
         return access.read
 
     assert run_ranks(num_ranks, save, delays_seed=1) == [order] * num_ranks
+
+
+def test_all_read_masters_together() -> None:
+    def save(links: Links) -> list[str]:
+        access = JointAccess(links)
+        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        if links.ranks.rank:
+            reads.follow()
+        else:
+            with reads.led():
+                assert torch.equal(reads.read_masters(NAMES[5], 2, 4), torch.full((2,), 5.0))
+        return access.read
+
+    assert run_ranks(2, save, delays_seed=1) == [[NAMES[5]]] * 2
 
 
 @pytest.mark.parametrize("stops_after", [2, 10])

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from broken_runs import a_trainer
+from safetensors.torch import load_file
 
 from hf_lohan.testing.models import tiny_batch
 
@@ -36,3 +37,25 @@ def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], 
     assert torch.equal(models[0](**batch).loss, models[1](**batch).loss)
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("saved", "exported")]
     assert configs[0] == configs[1]
+
+
+def test_weights_are_exported_in_the_dtype_that_the_run_saves_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
+    from hf_lohan.huggingface.export import export
+
+    trainer = a_trainer(tmp_path / "run", family="llama", max_steps=2, bf16=True)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    trainer.offload_engine.close()
+    for dtype in ("auto", "float32", "bfloat16"):
+        export(tmp_path / "run", tmp_path / dtype, dtype)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    for dtype in ("auto", "float32"):
+        exported = load_file(tmp_path / dtype / "model.safetensors")
+        assert all(torch.equal(exported[name], tensor) for name, tensor in saved.items())
+        assert json.loads((tmp_path / dtype / "config.json").read_text())["dtype"] == "float32"
+    rounded = load_file(tmp_path / "bfloat16" / "model.safetensors")
+    assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
+    assert all((rounded[name] - tensor).abs().max() <= 2**-8 * tensor.abs().max() for name, tensor in saved.items())
+    with pytest.raises(ValueError, match="dtype='float16' is not allowed; give one of auto, bfloat16, float32"):
+        export(tmp_path / "run", tmp_path / "float16", "float16")

@@ -33,6 +33,21 @@ def test_another_run_does_not_take_these_steps_for_its_own(tmp_path: Path) -> No
         second.train(resume_from_checkpoint="last_step")
 
 
+def test_a_run_that_begins_anew_says_which_step_it_overwrites(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def run(**how: Any) -> str:
+        caplog.clear()
+        trainer = a_trainer(tmp_path / "run", max_steps=3 if how else 2)
+        trainer.train(**how)
+        trainer.offload_engine.close()
+        return caplog.text
+
+    assert "is overwritten" not in run()
+    told = run()
+    assert f"step 2, the last one that the run in {tmp_path / 'run'} has committed, is overwritten" in told
+    assert 'this run begins anew; to go on from such a step, call trainer.train(resume_from_checkpoint="last_st' in told
+    assert "is overwritten" not in run(resume_from_checkpoint="last_step")
+
+
 def test_forwards_and_backwards_before_training_cost_no_step(tmp_path: Path) -> None:
     old = a_trainer(tmp_path / "run", max_steps=2)
     old.train()

@@ -188,6 +188,21 @@ def test_a_saved_state_goes_on_elsewhere_to_the_bit(
     assert_same(second.weights(), stock)
 
 
+def test_a_loop_says_when_it_overwrites_the_steps_of_an_earlier_one(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for goes_back, is_told in ((False, False), (False, True), (True, False)):
+        caplog.clear()
+        ours = Prepared(tiny_model("llama").train(), tmp_path / "store")
+        engine = engine_of(ours.model)
+        assert engine is not None
+        if goes_back:
+            engine.go_back_to_commit()
+        ours.run(max_norm=MAX_NORM, stop=1)
+        ours.close()
+        assert ("after update 1, is overwritten from here on" in caplog.text) == is_told
+
+
 def test_the_scheduler_of_the_caller_drives_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:
     ours = prepared(tiny_model("llama").train())
     inner = ours.optimizer.optimizer

@@ -87,7 +87,7 @@ def test_trained_as_in_memory_to_the_bit(
             parameter.data.copy_(masters[name] if name in kept else rounded_half_up(masters[name]))
     expected = train_in_memory(reference, masters)
 
-    settings = {**SETTINGS, "experts": experts, "activations": activations}
+    settings = {**SETTINGS, "experts": experts, "activations": activations, "save_dtype": "bfloat16"}
     model = load_streamed(path, settings=settings, bf16=is_float32).train()
     engine = engine_of(model)
     assert engine is not None

@@ -177,7 +177,7 @@ def test_a_loop_of_ones_own(run: Run, folder: Path) -> None:
     assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
     assert facts(folder, "loop")["norms"] == facts(folder, "stock_loop")["norms"]
     state = folder / "loop" / "state"
-    assert (state / "lohan_model" / "model.safetensors").is_file()
+    assert (state / "model.safetensors").is_file()
     assert {path.name.rsplit("-", 1)[1] for path in (state / "lohan").glob("*.safetensors")} == {
         "0of2.safetensors",
         "1of2.safetensors",

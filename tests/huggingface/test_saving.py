@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import saving
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_from_store
 from hf_lohan.testing.models import FAMILIES, tiny_model
 
@@ -61,9 +62,47 @@ def test_the_folder_is_loaded_by_plain_transformers(family: str, offload: Offloa
         assert torch.equal(parameter, expected[name]), name
 
 
+@pytest.mark.parametrize("save_dtype", ["auto", "float32"])
+def test_what_was_loaded_in_float32_is_saved_as_its_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
+    """As stock saves what it trains under autocast. Experts are taken apart, so masters are read by rows, too."""
+    model = tiny_model("mixtral")
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model, dtype=torch.bfloat16, save_dtype=save_dtype)
+    model.save_pretrained(tmp_path)
+    assert model.config.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, expected[name]), name
+
+
+def test_what_was_loaded_in_bfloat16_is_saved_so_or_as_its_masters(offload: Offload, tmp_path: Path) -> None:
+    for save_dtype, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        model = tiny_model("llama").to(torch.bfloat16)
+        offload(model, save_dtype=save_dtype)
+        model.save_pretrained(tmp_path / save_dtype)
+        assert {tensor.dtype for tensor in tensors_in(tmp_path / save_dtype).values()} == {dtype}
+
+
+def test_masters_of_large_weights_pass_in_pieces(
+    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_MASTERS_NUMEL", 1000)
+    model = tiny_model("llama")
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_in(tmp_path).items())
+
+
+def test_float32_weights_that_train_are_not_rounded_in_checkpoints(offload: Offload) -> None:
+    with pytest.raises(ValueError, match=r"save_dtype: bfloat16 would round .* lohan export RUN OUT --dtype bfloat16"):
+        offload(tiny_model("llama"), save_dtype="bfloat16")
+
+
 def test_bfloat16_weights_are_saved_as_they_compute(offload: Offload, tmp_path: Path) -> None:
     model = tiny_model("mixtral")
-    engine = offload(model, dtype=torch.bfloat16)
+    engine = offload(model, dtype=torch.bfloat16, save_dtype="bfloat16")
     model.save_pretrained(tmp_path)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
     assert loaded.dtype == torch.bfloat16
