@@ -55,6 +55,8 @@ class ResumePoint:
         between which there are `links`, go on from the newest step that all of them have. Raises ValueError if there is
         no step to go on from."""
         if asked is not True and asked != LAST_STEP:
+            if asked:
+                _check_checkpoint(str(asked), output_dir, last_checkpoint)
             return cls(asked)
         links = links or Links.alone()
         store_paths, place = settled_store(), _Place.of(output_dir, links.ranks)
@@ -84,6 +86,19 @@ class _Place:
         journal, store = os.path.join(output_dir, PRIVATE_FOLDER, LAST_STEP), os.path.join(output_dir, STORE_FOLDER)
         journal, store = (rank_folder(folder, ranks.rank, ranks.num_ranks) for folder in (journal, store))
         return cls(output_dir, os.path.realpath(store), Path(journal))
+
+
+def _check_checkpoint(folder: str, output_dir: str, last_checkpoint: Callable[[str], str | None]) -> None:
+    """Raises ValueError if Trainer cannot have saved a checkpoint there."""
+    if os.path.isfile(os.path.join(folder, _TRAINER_STATE_NAME)):
+        return
+    found = f"has no {_TRAINER_STATE_NAME}" if os.path.isdir(folder) else "is not there"
+    last = last_checkpoint(output_dir) if os.path.isdir(output_dir) else None
+    raise ValueError(
+        f"resume_from_checkpoint={folder!r} {found}; give the folder of a checkpoint"
+        + (f", such as {last}," if last else "")
+        + f' or "{LAST_STEP}", the last committed step'
+    )
 
 
 def store_paths_of(run: str | Path) -> list[str]:

@@ -23,6 +23,17 @@ _WHOLE_MODEL = ("merge_and_unload", "unload")
 # Adapters of a base that was streamed.
 
 
+def check_peft_config(peft_config: Any) -> None:
+    """Raises ValueError for what describes no adapters."""
+    from peft import PeftConfig
+
+    if not isinstance(peft_config, PeftConfig):
+        raise ValueError(
+            f"peft_config={peft_config!r} is no configuration of PEFT; give one, such as peft.LoraConfig(r=16, "
+            'target_modules="all-linear", task_type="CAUSAL_LM")'
+        )
+
+
 def adapted_skeleton(skeleton: Any, peft_config: Any) -> tuple[Any, dict[str, str]]:
     """A model on meta with its adapters, and by their names in the base what its parameters are called now."""
     from peft import get_peft_model

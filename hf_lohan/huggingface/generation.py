@@ -43,7 +43,7 @@ def load_for_generation(
     path: str | Path,
     offload: Any = "lohan",
     *,
-    max_length: int,
+    max_length: int | None = None,
     num_sequences: int = 1,
     torch_device: torch.device | str | None = None,
     dtype: torch.dtype | str = "auto",
@@ -55,8 +55,8 @@ def load_for_generation(
     Args:
         path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
         offload: anything that `OffloadConfig.load` takes.
-        max_length: tokens of each sequence, with its prompt, for whose keys and values `gpu_memory` leaves room. A call
-            that goes beyond it raises RuntimeError.
+        max_length: needed; tokens of each sequence, with its prompt, for whose keys and values `gpu_memory` leaves
+            room. A call that goes beyond it raises RuntimeError.
         num_sequences: prompts times beams.
         torch_device: where to compute; None is the GPU if there is one.
         dtype: dtype of the weights; "auto" is the checkpoint's own.
@@ -72,6 +72,11 @@ def load_for_generation(
     model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
+    if max_length is None:
+        raise ValueError(
+            "max_length is needed: room on the device is kept for the keys and values of so many tokens of each "
+            "sequence, its prompt's among them; give max_length=2048, for example"
+        )
     if links_to_other_ranks().ranks.num_ranks > 1:
         raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
     config = OffloadConfig.load(offload)
@@ -142,9 +147,7 @@ def keys_and_values(config: Any, dtype: torch.dtype, num_sequences: int, num_tok
     if not any(layers):
         logger.warning("%s keeps its past where it cannot be counted: gpu_memory leaves no room for it", type(model))
     num_elements = sum(layers) + max(layers, default=0)
-    return KeysAndValues(
-        num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize
-    )
+    return KeysAndValues(num_sequences=num_sequences, num_tokens=num_tokens, num_bytes=num_elements * dtype.itemsize)
 
 
 def _numels(layer: object) -> Iterator[int]:

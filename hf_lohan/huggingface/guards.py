@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from accelerate import Accelerator
@@ -24,6 +27,39 @@ _ONE_STEP_EACH = ("transformers", "hf_lohan")
 """Packages in whose Trainer the micro-batches of a step know nothing of each other."""
 
 
+def check_given_model(model: Any, *, is_offloaded: bool, makes_models: bool) -> None:
+    """Raises ValueError for what cannot be the first argument of a Trainer. TRL's trainers make models of paths
+    themselves."""
+    if isinstance(model, TrainingArguments):
+        raise ValueError(
+            "TrainingArguments were given as the model, which comes first; write Trainer(model=..., args=args, "
+            'offload="lohan")'
+        )
+    if isinstance(model, str | Path) and not is_offloaded and not makes_models:
+        raise ValueError(
+            f'model={str(model)!r} is a path, and a path needs offload=..., such as offload="lohan", which streams it; '
+            "without offload= pass a model in memory"
+        )
+
+
+@contextlib.contextmanager
+def ids_within_vocabulary(model: Any, inputs: Any) -> Iterator[None]:
+    """Raises ValueError in place of torch's error about an index, if one of the batch's tokens is not in the model's
+    vocabulary. Nothing is looked at before that error."""
+    try:
+        yield
+    except IndexError as error:
+        embeddings = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+        num_words, ids = getattr(embeddings, "num_embeddings", None), inputs.get("input_ids")
+        if num_words is None or ids is None or not ids.numel() or 0 <= ids.min() <= ids.max() < num_words:
+            raise
+        found = int(ids.max()) if ids.max() >= num_words else int(ids.min())
+        raise ValueError(
+            f"input_ids has the token {found}, and the model's vocabulary has {num_words} tokens; take the model's own "
+            "tokenizer, or resize_token_embeddings before the model is offloaded"
+        ) from error
+
+
 def check_arguments(args: TrainingArguments) -> None:
     """Raises ValueError for `TrainingArguments` that cannot be honoured under offload."""
     optim = getattr(args.optim, "value", args.optim)
@@ -35,7 +71,7 @@ def check_arguments(args: TrainingArguments) -> None:
         "fp16=True needs loss scaling, which offload does not do; use bf16=True or float32": args.fp16,
         "fp16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.fp16_full_eval,
         "bf16_full_eval=True casts the whole model, whose weights are in the store; leave it off": args.bf16_full_eval,
-        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}": (
+        f"optim={optim!r} is not supported under offload; use one of {', '.join(OPTIM_NAMES)}{_few_bytes(optim)}": (
             optim not in OPTIM_NAMES
         ),
         f"optim_args={args.optim_args!r} would be ignored in part with optim={optim!r}; use learning_rate, "
@@ -58,6 +94,13 @@ def check_arguments(args: TrainingArguments) -> None:
         if is_refused:
             raise ValueError(sentence)
     check_rank_arguments(args)
+
+
+def _few_bytes(optim: str) -> str:
+    """What to do instead of an optimizer with small states."""
+    if not re.search(r"adamw.*(8bit|4bit|fp8)", optim):
+        return ""
+    return ", and for AdamW's states in fewer bytes set optimizer_state_dtype: int8 in the offload config"
 
 
 def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head: bool) -> None:

@@ -24,7 +24,7 @@ from hf_lohan.compat.transformers_private import build_from_config, is_loaded, m
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, refuse_other_weights
-from hf_lohan.huggingface.adapters import adapted, adapted_skeleton
+from hf_lohan.huggingface.adapters import adapted, adapted_skeleton, check_peft_config
 from hf_lohan.huggingface.attachment import (
     activations_kept_if_needed,
     attach,
@@ -38,6 +38,7 @@ from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import dtypes_to_save
 from hf_lohan.huggingface.state_dicts import has_state_dict, saves_itself, stream_state_dict
+from hf_lohan.huggingface.weightless_model import model_class_of
 from hf_lohan.model import kept_in_float32
 from hf_lohan.planning import experts_as_stored, lay_out
 from hf_lohan.planning.layout import resolved_here
@@ -133,7 +134,8 @@ def from_pretrained(
         sums_gradients: several backwards a step are to be expected, so gradients are kept in float32. With False those
             of bfloat16 weights stay in bfloat16, in half the memory, and if there are several after all, their sums
             wait on the SSD. No number is another one.
-        model_class: default `AutoModelForCausalLM`.
+        model_class: default `AutoModelForCausalLM`, or the class that the checkpoint's config names if it has the head
+            of another task, such as `BertForSequenceClassification`.
         is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
         optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default
             AdamW, or as the configuration says.
@@ -142,15 +144,17 @@ def from_pretrained(
 
     Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
-    model_class = model_class or AutoModelForCausalLM
     if not os.path.isdir(path):
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
+    if peft_config is not None:
+        check_peft_config(peft_config)
     config = OffloadConfig.load(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
+    model_class = model_class or model_class_of(model_config)
     loaded_dtype = load_dtype(path, model_config, dtype)
     working_dtype = torch.bfloat16 if bf16 else None
 

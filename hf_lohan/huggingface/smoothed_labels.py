@@ -14,6 +14,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.trainer_pt_utils import LabelSmoother
 
 from hf_lohan.huggingface.attachment import chunked_head_at
+from hf_lohan.huggingface.guards import ids_within_vocabulary
 from hf_lohan.model import ChunkedHead, Smoothing
 
 if TYPE_CHECKING:
@@ -66,11 +67,13 @@ class SmoothedLabels(_TrainerBase):
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """As upstream. Where the logits are taken in chunks, smoothed labels are, too."""
         head = self._head_that_smooths(inputs)
-        if head is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        smoother: ChunkedSmoother = self.label_smoother
-        smoothing = Smoothing(smoother.epsilon, inputs["labels"], smoother.ignore_index)
-        with smoother.by(smoothing), head.smoothing(smoothing):
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ids_within_vocabulary(self.model, inputs))
+            if head is not None:
+                smoother: ChunkedSmoother = self.label_smoother
+                smoothing = Smoothing(smoother.epsilon, inputs["labels"], smoother.ignore_index)
+                stack.enter_context(smoother.by(smoothing))
+                stack.enter_context(head.smoothing(smoothing))
             return super().compute_loss(model, inputs, *args, **kwargs)
 
     def _head_that_smooths(self, inputs: dict[str, Any]) -> ChunkedHead | None:

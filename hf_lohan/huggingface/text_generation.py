@@ -124,10 +124,7 @@ def generate_text(
     """Give ``write`` the text that follows the prompt: piece by piece as it comes, with beams in the end. Raises as
     `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
     began_s = time.perf_counter()
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{str(path)!r} has no tokenizer: {next(iter(str(error).splitlines()), '')}") from None
+    tokenizer = _tokenizer_of(path)
     inputs = tokenizer(request.prompt, return_tensors="pt")
     num_prompt_tokens = inputs["input_ids"].shape[1]
     if not num_prompt_tokens:
@@ -171,6 +168,21 @@ def generate_text(
         )
     finally:
         engine.close()
+
+
+def _tokenizer_of(path: str | Path) -> Any:
+    """Raises ValueError if the folder has none, or none that can be read."""
+    if not Path(path).is_dir():
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        has_files = any(Path(path).glob("tokenizer*")) or any(Path(path).glob("*.model"))
+        reason = " ".join(str(error).split()) if has_files else "there is no tokenizer.json, nor another of its files"
+        raise ValueError(
+            f"{str(path)!r} has no tokenizer that can be read ({reason}); save the one that the model was trained with "
+            "into that folder: tokenizer.save_pretrained(folder)"
+        ) from None
 
 
 class _Streamer(TextStreamer):

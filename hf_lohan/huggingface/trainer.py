@@ -37,6 +37,7 @@ from hf_lohan.huggingface.attachment import (
 )
 from hf_lohan.huggingface.guards import (
     check_arguments,
+    check_given_model,
     check_model,
     check_optimizer,
     check_optimizers,
@@ -104,6 +105,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
         self._runs_together: bool | None = None
         already = isinstance(model, nn.Module) and engine_of(model) is not None
+        check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
         if offload is not None or already:
             keep_from_others()
             self._offload_config = OffloadConfig.load(offload)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 
-from hf_lohan.compat.transformers_private import groups_experts
+from hf_lohan.compat.transformers_private import build_from_config, groups_experts
 from hf_lohan.huggingface.adapters import adapted_skeleton
 
 CONFIG_NAME = "config.json"
+_TASK_HEAD = re.compile(r"\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
@@ -22,10 +23,8 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: 
 
     Experts run grouped, as in training. Raises ValueError for what cannot be built or trained.
     """
-    from transformers import AutoModelForCausalLM
-
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config, dtype=planning_dtype(config, dtype))
+        model = build_from_config(model_class_of(config), config, planning_dtype(config, dtype))
     if groups_experts(model):
         model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
     if lora_rank is None:
@@ -35,6 +34,16 @@ def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: 
     with torch.device("meta"):
         lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
         return adapted_skeleton(model, lora)[0]
+
+
+def model_class_of(config: Any) -> Any:
+    """What a checkpoint with this config is loaded as where nobody says: a causal LM, or the class that its config
+    names, if that has the head of another task."""
+    import transformers
+
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(transformers, name, None) if _TASK_HEAD.fullmatch(name) else None
+    return found or transformers.AutoModelForCausalLM
 
 
 def read_model_config(path_or_config: str | Path) -> Any:
@@ -51,6 +60,12 @@ def read_model_config(path_or_config: str | Path) -> Any:
         return AutoConfig.from_pretrained(os.fspath(path_or_config))
     except (OSError, ValueError, KeyError) as error:
         reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if not path.exists():
+            raise ValueError(
+                f"there is no folder {str(path)!r} here, and no model of this name was found in the Hub or its cache "
+                f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {CONFIG_NAME}, or a name in the "
+                "Hub"
+            ) from None
         raise ValueError(f"{str(path)!r} has no config of a model: {reason}") from None
 
 

@@ -80,6 +80,14 @@ def refusal(name: str) -> str:
     )
 
 
+def gone(name: str) -> str:
+    """Why a call cannot have weights any more."""
+    return (
+        f"{name} needs a weight whose offloaded model is gone, and with it the way to the store; keep a reference to "
+        "the model for as long as its weights are read, or load what was saved of it"
+    )
+
+
 def gradient_refusal(name: str) -> str:
     """Why a call cannot have gradients, and what to call instead."""
     return (

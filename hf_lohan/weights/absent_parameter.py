@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import tree_leaves, tree_map, without_torch_function
-from hf_lohan.weights.absence import Absence, Brought, ViewOf, gradient_refusal, refusal
+from hf_lohan.weights.absence import Absence, Brought, ViewOf, gone, gradient_refusal, refusal
 
 _VIEWS = frozenset((
     *("adjoint", "as_strided", "broadcast_to", "chunk", "conj", "detach", "diagonal", "dsplit", "expand", "expand_as"),
@@ -104,7 +104,7 @@ class AbsentParameter(nn.Parameter):
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         absence = _absence_of(self)
         if absence is None:
-            raise RuntimeError(refusal("copy.deepcopy"))
+            raise RuntimeError(gone("copy.deepcopy"))
         copied: nn.Parameter = memo.setdefault(id(self), absence.copied(self))
         return copied
 
@@ -145,7 +145,7 @@ def gathered_parameters(parameters: nn.Module | nn.Parameter | Iterable[nn.Param
     with ExitStack() as stack:
         for absence in dict.fromkeys(_absence_of(parameter) for parameter in absent):
             if absence is None:
-                raise RuntimeError(refusal("gathered_parameters"))
+                raise RuntimeError(gone("gathered_parameters"))
             stack.enter_context(absence.gathered([p for p in absent if _absence_of(p) is absence]))
         yield
 
@@ -296,7 +296,7 @@ def _read(name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Ma
         brought_for: dict[nn.Parameter, Brought] = {}
         for absence in dict.fromkeys(_absence_of(parameter) for parameter in absent):
             if absence is None:
-                raise RuntimeError(refusal(name))
+                raise RuntimeError(gone(name))
             own = [parameter for parameter in absent if _absence_of(parameter) is absence]
             brought = stack.enter_context(absence.reading(own))
             brought_for.update(dict.fromkeys(own, brought))

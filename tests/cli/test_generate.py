@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,18 @@ def test_a_budget_that_cannot_hold_the_asked_length_is_refused_before_anything_i
     assert result.exit_code == 2
     assert "keys and values of 1 sequence of 4,0" in result.stderr and "set gpu_memory to at least" in result.stderr
     assert not (tmp_path / "store").exists()
+
+
+def test_a_folder_without_a_tokenizer_says_what_is_missing(checkpoint: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    shutil.copytree(checkpoint, bare, ignore=shutil.ignore_patterns("tokenizer*", "special_tokens*"))
+    for folder, message in (
+        (bare, "there is no tokenizer.json, nor another of its files); save the one"),
+        (tmp_path / "nowhere", "nowhere' is not a checkpoint folder"),
+    ):
+        result = generate(folder, tmp_path)
+        assert result.exit_code == 2 and result.stderr.count("\n") == 1
+        assert message in result.stderr
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import subprocess
@@ -143,6 +144,18 @@ def test_an_optimizer_says_that_its_model_is_gone(tmp_path: Path) -> None:
     collect()
     with pytest.raises(RuntimeError, match=r"model .* is gone"):
         optimizer.step()
+
+
+def test_a_weight_says_that_its_model_is_gone(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    offload_model(model, OffloadConfig.load(TIGHT), torch_device="cpu", default_ssd_path=tmp_path)
+    weight = model.lm_head.weight
+    assert torch.isclose(weight, weight).all()
+    del model
+    collect()
+    for read in (lambda: torch.isclose(weight, weight), lambda: copy.deepcopy(weight)):
+        with pytest.raises(RuntimeError, match=r"needs a weight whose offloaded model is gone.*keep a reference"):
+            read()
 
 
 # Children.

@@ -74,3 +74,35 @@ def test_store_of_another_model(tmp_path: Path) -> None:
     message = error_of(ForeignStoreError, tmp_path, offload, family="gpt2")
     assert "LlamaForCausalLM" in message
     assert (tmp_path / "store" / "records-0.bin").read_bytes() == before
+
+
+def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    run = trainer(tmp_path / "run", "lohan")
+    for name, message in (("nowhere", "nowhere' is not there; give the"), ("empty", "has no trainer_state.json; give")):
+        with pytest.raises(ValueError, match=message):
+            run.train(resume_from_checkpoint=str(tmp_path / name))
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"such as .*checkpoint-3, or \"last_step\""):
+        run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+def test_a_token_beyond_the_vocabulary(tmp_path: Path) -> None:
+    run = trainer(tmp_path, "lohan")
+    for row in run.train_dataset:
+        row["input_ids"][1] = 5000
+    for call in (run.train, lambda: run.evaluate(run.train_dataset)):
+        with pytest.raises(ValueError, match="input_ids has the token 5000, and the model's vocabulary has 256 tokens"):
+            call()
+
+
+def test_what_is_no_configuration_of_adapters(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match=r"peft_config='lora' is no configuration of PEFT; give one, such as peft\."):
+        hf_lohan.from_pretrained(tmp_path / "model", peft_config="lora", default_ssd_path=tmp_path / "store")
+
+
+def test_generation_needs_a_length(tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "model")
+    with pytest.raises(ValueError, match="max_length is needed: room on the device is kept"):
+        hf_lohan.load_for_generation(tmp_path / "model", default_ssd_path=tmp_path / "store")

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -172,3 +173,14 @@ def test_reloading_from_another_model_is_refused(offload: Callable[..., OffloadE
     with pytest.raises(ValueError, match=r"fewer' has no weights for \d+ parameters .*such as model\.layers\.2"):
         reload_weights(offload(model), model, fewer_layers)
     assert tiny_config("llama").num_hidden_layers == 3
+
+
+def test_a_checkpoint_with_the_head_of_another_task_keeps_it(load_streamed: Load, tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, num_labels=3
+    )
+    stock = transformers.BertForSequenceClassification(config)
+    stock.save_pretrained(tmp_path / "checkpoint")
+    model = load_streamed(tmp_path / "checkpoint")
+    assert type(model) is type(stock)
+    assert_same(stored(model), stock)

@@ -1,4 +1,4 @@
-"""Any module with layers, none of transformers: trained, saved and resumed by Trainer and Accelerator, by its state dict."""
+"""Any module with layers: trained, saved and resumed by Trainer and Accelerator, by its state dict."""
 
 from __future__ import annotations
 

@@ -42,6 +42,19 @@ def test_arguments_arrive_where_they_belong(base: type, offload: Any, tmp_path: 
         assert (trainer.scorer, trainer.args, trainer.train_dataset) == ("by length", args, rows)
 
 
+@pytest.mark.parametrize("path", ["models/llama", Path("models/llama")], ids=["str", "Path"])
+def test_a_path_needs_an_offload(path: Any, tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r"model='models/llama' is a path, and a path needs offload=\.\.\."):
+        hf_lohan.Trainer(model=path, args=args)
+
+
+def test_arguments_are_not_taken_for_a_model(tmp_path: Path) -> None:
+    args = TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    with pytest.raises(ValueError, match=r'write Trainer\(model=\.\.\., args=args, offload="lohan"\)'):
+        hf_lohan.Trainer(args, offload="lohan")
+
+
 def test_too_many_arguments_are_an_error_as_in_any_call(tmp_path: Path) -> None:
     class Ours(hf_lohan.OffloadTrainerMixin, Scored):
         pass

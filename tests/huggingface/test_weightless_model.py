@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
 import transformers
@@ -122,13 +123,15 @@ def test_rope_that_looks_at_positions() -> None:
     assert profile_of(weightless_model(config), sequence_length=64).flops > 0
 
 
-def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
+def test_what_is_no_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     (tmp_path / "empty").mkdir()
     (tmp_path / "other.json").write_text("{}")
     for path, message in (
         (tmp_path / "empty", "has no config.json"),
         (tmp_path / "missing", "there is no"),
         (tmp_path / "other.json", "has no config of a model"),
+        ("models/nope", r"there is no folder 'models/nope' here, and no model of this name was found in the Hub"),
     ):
         with pytest.raises(ValueError, match=message) as caught:
             read_model_config(path)
