@@ -35,12 +35,12 @@ from hf_lohan.engine import (
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
-from hf_lohan.huggingface.diffusers_models import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.experts import compute_expert, stream_experts
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
+from hf_lohan.huggingface.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
 from hf_lohan.planning import (
     OffloadLayout,

@@ -1,4 +1,5 @@
-"""State dicts in files, for models that have no `save_pretrained` of transformers: any `nn.Module` with layers."""
+"""State dicts in files, for models that have no `save_pretrained` of transformers: any `nn.Module` with layers, and
+those of diffusers."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
@@ -21,6 +22,7 @@ WEIGHTS_NAME = "model"
 """Of the files, where nobody says otherwise: as transformers and accelerate have it."""
 _FILE = f"{WEIGHTS_NAME}.safetensors"
 _INDEX = f"{_FILE}.index.json"
+_DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
 _MAX_SHARD_SIZE = "10GB"
 """As accelerate and diffusers have it."""
 
@@ -85,6 +87,46 @@ def save_shards(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / f"{weights_name}.safetensors.index{suffix}.json").write_text(text, encoding="utf-8")
+
+
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Whether diffusers loads and saves it."""
+    return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
+
+
+def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
+    """`save_diffusers_from_store`, on all ranks together."""
+    if stored_model.links.ranks.others:
+        kwargs.pop("is_main_process", None)  # who writes is decided
+    save_together(stored_model, lambda model: save_diffusers_from_store(model, save_directory, **kwargs))
+
+
+def save_diffusers_from_store(
+    stored_model: StoredModel,
+    save_directory: str | Path,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str | None = None,
+    variant: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """`ModelMixin.save_pretrained`, with its files and their names, piece by piece from the store. Raises ValueError
+    for arguments that it does not take."""
+    asked = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
+    if asked or kwargs.get("safe_serialization") is False:
+        raise ValueError(
+            f"save_pretrained of an offloaded model does not take {', '.join(asked) or 'safe_serialization=False'}; "
+            "leave it out, and push the folder when it is there"
+        )
+    if not is_main_process:
+        return
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored_model.model.save_config(folder)
+    suffix = f".{variant}" if variant else ""
+    save_shards(
+        stored_model, folder, weights_name=_DIFFUSERS_WEIGHTS_NAME, max_shard_size=max_shard_size, suffix=suffix
+    )
 
 
 class TakesWeights(Protocol):
