@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import xxhash
@@ -33,6 +33,7 @@ _WRITE_BACK_DEPTH = 3
 
 HashGranules = Callable[[Tensor, int], Checksums]
 BeforeWrite = Callable[[bool], None]
+_Files = TypeVar("_Files", bound="RecordFiles")
 
 
 class RecordFiles:
@@ -292,7 +293,7 @@ class RecordFiles:
             for home in self._homes:
                 home.close()
 
-    def __enter__(self) -> RecordFiles:
+    def __enter__(self: _Files) -> _Files:
         return self
 
     def __exit__(self, *error: object) -> None:
