@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
+from collections.abc import Container
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_args
@@ -21,6 +23,7 @@ from hf_lohan.device import BufferPool, CpuDevice
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.files.directories import keep_from_others
+from hf_lohan.files.durable_file import write_folder
 from hf_lohan.huggingface.saving import StoredModel, save_pretrained_from_store
 from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
@@ -93,7 +96,13 @@ def described_model(store: Store) -> tuple[Any, StoredForm]:
             "that trains it"
         )
     folder = Path(store.model_folder)
-    model: Any = _build_described(folder)
+    assert store.committed is not None
+    named = store.committed.model_files
+    if FACTS_NAME not in named:
+        raise ValueError(
+            f"{folder / FACTS_NAME} is missing, so the store cannot be exported without the code that trains it"
+        )
+    model: Any = _build_described(folder, named)
     dtypes = {record.dtype for record in store.records if record.kind == "param"}
     # Of several, each parameter has its own, as it was described.
     working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
@@ -147,12 +156,16 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     base.config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access, dtypes=_saved_dtypes(form, _read_facts(folder), dtype))
     save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
-    if (folder / "tokenizer_config.json").is_file():
-        transformers.AutoTokenizer.from_pretrained(folder).save_pretrained(out)
+    files = store.model_files or {}
+    if "tokenizer_config.json" in files:
+        with tempfile.TemporaryDirectory() as alone:  # the commit's files: others may lie beside them
+            write_folder(alone, {name: content for name, content in files.items() if Path(name).name == name})
+            transformers.AutoTokenizer.from_pretrained(alone).save_pretrained(out)
 
 
-def _build_described(folder: Path) -> Any:
-    """The model on meta, with its frozen weights marked and its buffers filled in.
+def _build_described(folder: Path, named: Container[str]) -> Any:
+    """The model on meta, with its frozen weights marked and its buffers filled in. Of the files in the folder those
+    count that are ``named``.
 
     Raises ValueError if the folder has no description, or one of a class that transformers does not have.
     """
@@ -176,15 +189,13 @@ def _build_described(folder: Path) -> Any:
             parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
     model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
     base = model.get_base_model() if facts["adapters"] else model
-    if (folder / "generation_config.json").is_file():
+    if "generation_config.json" in named:
         base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return model
 
 
 def _read_facts(folder: Path) -> dict[str, Any]:
     file = folder / FACTS_NAME
-    if not file.is_file():
-        raise ValueError(f"{file} is missing, so the store cannot be exported without the code that trains it")
     facts: dict[str, Any] = json.loads(file.read_text())
     if facts["format_version"] != FORMAT_VERSION:
         raise ValueError(

@@ -82,6 +82,7 @@ class RunRecord:
         """Training begins behind `step` and ends with step `num_steps`, if that is known."""
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
+        _refuse_folders(folder / FOLDER)
         self._peak.start()
         if self._plan is not None and num_steps is not None:
             self._plan.begin(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
@@ -229,6 +230,15 @@ class RunRecord:
             raise write_failure(str(folder), len(text), error) from error
         # Whole or not at all: a run that is killed here is resumed by what is written here.
         replace_durably(str(folder / name), text.encode())
+
+
+def _refuse_folders(folder: Path) -> None:
+    """Raise `StorageError` where a folder lies in the place of a file that the run writes, before training begins.
+    Anything else there is replaced."""
+    for name in (CONFIG_NAME, SUMMARY_NAME, PLAN_NAME, CORRECTED_PLAN_NAME):
+        file = folder / name
+        if file.is_dir() and not file.is_symlink():
+            raise StorageError("a folder lies where this run writes a file:", path=str(file), advice="move it away")
 
 
 class LoopRecord:

@@ -166,11 +166,13 @@ class StepLines:
         """Drop what the run that is resumed, or one before it, wrote of steps that are taken now."""
         assert self._file is not None
         try:
-            lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.exists() else []
+            # What is no file is replaced: reading a pipe would not end.
+            lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
             make_folders(self._file.parent)
-            with fresh.open("w", encoding="utf-8") as stream:
+            fresh.unlink(missing_ok=True)
+            with fresh.open("x", encoding="utf-8") as stream:
                 stream.writelines(f"{line}\n" for line in kept)
             os.replace(fresh, self._file)
         except OSError as error:
@@ -234,7 +236,8 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, floa
     fresh = path.with_name(f"{path.name}.new")
     try:
         make_folders(path.parent)
-        with fresh.open("w", encoding="utf-8") as stream:
+        fresh.unlink(missing_ok=True)
+        with fresh.open("x", encoding="utf-8") as stream:
             stream.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
             for number, event in enumerate(events):
                 stream.write((",\n" if number else "") + json.dumps(event))

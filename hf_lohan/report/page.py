@@ -31,8 +31,15 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
         raise ValueError(f"{files} is not as a run writes it ({type(error).__name__}: {error})") from error
-    with open(path, "w", encoding="utf-8", opener=partial(os.open, mode=0o644)) as file:  # whatever the umask
+    # Where the page goes unasked, it takes the place of what is there: no link leads it over another file.
+    written = path if output is not None else path.with_name(f"{path.name}.new")
+    if output is None:
+        written.unlink(missing_ok=True)
+    opener = partial(os.open, mode=0o644)  # whatever the umask
+    with open(written, "w" if output is not None else "x", encoding="utf-8", opener=opener) as file:
         file.write(page)
+    if output is None:
+        os.replace(written, path)
     return path
 
 

@@ -165,3 +165,21 @@ def test_nobody_else_may_write_the_page(tmp_path: Path) -> None:
 )
 def test_figures_on_an_axis_are_round(low: float, high: float, expected: list[float]) -> None:
     assert ticks(low, high, 6, whole=low % 1 != 0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("name", ["report.html", "report.html.new"])
+def test_no_link_leads_the_page_over_another_file(name: str, tmp_path: Path) -> None:
+    run, other = write_run(tmp_path / "run", summary=OLD_SUMMARY), tmp_path / "mine"
+    other.write_text("notes")
+    (run / "lohan" / name).symlink_to(other)
+    result = runner.invoke(app, ["report", str(run)])
+    page = run / "lohan" / "report.html"
+    assert result.exit_code == 0 and other.read_text() == "notes"
+    assert not page.is_symlink() and "<!DOCTYPE html>" in page.read_text()
+    page.unlink()
+    os.mkfifo(page)
+    assert runner.invoke(app, ["report", str(run)]).exit_code == 0 and page.is_file()
+    page.unlink()
+    page.mkdir()
+    result = runner.invoke(app, ["report", str(run)])
+    assert result.exit_code == 2 and str(page) in result.stderr and result.stderr.count("\n") == 1

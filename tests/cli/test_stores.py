@@ -130,3 +130,13 @@ def test_a_folder_in_use_is_not_overwritten(run: Path, tmp_path: Path) -> None:
     (tmp_path / "out" / "notes.txt").write_text("mine")
     code, output = lohan("export", run, tmp_path / "out")
     assert code == 2 and "is no empty folder" in output
+
+
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "added_tokens.json"])
+def test_export_takes_what_the_commit_names_and_nothing_beside_it(name: str, run: Path, tmp_path: Path) -> None:
+    (model,) = (run / STORE).glob("model-*")
+    named = (model / name).exists()
+    if not named:
+        (model / name).write_text('{"tokenizer_class": "NoSuchTokenizer", "max_new_tokens": "many"}')
+    assert lohan("export", run, tmp_path / "out") == (0, f"wrote {tmp_path / 'out'} (step 2)\n")
+    assert named or not (tmp_path / "out" / name).exists()

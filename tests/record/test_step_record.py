@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -18,6 +19,7 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
+from hf_lohan.files import StorageError
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import HardwareProfile, plan_offload
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -213,3 +215,24 @@ def test_the_report_has_the_figures_and_needs_nothing_else(run: dict[str, Any]) 
     assert len(charts) == 7 and len(ids) == len(set(ids))
     outside = re.sub(r'xmlns(:xlink)?="[^"]+"', "", page)
     assert not re.search(r"https?:|<script|<link|<img", outside)
+
+
+def test_a_pipe_in_the_place_of_the_lines_is_replaced(tmp_path: Path) -> None:
+    """Reading it would wait for a writer that never comes."""
+    (tmp_path / "lohan").mkdir()
+    for name in ("steps.jsonl", "steps.jsonl.new", "plan.json"):
+        os.mkfifo(tmp_path / "lohan" / name)
+    finish(trainer_in(tmp_path, num_steps=1))
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
+    assert json.loads((tmp_path / "lohan" / "plan.json").read_text())
+
+
+@pytest.mark.parametrize("name", ["plan.json", "summary.json"])
+def test_a_folder_in_the_place_of_a_file_is_named_before_the_first_step(name: str, tmp_path: Path) -> None:
+    (tmp_path / "lohan" / name).mkdir(parents=True)
+    trainer = trainer_in(tmp_path)
+    with pytest.raises(StorageError, match=rf"a folder lies where this run writes a file: .*/lohan/{name}: move"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+    assert trainer.offload_engine is not None
+    trainer.offload_engine.close()
