@@ -23,6 +23,8 @@ from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.store.resharding import NumberedAgreement
 from hf_lohan.testing.stored_state import aligned, content_of
 
+pytestmark = pytest.mark.storm
+
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
 NUMEL = 2 * GRANULE_NUMEL
 

@@ -57,8 +57,8 @@ def assert_ends_as(run: Run, undisturbed: Undisturbed) -> None:
         (Run(num_steps=40, save_steps=3, cpu_memory="7MiB"), 20),
         (Run(num_steps=40, cpu_memory="64MiB"), 20),
         (Run(num_steps=40, optimizer="Muon"), 20),
-        (Run(family="qwen3_moe", num_steps=80), 50),
-        (Run(family="mixtral", num_steps=80, activations="swap"), 50),
+        pytest.param(Run(family="qwen3_moe", num_steps=80), 50, marks=pytest.mark.storm),
+        pytest.param(Run(family="mixtral", num_steps=80, activations="swap"), 50, marks=pytest.mark.storm),
     ],
     ids=[
         *("hundred-kills", "among-checkpoints", "resume-true", "most-records-in-ram", "all-records-in-ram", "muon"),
@@ -101,6 +101,7 @@ def test_killed_while_experts_are_behind(undisturbed: Undisturbed, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.storm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("cpu_memory", ["7MiB", "64MiB"], ids=["most-records-in-ram", "all-records-in-ram"])
 def test_killed_between_commits(cpu_memory: str, undisturbed: Undisturbed, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from hf_lohan.store import Commit
 from hf_lohan.store.commits import read_commit, write_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
+pytestmark = pytest.mark.storm
+
 Change = Callable[[Commit], dict[str, Any]]
 
 

@@ -17,6 +17,8 @@ from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, comm
 from hf_lohan.testing.storage_doubles import FlippingBackend
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
+pytestmark = pytest.mark.storm
+
 EngineFactory = Callable[..., IoEngine]
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")

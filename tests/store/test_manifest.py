@@ -12,6 +12,8 @@ from hf_lohan.files import CapacityError, ForeignStoreError, IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store, last_commit
 from hf_lohan.store.manifest import sealed
 
+pytestmark = pytest.mark.storm
+
 Records = tuple[RecordSpec, ...]
 
 

@@ -11,6 +11,8 @@ from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
 from hf_lohan.store import ModelIdentity, RecordSpec, Store, last_commit
 from hf_lohan.store.rank_folders import rank_folder, refuse_other_ranks, stores_under
 
+pytestmark = pytest.mark.storm
+
 
 def make(folder: str, records: list[RecordSpec], model: ModelIdentity, engine: IoEngine) -> None:
     Store.create([StorePath(folder)], records, model=model, engine=engine).close()
