@@ -7,6 +7,7 @@ import functools
 import importlib
 import logging
 import os
+import secrets
 import subprocess
 import tempfile
 from argparse import ArgumentParser, Namespace
@@ -33,6 +34,7 @@ from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trl_models import begin_above
+from hf_lohan.ranks.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 
 logger = logging.getLogger(__name__)
@@ -246,7 +248,12 @@ def _fill_in(options: Namespace) -> dict[str, str]:
     vars(options).update(cpu=False, multi_gpu=True)  # torchrun starts them, whatever they compute on
     if num_machines == 1 and options.main_process_port is None and not getattr(defaults, "main_process_port", None):
         options.main_process_port = 0  # any: two runs on a machine must not meet
-    return {**({_USE_CPU: "true"} if on_cpu else {}), _SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
+    variables = {_SHUTDOWN_TIMEOUT: os.environ.get(_SHUTDOWN_TIMEOUT, "600")}
+    if on_cpu:
+        variables[_USE_CPU] = "true"
+    if num_machines == 1:  # the launchers of several would have to agree
+        variables[SECRET_VARIABLE] = os.environ.get(SECRET_VARIABLE) or secrets.token_hex(32)
+    return variables
 
 
 def join_other_ranks() -> None:

@@ -17,6 +17,9 @@ _MAGIC = b"LOHR"
 _HEAD = struct.Struct(f"<4sBBHQ{MAX_NUMBERS}qQ")
 _CRC = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size + _CRC.size
+_MOST_PAYLOAD_BYTES = 1 << 50
+_MOST_BYTES_AT_ONCE = 1 << 28
+"""Of a payload for which memory is taken when it comes: small figures of all ranks."""
 
 
 class Lane(enum.IntEnum):
@@ -99,6 +102,8 @@ class Head:
             raise DamagedHeadError(
                 f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {told_crc:08x})"
             )
+        if payload_bytes > _MOST_PAYLOAD_BYTES:
+            raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, and none has as many")
         return cls(kind, Lane(lane), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
 
     @property
@@ -130,7 +135,11 @@ class PayloadReader:
         self._read(bytes_of(tensor))
 
     def bytes(self) -> bytes:
-        """All that is left."""
+        """All that is left. Raises DamagedHeadError where that is more than such a message ever has."""
+        if self._num_left > _MOST_BYTES_AT_ONCE:
+            raise DamagedHeadError(
+                f"it announces {self._num_left:,} bytes, and one of its kind has at most {_MOST_BYTES_AT_ONCE:,}"
+            )
         content = bytearray(self._num_left)
         self._read(memoryview(content))
         return bytes(content)

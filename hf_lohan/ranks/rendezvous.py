@@ -1,7 +1,8 @@
-"""How ranks find each other: addresses and a secret go through torch.distributed's store, then each pair connects.
+"""How ranks find each other: addresses go through torch.distributed's store, then each pair connects.
 
-Ranks of one box meet at Unix sockets, others over TCP. Whoever connects shows that it knows the secret, without
-telling it; anything else that finds the port is sent away.
+Ranks of one box meet at Unix sockets, others over TCP. Whoever connects shows that it knows the secret of the run,
+without telling it; anything else that finds the port is sent away. The secret comes from the launcher's environment.
+Where that has none it goes through the store, which tells it to whoever asks, until all ranks have met.
 """
 
 from __future__ import annotations
@@ -33,7 +34,12 @@ from hf_lohan.ranks.topology import Ranks
 logger = logging.getLogger(__name__)
 
 INTERFACE_VARIABLES = ("LOHAN_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+SECRET_VARIABLE = "LOHAN_RANKS_SECRET"
+_OF_THE_ENVIRONMENT = "environment"
+"""What the store has in place of a secret that all ranks know already."""
 _LOOK_S = 0.01
+_MOST_GREETINGS = 64
+"""At a time. Who comes then waits until one of them has ended."""
 _HANDSHAKE_S = 5.0
 """Who takes longer to say who it is, is nobody."""
 _GREETING = struct.Struct("<4sIB")
@@ -54,6 +60,8 @@ class Store(Protocol):
     def add(self, key: str, amount: int) -> int: ...
 
     def check(self, keys: list[str]) -> bool: ...
+
+    def delete_key(self, key: str) -> bool: ...
 
 
 def connect(ranks: Ranks, store: Store, timeout_s: float) -> Links:
@@ -89,12 +97,12 @@ class _Meeting:
         self._prefix = f"lohan/{number}"
         self._lock = threading.Lock()
         self._sockets: dict[tuple[Lane, int], socket.socket] = {}
+        self._is_over = threading.Event()
+        self._greetings = threading.Semaphore(_MOST_GREETINGS)
 
     def hold(self) -> Links:
         ranks = self._ranks
-        if ranks.rank == 0:
-            self._store.set(f"{self._prefix}/secret", secrets.token_hex(32))
-        secret = self._get("secret", 0, "the secret of this run").encode()
+        secret = self._secret()
         listeners: list[socket.socket] = []
         threads: list[threading.Thread] = []
         try:
@@ -111,6 +119,7 @@ class _Meeting:
             self._close_all()
             raise
         finally:
+            self._is_over.set()
             for listener in listeners:
                 with contextlib.suppress(OSError):
                     listener.shutdown(socket.SHUT_RDWR)  # ends who waits for one to come
@@ -121,11 +130,28 @@ class _Meeting:
         links = Links(ranks, self._sockets, self._timeout_s)
         try:
             links.barrier("all ranks to be connected")
+            if ranks.rank == 0:
+                with contextlib.suppress(RuntimeError, NotImplementedError):  # of a store that cannot
+                    self._store.delete_key(f"{self._prefix}/secret")
         except BaseException as error:
             links.fail(error)
             links.close()
             raise
         return links
+
+    def _secret(self) -> bytes:
+        """Of this run. Raises ValueError where only some ranks were given it."""
+        own, rank = os.environ.get(SECRET_VARIABLE, ""), self._ranks.rank
+        if rank == 0:
+            self._store.set(f"{self._prefix}/secret", _OF_THE_ENVIRONMENT if own else secrets.token_hex(32))
+        told = self._get("secret", 0, "the secret of this run")
+        if bool(own) != (told == _OF_THE_ENVIRONMENT):
+            has, lacks = (rank, 0) if own else (0, rank)
+            raise ValueError(
+                f"{SECRET_VARIABLE} is set for rank {has} and not for rank {lacks}: set it to the same secret for all "
+                "ranks, or for none"
+            )
+        return (own or told).encode()
 
     # Those of higher ranks come here
 
@@ -143,23 +169,28 @@ class _Meeting:
         self._store.set(f"{self._prefix}/address/{self._ranks.rank}", json.dumps(address))
 
     def _take_in(self, listener: socket.socket, secret: bytes) -> None:
-        while True:
+        while not self._is_over.is_set():
+            if not self._greetings.acquire(timeout=_LOOK_S):
+                continue
             try:
                 sock, address = listener.accept()
-            except OSError:
-                return  # it was shut
+            except OSError:  # it was shut, or strangers who say nothing hold all the files that may be open
+                self._greetings.release()
+                self._is_over.wait(_LOOK_S)
+                continue
             # On a thread of its own, or whoever connects and says nothing would keep the others out.
             threading.Thread(target=self._greet, args=(sock, address, secret), daemon=True).start()
 
     def _greet(self, sock: socket.socket, address: object, secret: bytes) -> None:
         """Take in one that knows the secret."""
         try:
+            until_s = time.monotonic() + _HANDSHAKE_S
             sock.settimeout(_HANDSHAKE_S)
             nonce = secrets.token_bytes(_NONCE_BYTES)
             sock.sendall(nonce)
-            greeting = _receive(sock, _GREETING.size)
-            others_nonce = _receive(sock, _NONCE_BYTES)
-            proof = _receive(sock, _PROOF_BYTES)
+            greeting = _receive(sock, _GREETING.size, until_s)
+            others_nonce = _receive(sock, _NONCE_BYTES, until_s)
+            proof = _receive(sock, _PROOF_BYTES, until_s)
             magic, rank, lane = _GREETING.unpack(greeting)
             if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, nonce, greeting)):
                 raise ConnectionError("it does not know the secret of this run")
@@ -171,6 +202,8 @@ class _Meeting:
         except (OSError, ValueError) as error:
             logger.warning("a connection from %s was refused: %s", address or "this box", error)
             sock.close()
+        finally:
+            self._greetings.release()
 
     # And this one goes to those of lower ranks
 
@@ -193,17 +226,19 @@ class _Meeting:
                 self._introduce(sock, lane, secret)
             except OSError as error:
                 sock.close()
+                if isinstance(error, TimeoutError) and time.monotonic() < self._until_s:
+                    continue  # it has too many others to greet
                 self._give_up(peer, f"its answer to a greeting ({error})")
             with self._lock:
                 self._sockets[lane, peer] = sock
             return
 
     def _introduce(self, sock: socket.socket, lane: Lane, secret: bytes) -> None:
-        sock.settimeout(min(_HANDSHAKE_S, self._timeout_s))
-        nonce = _receive(sock, _NONCE_BYTES)
+        until_s = time.monotonic() + min(_HANDSHAKE_S, self._timeout_s)
+        nonce = _receive(sock, _NONCE_BYTES, until_s)
         greeting, own_nonce = _GREETING.pack(_MAGIC, self._ranks.rank, lane), secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(greeting + own_nonce + _proof(secret, nonce, greeting))
-        if not hmac.compare_digest(_receive(sock, _PROOF_BYTES), _proof(secret, own_nonce, b"welcome")):
+        if not hmac.compare_digest(_receive(sock, _PROOF_BYTES, until_s), _proof(secret, own_nonce, b"welcome")):
             raise ConnectionError("it does not know the secret of this run")
 
     # Waiting
@@ -275,9 +310,11 @@ def _proof(secret: bytes, nonce: bytes, said: bytes) -> bytes:
     return hmac.digest(secret, nonce + said, "sha256")
 
 
-def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+def _receive(sock: socket.socket, num_bytes: int, until_s: float) -> bytes:
+    """Raises TimeoutError where they have not come by then, however many have."""
     content = bytearray()
     while len(content) < num_bytes:
+        sock.settimeout(max(0.001, until_s - time.monotonic()))
         came = sock.recv(num_bytes - len(content))
         if not came:
             raise ConnectionError("it closed the connection")

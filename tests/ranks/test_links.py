@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import pytest
 import torch
 
 from hf_lohan.ranks import Kind, Lane, Links, PayloadReader, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.messages import Head
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 NUMBERS_OF_RANKS = [1, 2, 3, 4, 8]
@@ -234,3 +236,21 @@ def test_one_rank_alone_can_do_all_that_several_can() -> None:
         assert tensor.tolist() == [0, 1, 2, 3, 4]
         assert links.sent_bytes == {Lane.CONTROL: 0, Lane.WEIGHTS: 0, Lane.GRADIENTS: 0}
         links.wait_for(lambda: True, "nothing")
+
+
+@pytest.mark.parametrize("num_bytes", [1 << 62, 1 << 30])
+@pytest.mark.parametrize("kind", [Kind.GATHER, Kind.FAILED])
+def test_an_absurd_size_is_refused_before_memory_is_taken(kind: Kind, num_bytes: int) -> None:
+    def announce(links: Links) -> None:
+        if links.ranks.rank == 1:
+            connection = links._peers[0].connections[Lane.CONTROL]
+            with connection._lock:
+                head = Head(kind, Lane.CONTROL, connection.num_sent, (0, 1), num_bytes)
+                connection._outgoing.append(memoryview(head.pack()))
+                connection.num_sent += 1
+                connection._flush()
+        links.barrier("the next step")
+
+    told = rf"rank 1 \(.*\) sent a message of lane control that cannot be read: it announces {num_bytes:,} bytes"
+    error = rank_outcomes(2, announce)[0].error
+    assert isinstance(error, RankFailedError) and re.search(told, str(error)), error

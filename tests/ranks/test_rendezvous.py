@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
+import os
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from typing import Any
 
 import pytest
 import torch.distributed as dist
@@ -97,3 +102,58 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
         outgoing_address()
     monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
     assert outgoing_address() == (socket.AF_INET, "127.0.0.1")
+
+
+def test_a_silent_flood_holds_the_start_up_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(rendezvous, "_MOST_GREETINGS", 2)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.2)
+    store, strangers = dist.HashStore(), contextlib.ExitStack()
+    with strangers, ThreadPoolExecutor(1) as threads:
+        first = threads.submit(connect, Ranks(0, 2, 0, 1), store, 20.0)
+        while not store.check(["lohan/1/address/0"]):
+            time.sleep(0.01)
+        address = json.loads(store.get("lohan/1/address/0"))["tcp"]
+        for _ in range(8):
+            strangers.enter_context(socket.create_connection(address))
+        connect(Ranks(1, 2, 0, 1), store, 20.0).close()
+        first.result().close()
+
+
+def test_a_process_with_too_many_open_files_goes_on_listening(monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, refused = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE, errno.ECONNABORTED] * 2)
+
+    def refuses_at_first(self: socket.socket) -> Any:
+        for code in refused:
+            raise OSError(code, os.strerror(code))
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", refuses_at_first)
+    for links in connect_threads(2, 2, dist.HashStore(), 10.0):
+        links.close()
+
+
+def test_the_secret_is_in_the_store_no_longer_than_ranks_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.PrefixStore("run", dist.HashStore())
+    for links in connect_threads(2, 2, store):
+        links.close()
+    assert store.check(["lohan/1/address/0"]) and not store.check(["lohan/1/secret"])
+    monkeypatch.setenv("LOHAN_RANKS_SECRET", "of the launcher")
+    told: list[str] = []
+    real = dist.Store.set
+    monkeypatch.setattr(dist.PrefixStore, "set", lambda self, key, value: (told.append(value), real(self, key, value)))
+    for links in connect_threads(2, 2, store):
+        links.close()
+    assert len(told) == 3 and not any("of the launcher" in value for value in told)
+
+
+def test_a_secret_that_only_one_rank_has_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    store.set("lohan/1/secret", "for all to read")
+    monkeypatch.setenv("LOHAN_RANKS_SECRET", "of rank 1")
+    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 1 and not for rank 0: set it to the same"):
+        connect(Ranks(1, 2, 1, 2), store, 5.0)
+    store.set("lohan/2/secret", "environment")
+    monkeypatch.delenv("LOHAN_RANKS_SECRET")
+    with pytest.raises(ValueError, match="LOHAN_RANKS_SECRET is set for rank 0 and not for rank 1"):
+        connect(Ranks(1, 2, 1, 2), store, 5.0)
