@@ -18,7 +18,7 @@ from hf_lohan.huggingface.export import described_model
 from hf_lohan.model import StoredForm, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, RecordSpec, Store
-from hf_lohan.store.rank_folders import rank_folder, ranks_under, stores_under
+from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
 from hf_lohan.store.resharding import NumberedAgreement, copy_records
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.updates import MISSED_STEPS_NAME
@@ -62,7 +62,12 @@ def reshard(given: Sequence[str], num_ranks: int, *, removes_old: bool = False) 
             for directories in before if removes_old else ():
                 remove_store(directories)
         if not removes_old:
-            said += "; what it was cut from stays until you delete it (--remove-old does)"
+            before_files, new_files = files_of(paths[0], num_before), files_of(paths[0], num_ranks)
+            said += (
+                "; what it was cut from stays. While both are there nothing goes on from last_step: delete "
+                f"{before_files} to go on with {times(num_ranks, 'rank')} (--remove-old does), or {new_files} to go on "
+                "as before, on each ssd path"
+            )
         elif num_before > 1:
             for directory in (directory for directories in before for directory in directories):
                 remove_folder(directory)
@@ -94,9 +99,15 @@ def _ranks_before(paths: Sequence[str], num_ranks: int) -> int:
         raise ValueError(f"there is no store in {paths[0]}, nor of ranks under it; give the ssd paths of the run")
     if num_ranks in found:
         folders = ", ".join(folder for _, folder in found[num_ranks])
+        lacks = why_incomplete(num_ranks, found[num_ranks])
+        if lacks and len(found) > 1:
+            raise ValueError(
+                f"{folders} is what a reshard that was cut off has left ({lacks}): delete "
+                f"{files_of(paths[0], num_ranks)} on each ssd path, and call this again"
+            )
         raise ValueError(
-            f"{folders} holds a store of a run with so many ranks already; delete it if its state is no longer needed, "
-            "or what a reshard that broke off has left there"
+            f"{folders} holds a store of a run with so many ranks already; if its state is no longer needed, delete "
+            f"{files_of(paths[0], num_ranks)} on each ssd path"
         )
     return ranks_under(paths[0])
 

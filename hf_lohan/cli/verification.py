@@ -13,7 +13,8 @@ from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, Store, damaged_files, refuse_other_parts, verify
-from hf_lohan.store.rank_folders import rank_folder, rank_of, ranks_under
+from hf_lohan.store.manifest import rank_of
+from hf_lohan.store.rank_folders import rank_folder, ranks_under
 
 _PIECE_BYTES = 4 << 20
 

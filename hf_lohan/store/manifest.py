@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -13,8 +14,10 @@ import xxhash
 from hf_lohan.files import ForeignStoreError, StorageError, StorePath, replace_durably
 from hf_lohan.files.durable_file import read_whole, remove_durably
 from hf_lohan.store.layout import RecordSpec, StoreLayout
-from hf_lohan.store.rank_folders import MANIFEST_NAME, rank_of
 
+MANIFEST_NAME = "manifest.json"
+RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
+"""The name of the folder of one of several ranks."""
 FORMAT_VERSION = 4
 _OLDEST_VERSION = 3
 """Which did not say whose rank's store it is. Such stores are opened, and stay as they are."""
@@ -140,6 +143,12 @@ class Manifest:
                 f"{self.model.num_parameters:,} parameters, created {self.created}; "
                 f"choose another directory, or delete this one if its state is no longer needed"
             )
+
+
+def rank_of(folder: str) -> tuple[int, int]:
+    """Whose store a folder is for, by its name: the rank, and of how many."""
+    match = RANK_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
+    return (int(match[1]), int(match[2])) if match else (0, 1)
 
 
 def _rank_words(rank: tuple[int, int]) -> str:

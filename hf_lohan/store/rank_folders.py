@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from hf_lohan.files import ForeignStoreError
-
-MANIFEST_NAME = "manifest.json"
-_NAME = re.compile(r"rank-(\d+)-of-(\d+)")
+from hf_lohan.files import ForeignStoreError, StorageError
+from hf_lohan.store.commits import COMMIT_NAME, read_commit
+from hf_lohan.store.manifest import MANIFEST_NAME, RANK_FOLDER, read_manifest
+from hf_lohan.store.store_folders import names_in
 
 
 def rank_folder(directory: str, rank: int, num_ranks: int) -> str:
@@ -22,15 +21,9 @@ def directory_of(folder: str, num_ranks: int) -> str:
     return folder if num_ranks == 1 else os.path.dirname(folder)
 
 
-def rank_of(folder: str) -> tuple[int, int]:
-    """Whose store a folder is for, by its name: the rank, and of how many."""
-    match = _NAME.fullmatch(os.path.basename(os.path.abspath(folder)))
-    return (int(match[1]), int(match[2])) if match else (0, 1)
-
-
 def folder_of_all(directory: str) -> str:
     """The directory that all ranks are given, from that or the folder of one of them."""
-    return os.path.dirname(directory) if _NAME.fullmatch(os.path.basename(directory)) else directory
+    return os.path.dirname(directory) if RANK_FOLDER.fullmatch(os.path.basename(directory)) else directory
 
 
 def stores_under(directory: str) -> dict[int, list[tuple[int, str]]]:
@@ -48,8 +41,10 @@ def ranks_under(directory: str) -> int:
     found = stores_under(directory)
     if len(found) > 1:
         counts = " and ".join(map(str, sorted(found)))
+        states = "; ".join(_state(directory, num_ranks, found[num_ranks]) for num_ranks in sorted(found))
         raise ValueError(
-            f"{directory} holds stores of runs with {counts} ranks; delete those that are no longer needed"
+            f"{directory} holds stores of runs with {counts} ranks, and one of them alone can go on: {states}. Delete "
+            "the others, on each ssd path"
         )
     for num_ranks, stores in found.items():
         missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
@@ -62,11 +57,44 @@ def ranks_under(directory: str) -> int:
     return 1
 
 
+def files_of(directory: str, num_ranks: int) -> str:
+    """What makes up the stores of so many ranks under a directory, in words, to be deleted."""
+    if num_ranks > 1:
+        return f"the folders rank-*-of-{num_ranks}"
+    return f"the files {', '.join(names_in(directory))}"
+
+
+def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
+    """What (rank, folder) of ``stores`` lack to go on, in words; "" if it is nothing."""
+    missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
+    if missing:
+        return f"that of rank {missing[0]} is not there"
+    for _, folder in stores:
+        manifest = read_manifest(folder)
+        is_first = manifest is not None and manifest.path_index == 0
+        if is_first and not os.path.exists(os.path.join(folder, COMMIT_NAME)):
+            return f"nothing is committed in {folder}, as where a reshard was cut off"
+    return ""
+
+
+def _state(directory: str, num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
+    lacks, files = why_incomplete(num_ranks, stores), files_of(directory, num_ranks)
+    if lacks:
+        return f"that of {_ranks(num_ranks)} is incomplete ({lacks}), and is {files}"
+    try:
+        commit = read_commit(stores[0][1])
+    except StorageError:
+        commit = None
+    step = commit.facts.get("global_step") if commit is not None else None
+    whole = "is whole" if step is None else f"is whole, with step {step}"
+    return f"that of {_ranks(num_ranks)} {whole}, and is {files}"
+
+
 def _folders_under(directory: str) -> Iterator[tuple[int, int, str]]:
     yield 0, 1, directory
     names = os.listdir(directory) if os.path.isdir(directory) else []
     for name in names:
-        if match := _NAME.fullmatch(name):
+        if match := RANK_FOLDER.fullmatch(name):
             yield int(match[1]), int(match[2]), os.path.join(directory, name)
 
 

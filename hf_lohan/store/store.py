@@ -21,15 +21,16 @@ from hf_lohan.store.commits import Agreement, Commit, CommitSequence
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import DEFAULT_STRIPE_BYTES, RecordSpec, StoreLayout
 from hf_lohan.store.manifest import (
+    MANIFEST_NAME,
     Manifest,
     ModelIdentity,
     assemble,
     home_layouts,
+    rank_of,
     read_manifest,
     remove_manifests,
     write_manifests,
 )
-from hf_lohan.store.rank_folders import MANIFEST_NAME, rank_of
 from hf_lohan.store.record_files import RecordFiles
 from hf_lohan.store.store_folders import (
     DATA_NAMES,

@@ -20,8 +20,15 @@ from hf_lohan.store.commits import (
     read_commit,
 )
 from hf_lohan.store.layout import RecordSpec, StoreLayout
-from hf_lohan.store.manifest import Manifest, ModelIdentity, assemble, home_layouts, read_manifest, remove_manifests
-from hf_lohan.store.rank_folders import MANIFEST_NAME
+from hf_lohan.store.manifest import (
+    MANIFEST_NAME,
+    Manifest,
+    ModelIdentity,
+    assemble,
+    home_layouts,
+    read_manifest,
+    remove_manifests,
+)
 from hf_lohan.store.versions import Versions
 
 HOME_NAMES = ("records-0.bin", "records-1.bin")
@@ -146,6 +153,12 @@ def fits(
         check_room(resolved, [*layouts, StoreLayout(tuple(scratch), resolved)])
         return True
     return False
+
+
+def names_in(directory: str) -> list[str]:
+    """Of the files and folders there that belong to a store."""
+    names = (MANIFEST_NAME, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *DATA_NAMES, *MODEL_NAMES)
+    return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
 def remove_store(directories: Sequence[str]) -> None:
