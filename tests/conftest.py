@@ -45,7 +45,12 @@ def pytest_configure(config: pytest.Config) -> None:
         "covering(strength): of many cases, those run that have each value (1) or each pair (2) of parameters;"
         " the others are slow",
     )
-    torch.set_num_threads(2)  # the same sums in the same order on every machine
+    is_double = "cuda_double" in sys.modules  # torch itself has loaded it: see tests/cuda_double
+    torch.set_num_threads(1 if is_double else 2)  # the same sums in the same order on every machine
+    if is_double:
+        from double_violations import FailsOnViolations
+
+        config.pluginmanager.register(FailsOnViolations())
 
 
 def pytest_collection_finish() -> None:

@@ -63,7 +63,7 @@ def train_stock(model: Any, folder: Path, **settings: Any) -> Trajectory:
     data: dict[str, Any] = {"train_dataset": dataset(48, 32), "eval_dataset": dataset(4, 32), "data_collator": collate}
     trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), **data)
     trainer.train()
-    return Trajectory(*logged(trainer), {name: p.detach() for name, p in model.named_parameters()})
+    return Trajectory(*logged(trainer), {name: p.detach().cpu() for name, p in model.named_parameters()})
 
 
 def train_offloaded(model: Any, folder: Path, mode: str, **settings: Any) -> tuple[Trajectory, int]:

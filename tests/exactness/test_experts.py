@@ -31,7 +31,7 @@ def train_stock(family: str, folder: Path) -> Trajectory:
         model = expert_model(family)
         trainer = StockTrainer(model, arguments(folder, **UNCLIPPED), train_dataset=dataset())
         trainer.train()
-        weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
+        weights = {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
         _stock[family] = Trajectory(*logged(trainer), weights)
     return _stock[family]
 
@@ -93,7 +93,7 @@ def test_clipped_by_our_norms_the_stock_trainer_is_equal(clip: str, tmp_path: Pa
     given.accelerator.clip_grad_norm_ = clip_by_ours
     given.train()
     assert next(norms, None) is None
-    weights = {name: parameter.detach() for name, parameter in given.model.named_parameters()}
+    weights = {name: parameter.detach().cpu() for name, parameter in given.model.named_parameters()}
     assert_same(ours, Trajectory(*logged(given), weights))
     stock = StockTrainer(expert_model("mixtral"), arguments(tmp_path / "stock", **settings), train_dataset=dataset())
     stock.train()

@@ -44,7 +44,7 @@ def stock(tmp_path_factory: pytest.TempPathFactory) -> Any:
     args = arguments(tmp_path_factory.mktemp("stock"), max_grad_norm=0.0, **settings)
     trainer = StockTrainer(model, args, train_dataset=dataset())
     trainer.train()
-    return logged(trainer)[0], {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return logged(trainer)[0], {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
 
 
 def assert_as_stock(trainer: Any, stock: Any) -> None:

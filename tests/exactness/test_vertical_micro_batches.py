@@ -33,7 +33,7 @@ def train_stock(family: str, folder: Path, overrides: dict[str, Any], **settings
         model = tiny_model(family, **overrides)
         trainer = StockTrainer(model, arguments(folder, max_steps=NUM_STEPS, **settings), train_dataset=ROWS)
         trainer.train()
-        _stock[key] = Trajectory(*logged(trainer), {name: p.detach() for name, p in model.named_parameters()})
+        _stock[key] = Trajectory(*logged(trainer), {name: p.detach().cpu() for name, p in model.named_parameters()})
     return _stock[key]
 
 
@@ -153,7 +153,7 @@ def test_adapters(tmp_path: Path) -> None:
             weights.append(stored_weights(trainer))
             trainer.offload_engine.close()
         else:
-            weights.append({name: p.detach() for name, p in model.named_parameters()})
+            weights.append({name: p.detach().cpu() for name, p in model.named_parameters()})
     assert weights[0].keys() == weights[1].keys()
     assert all(torch.equal(weights[1][name], weight) for name, weight in weights[0].items())
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from training_device import USE_CPU
 from transformers import Trainer as StockTrainer
 from transformers import TrainingArguments
 
@@ -35,7 +36,7 @@ def dataset(num_rows: int = 96, sequence_length: int = 16) -> Dataset:
 def arguments(output_dir: Path, **overrides: Any) -> TrainingArguments:
     settings: dict[str, Any] = {
         "output_dir": str(output_dir),
-        "use_cpu": True,
+        "use_cpu": USE_CPU,
         "max_steps": NUM_STEPS,
         "per_device_train_batch_size": 2,
         "learning_rate": 1e-3,
@@ -79,7 +80,7 @@ def train_stock(family: str, folder: Path, model_overrides: dict[str, Any], **se
         model = tiny_model(family, **model_overrides)
         trainer = StockTrainer(model, arguments(folder, **settings), train_dataset=dataset())
         trainer.train()
-        weights = {name: p.detach() for name, p in model.named_parameters()}
+        weights = {name: p.detach().cpu() for name, p in model.named_parameters()}
         _stock_trajectories[key] = Trajectory(*logged(trainer), weights)
     return _stock_trajectories[key]
 
