@@ -154,6 +154,7 @@ class OffloadEngine:
             arrivals=self._arrivals,
             activations=self.activations,
             step=self._step,
+            groups=self._groups,
             plan=self._plan,
             lifetime=self._lifetime,
             block_of=self._block_of,
@@ -246,13 +247,17 @@ class OffloadEngine:
         fit the store."""
         if self._optimizer is not None:
             self.settle()  # updates that still run are of the optimizer before, and count their step, too
-        self._groups.bind(optimizer.param_groups)
+        self._groups.bind(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
                 for kind in self._block_of[part].master.moment_kinds:
                     self._parameters.write_state(part.name, kind, Zeros())
         self._optimizer = optimizer
+
+    def check_groups(self) -> None:
+        """Raises ValueError if the optimizer's groups, which have changed, do not fit the store."""
+        self._groups.follow(may_be_without_group=True)
 
     def announce_backward(self, *, is_final: bool) -> None:
         """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
@@ -266,6 +271,9 @@ class OffloadEngine:
         """
         self._micro_batches.refuse_within("step()")
         self._pass.recover()
+        self._groups.follow()
+        if self._pipeline.has_begun_updates:
+            self._groups.refuse_changed()
         group_of = self._groups.as_they_are_now()
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):

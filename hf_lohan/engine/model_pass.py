@@ -18,7 +18,7 @@ from hf_lohan.engine.events import FollowedPlan
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
-from hf_lohan.updates import GradientArrivals, StepTransaction
+from hf_lohan.updates import GradientArrivals, ParamGroups, StepTransaction
 from hf_lohan.weights import BlocksInUse, Loads, SlotRing
 
 
@@ -44,6 +44,7 @@ class PassParts:
     arrivals: GradientArrivals
     activations: ActivationTiers
     step: StepTransaction
+    groups: ParamGroups
     plan: FollowedPlan
     lifetime: Lifetime
     block_of: Mapping[ParamSlice, Block]
@@ -164,6 +165,7 @@ class ModelPass:
         self._parts.step.refuse_between_updates()
         self._parts.step.undo_guesses()
         if is_training:
+            self._parts.groups.begin_forward()
             self._parts.plan.begin_step()
         self._phase = Phase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
@@ -204,6 +206,8 @@ class ModelPass:
 
     def begin_head(self) -> None:
         """While other forwards go on, the backward of a head begins, or goes on."""
+        if self._phase is not Phase.FORWARD_WITH_HEADS:
+            self._parts.step.begin_backward()
         self._phase = Phase.FORWARD_WITH_HEADS
 
     def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
@@ -215,8 +219,10 @@ class ModelPass:
                 f"{self._changed} was changed between a forward and its backward, which needs it as it was; change "
                 "weights behind step()"
             )
-        self._awaits_backward = False
         had_heads = self._phase is Phase.BETWEEN
+        if not had_heads:
+            self._parts.step.begin_backward()
+        self._awaits_backward = False
         self._phase = Phase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()

@@ -70,13 +70,27 @@ class _OffloadedMuon(OffloadOptimizer):
     def __init__(
         self, groups: list[dict[str, Any]], muon: dict[str, Any], rest: dict[str, Any], *, engine: OffloadEngine
     ) -> None:
-        matrices, split = hidden_matrices(engine.model), []
-        for defaults, is_for_matrices in ((muon, True), (rest, False)):
+        self._matrices, self._defaults_of_kinds = hidden_matrices(engine.model), ((muon, True), (rest, False))
+        super().__init__(self._split(groups), {}, engine=engine)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch; matrices and the rest get a group each."""
+        if not self._is_made:
+            super().add_param_group(param_group)
+            return
+        parameters = param_group["params"]
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        for group in self._split([{**param_group, "params": given}]):
+            super().add_param_group(group)
+
+    def _split(self, groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        split = []
+        for defaults, is_for_matrices in self._defaults_of_kinds:
             for group in groups:
-                own = [p for p in group["params"] if (p in matrices) is is_for_matrices]
+                own = [p for p in group["params"] if (p in self._matrices) is is_for_matrices]
                 if own:
                     split.append({**defaults, **group, "params": own})
-        super().__init__(split, {}, engine=engine)
+        return split
 
 
 def refused_optim_args(optim: str, optim_args: str | None) -> bool:
@@ -169,11 +183,14 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
     check_given(optimizer)
     for group in optimizer.param_groups:
         group[RULE_KEY] = _name_of(type(optimizer))
+    defaults = _defaults_of(optimizer)
     if type(optimizer) is torch.optim.AdamW:
-        taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine)
+        names = ("lr", "betas", "eps", "weight_decay")
+        adamw = {name: defaults[name] for name in names}
+        taken: OffloadOptimizer = OffloadAdamW(optimizer.param_groups, engine=engine, **adamw)
     else:
-        taken = OffloadOptimizer(optimizer.param_groups, {}, engine=engine)
-    _let_go(optimizer)
+        taken = OffloadOptimizer(optimizer.param_groups, defaults, engine=engine)
+    _let_go(optimizer, taken)
     return taken
 
 
@@ -188,14 +205,22 @@ def take_over_together(
         check_given(optimizer)
         for group in optimizer.param_groups:
             group[RULE_KEY] = _name_of(type(optimizer))
-    joint = JointOptimizer([optimizer.param_groups for optimizer in optimizers], engine=engine)
-    for optimizer in optimizers:
-        _let_go(optimizer)
+    groups, defaults = [optimizer.param_groups for optimizer in optimizers], [*map(_defaults_of, optimizers)]
+    joint = JointOptimizer(groups, defaults, engine=engine)
+    for optimizer, part in zip(optimizers, joint.parts, strict=True):
+        _let_go(optimizer, part)
     return joint, [*joint.parts]
 
 
-def _let_go(optimizer: torch.optim.Optimizer) -> None:
-    """Another one takes its steps."""
+def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What a group has that is added and does not say its own."""
+    return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
+
+
+def _let_go(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
+    """Another one takes its steps. A group that the caller adds to it is added to that one."""
+    optimizer.add_param_group = taken.add_param_group  # type: ignore[method-assign]
+    optimizer.param_groups = taken.param_groups
     optimizer.state.clear()  # Adagrad makes its sums before it steps
     mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
 

@@ -8,13 +8,15 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from hf_lohan.optim.rules import ADAMW, RULE_KEY
+from hf_lohan.optim.rules import ADAMW, RULE_KEY, refuse_settings
 
 
 class StepTarget(Protocol):
     """Who does the work of a step."""
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
+
+    def check_groups(self) -> None: ...
 
     def step(self) -> None: ...
 
@@ -33,11 +35,28 @@ class OffloadOptimizer(torch.optim.Optimizer):
     them), also through `load_state_dict`.
     """
 
+    _is_made = False
+
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
         """``defaults``: hyperparameters for groups that do not say theirs; under `RULE_KEY` the name of their rule."""
         super().__init__(params, dict(defaults))
         self._engine_ref = weakref.ref(engine)  # it lives as long as its model
         engine.bind_optimizer(self)
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As in torch, between steps. Raises ValueError for parameters that have no states in the store, and for
+        hyperparameters that their states do not allow; the groups are as before then."""
+        super().add_param_group(param_group)
+        if self._is_made:
+            self._check_added()
+
+    def _check_added(self) -> None:
+        try:
+            self._engine.check_groups()
+        except ValueError:
+            self.param_groups.pop()
+            raise
 
     @property
     def _engine(self) -> StepTarget:
@@ -83,6 +102,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
                     f"the optimizer state is of {theirs}, this optimizer is {ours}; resume with {theirs}, or start "
                     "anew from the checkpoint's weights"
                 )
+            refuse_settings(theirs, loaded)
         for group, loaded in zip(self.param_groups, groups, strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
 
@@ -107,9 +127,19 @@ class OffloadAdamW(OffloadOptimizer):
 class JointOptimizer(OffloadOptimizer):
     """Several optimizers of one model, each with some of its parameters: a step is taken when all have stepped."""
 
-    def __init__(self, groups_of_parts: Sequence[Sequence[dict[str, Any]]], *, engine: StepTarget) -> None:
+    def __init__(
+        self,
+        groups_of_parts: Sequence[Sequence[dict[str, Any]]],
+        defaults_of_parts: Sequence[Mapping[str, Any]] = (),
+        *,
+        engine: StepTarget,
+    ) -> None:
+        """``defaults_of_parts``: hyperparameters for groups that are added to each."""
         super().__init__([group for groups in groups_of_parts for group in groups], {}, engine=engine)
-        self.parts = [OptimizerPart(groups, self) for groups in groups_of_parts]
+        defaults = defaults_of_parts or [{}] * len(groups_of_parts)
+        self.parts = [
+            OptimizerPart(groups, self, of_part) for groups, of_part in zip(groups_of_parts, defaults, strict=True)
+        ]
         """What the loop steps, in the order in which their groups were given."""
         self._stepped: dict[OptimizerPart, list[dict[str, Any]]] = {}
         """Of those that wait for the others: the hyperparameters of their groups as they were at their step."""
@@ -123,6 +153,7 @@ class JointOptimizer(OffloadOptimizer):
         if len(self._stepped) == len(self.parts):
             stepped = dict(self._stepped)
             self._stepped.clear()
+            self.follow_parts()
             present = [(group, dict(group)) for group in self.param_groups]
             try:
                 for of_part, settings in stepped.items():  # schedulers may have changed them since
@@ -132,6 +163,10 @@ class JointOptimizer(OffloadOptimizer):
             finally:
                 for group, own in present:
                     group.update(own)
+
+    def follow_parts(self) -> None:
+        """Have the groups that they have now: a loop may have changed their lists."""
+        self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
 
     def waits(self, part: OptimizerPart) -> bool:
         """Whether it has stepped, and another one has not."""
@@ -167,9 +202,22 @@ def _hyperparameters(group: Mapping[str, Any]) -> dict[str, Any]:
 class OptimizerPart(OffloadOptimizer):
     """One of the optimizers that step together."""
 
-    def __init__(self, groups: Sequence[dict[str, Any]], joint: JointOptimizer) -> None:
-        torch.optim.Optimizer.__init__(self, groups, {})
+    def __init__(self, groups: Sequence[dict[str, Any]], joint: JointOptimizer, defaults: Mapping[str, Any]) -> None:
+        torch.optim.Optimizer.__init__(self, groups, dict(defaults))
         self._joint = joint
+        self._is_made = True
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As of any optimizer."""
+        if self._is_made:
+            self._joint.follow_parts()
+        torch.optim.Optimizer.add_param_group(self, param_group)
+        if self._is_made:
+            try:
+                self._joint.add_param_group(self.param_groups[-1])
+            except ValueError:
+                self.param_groups.pop()
+                raise
 
     @property
     def _engine(self) -> StepTarget:

@@ -102,6 +102,7 @@ class UpdateRule:
                 f"a param group of {self.name} needs {', '.join(missing)}, which a model that was offloaded for {self} "
                 "does not have; set that hyperparameter before the model is offloaded"
             )
+        refuse_settings(self.name, group)
         return _FAMILIES[self.name].settings_of(group)
 
     @torch.no_grad()
@@ -130,11 +131,16 @@ def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
         raise ValueError(f"{name} is not supported under offload; use one of {', '.join(_FAMILIES)}")
     kinds: dict[str, None] = {}
     for group in groups:
-        on = [key for key in _MUST_BE_OFF if group.get(key)]
-        if on:
-            raise ValueError(f"{name} with {on[0]}=True is not supported under offload; leave it off")
+        refuse_settings(name, group)
         kinds |= dict.fromkeys(_FAMILIES[name].kinds(group))
     return UpdateRule(name, tuple(kinds))
+
+
+def refuse_settings(name: str, group: Mapping[str, Any]) -> None:
+    """Raises ValueError for a param group that asks for what no rule has."""
+    for key in _MUST_BE_OFF:
+        if group.get(key):
+            raise ValueError(f"{name} with {key}=True is not supported under offload; leave it off")
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,34 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
+
+from torch import nn
 
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import UpdateRule
 from hf_lohan.updates.setup import GroupOf
 
 
+class HasGroups(Protocol):
+    """An optimizer, whose groups are whatever it has at the time."""
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]: ...
+
+
 class ParamGroups:
-    """Of no optimizer at first, then of one, from which another may take over."""
+    """Of no optimizer at first, then of one, from which another may take over. The groups may change between steps."""
 
     def __init__(self, rules: Mapping[ParamSlice, UpdateRule]) -> None:
         """``rules``: of all slices, what their states were laid out for."""
-        self._slices = list(rules)
         self._rules = rules
-        self._groups: Sequence[Mapping[str, Any]] | None = None
+        self._parts: dict[nn.Parameter, list[ParamSlice]] = {}
+        for part in rules:
+            self._parts.setdefault(part.parameter, []).append(part)
+        self._frozen = {parameter: parts for parameter, parts in self._parts.items() if not parts[0].trainable}
+        """They have no states."""
+        self._optimizer: HasGroups | None = None
+        self._members: list[list[int]] = []
         self._index: dict[ParamSlice, int] = {}
+        self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
+        self._at_forward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
 
-    def bind(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+    def bind(self, optimizer: HasGroups) -> None:
         """Take an optimizer's, in which schedulers change the values. Raises ValueError unless they fit the store:
         every parameter that requires a gradient in a group, and every one in a group with states in the store: those
         that the group's rule needs."""
+        index, in_no_group = self._placed_in(optimizer.param_groups)
+        self._refuse_thawed()
+        _refuse_without_group(in_no_group)
+        self._optimizer = optimizer
+        self._take(index, in_no_group)
+
+    def follow(self, *, may_be_without_group: bool = False) -> None:
+        """Take what has changed since: parameters may have been frozen, thawed, or given to another group. Raises as
+        `bind`, unless parameters ``may_be_without_group``, as long as no step is to be taken."""
+        self._refuse_thawed()
+        if self._optimizer is not None and self._members != _members(self._bound()):
+            self._take(*self._placed_in(self._bound()))
+        if not may_be_without_group:
+            _refuse_without_group(self._in_no_group)
+
+    def _take(self, index: dict[ParamSlice, int], in_no_group: dict[nn.Parameter, list[ParamSlice]]) -> None:
+        self._index, self._in_no_group = index, in_no_group
+        self._members = _members(self._bound())
+
+    def _placed_in(
+        self, param_groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[ParamSlice, int], dict[nn.Parameter, list[ParamSlice]]]:
+        """The number of the group that has each slice with states, and the parameters that are in none."""
         index: dict[ParamSlice, int] = {}
-        by_parameter: dict[Any, list[ParamSlice]] = {}
-        for part in self._slices:
-            by_parameter.setdefault(part.parameter, []).append(part)
+        in_no_group = {parameter: parts for parameter, parts in self._parts.items() if parts[0].trainable}
         for number, group in enumerate(param_groups):
             for parameter in group["params"]:
-                parts = by_parameter.get(parameter)
+                parts = self._parts.get(parameter)
                 if parts is None:
                     raise ValueError(
                         f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
@@ -39,22 +76,26 @@ class ParamGroups:
                 if parts[0].trainable:
                     self._rules[parts[0]].settings_of(group)
                     index.update(dict.fromkeys(parts, number))
-                elif parameter.requires_grad:  # else it stays as it is, as under torch
-                    raise ValueError(
-                        f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; let it "
-                        "require a gradient before the model is offloaded"
-                    )
-        for part in self._slices:
-            if part.trainable and part.parameter.requires_grad and part not in index:
-                raise ValueError(
-                    f"{part.name} requires a gradient but is in no param group of the optimizer; add it, or set "
-                    "requires_grad=False"
-                )
-        self._groups, self._index = param_groups, index
+                    in_no_group.pop(parameter, None)
+        return index, in_no_group
+
+    def begin_forward(self) -> None:
+        """`follow`, and note what updates in the backward of this forward will have."""
+        self.follow()
+        self._at_forward = (self._index, self._settings()) if self._optimizer is not None else None
+
+    def refuse_changed(self) -> None:
+        """Raises ValueError if the hyperparameters of the groups are not those of the last forward."""
+        if self._at_forward is not None and self._at_forward != (self._index, self._settings()):
+            raise ValueError(
+                "a param group was changed between backward and step() of a step whose updates run in backward, so "
+                "they had the values before; change it before the forward, or set max_grad_norm > 0 to keep gradients "
+                "until step()"
+            )
 
     def has_any(self) -> bool:
         """Whether there is an optimizer."""
-        return self._groups is not None
+        return self._optimizer is not None
 
     def group_of(self, part: ParamSlice) -> Hashable:
         """A parameter's hyperparameters as they are at the call. Raises ValueError if it is in no group, RuntimeError
@@ -63,18 +104,49 @@ class ParamGroups:
 
     def as_they_are_now(self) -> GroupOf:
         """`group_of` with the present values for good: a scheduler may change them before the last update has run."""
+        index, settings = self._index, self._settings()
+        return lambda part: settings[_index_in(index, part), self._rules[part]]
+
+    def _settings(self) -> dict[tuple[int, UpdateRule], Hashable]:
+        """Of each group under each rule that some of its parameters have."""
         groups = self._bound()
         pairs = {(number, self._rules[part]) for part, number in self._index.items()}
-        settings = {(number, rule): rule.settings_of(groups[number]) for number, rule in pairs}
-        return lambda part: settings[self._index_of(part), self._rules[part]]
+        return {(number, rule): rule.settings_of(groups[number]) for number, rule in pairs}
 
     def _bound(self) -> Sequence[Mapping[str, Any]]:
-        if self._groups is None:
+        if self._optimizer is None:
             raise RuntimeError("the model has no optimizer yet; make an OffloadAdamW over its parameters")
-        return self._groups
+        return self._optimizer.param_groups
 
     def _index_of(self, part: ParamSlice) -> int:
-        index = self._index.get(part)
-        if index is None:
-            raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
-        return index
+        return _index_in(self._index, part)
+
+    def _refuse_thawed(self) -> None:
+        for parameter, parts in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; let all that "
+                    "is to be trained at some time require a gradient when the model is offloaded, and freeze it "
+                    "afterwards by requires_grad_(False): that can be undone between any two steps"
+                )
+
+
+def _refuse_without_group(parameters: Mapping[nn.Parameter, Sequence[ParamSlice]]) -> None:
+    for parameter, parts in parameters.items():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{parts[0].name} requires a gradient but is in no param group of the optimizer; add it with "
+                "optimizer.add_param_group, or freeze it by requires_grad_(False)"
+            )
+
+
+def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Which parameters are in which group."""
+    return [[id(group), *map(id, group["params"])] for group in param_groups]
+
+
+def _index_in(index: Mapping[ParamSlice, int], part: ParamSlice) -> int:
+    number = index.get(part)
+    if number is None:
+        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
+    return number

@@ -19,6 +19,8 @@ from hf_lohan.updates.worker import Applied
 
 logger = logging.getLogger(__name__)
 
+_SECOND_CLIP_RATIO = 1.01
+"""A second clip to a norm so much larger changes nothing, whatever rounding has made of the first."""
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
 
@@ -57,6 +59,10 @@ class StepTransaction:
         self._blocks = blocks
         self._forget_weights = forget_weights
         self._clip_coefficient = 1.0
+        self._max_norm: float | None = None
+        """What the step's gradients have been clipped to."""
+        self._has_taken_gradients = False
+        """The last step, and nobody has asked for them to be forgotten: torch would still have them."""
         self._is_ending = False
         self._leaves_updates = False
         self.last: StepResult | None = None
@@ -90,6 +96,16 @@ class StepTransaction:
                 "it behind step(), or set max_grad_norm > 0 to keep gradients until then"
             )
 
+    def begin_backward(self) -> None:
+        """Raises RuntimeError if the step's gradients have been clipped: what comes now would be added to them."""
+        if self._max_norm is not None:
+            raise RuntimeError(
+                f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the gradients "
+                "of both would be clipped together; clip once a step, after its last backward: under `if "
+                "accelerator.sync_gradients:` where gradients are accumulated"
+            )
+        self._has_taken_gradients = False
+
     def undo_guesses(self) -> None:
         """The step needs its weights once more, as they were. As the next one will: none guesses any more."""
         if undone := self._pipeline.undo_guesses():
@@ -99,26 +115,49 @@ class StepTransaction:
     def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before.
 
-        An infinite `max_norm` only measures. Raises ValueError for another norm than the 2-norm, and where the
-        updates run in backward and cannot be scaled any more.
+        An infinite `max_norm` only measures. After a clip the norm is the product of what was measured and the clip's
+        coefficient; gradients are not measured twice. Raises ValueError for another norm than the 2-norm, where the
+        updates run in backward and cannot be scaled any more, and for a second clip that may scale, too; RuntimeError
+        if the gradients went with the last step.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported under offload; use the 2-norm")
+        if self._has_taken_gradients:
+            raise RuntimeError(
+                "clip_grad_norm_ was called after step(), which has taken the gradients; call it between backward() "
+                "and step()"
+            )
+        clips = max_norm != float("inf")
+        if clips and self._max_norm is not None and not max_norm >= self._max_norm * _SECOND_CLIP_RATIO:
+            raise ValueError(
+                f"the gradients of this step were clipped to {self._max_norm:g} before, and clipping them to "
+                f"{max_norm:g} would scale them twice; call clip_grad_norm_ once a step, with the smallest max_norm"
+            )
         self._pipeline.wait_for_norms()
         norm = self._norms.total()
-        if max_norm == float("inf"):
+        if self._max_norm is not None:
+            return norm * self._clip_coefficient
+        if not clips:
             return norm
         if not self._pipeline.holds_gradients:
             raise ValueError(
                 f"clipping to {max_norm} was asked for, but the engine was prepared for max_grad_norm=0 and has "
                 "applied the updates in backward already; set max_grad_norm before training starts"
             )
+        self._max_norm = max_norm
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
         return norm
 
     def finish(self, group_of: GroupOf) -> StepResult:
         """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
-        finite: then undo what was applied and forget the rest. What was applied for good was finite."""
+        finite: then undo what was applied and forget the rest. What was applied for good was finite. Raises
+        RuntimeError if there are no gradients since the last step, and torch would apply those of that one again."""
+        if self._has_taken_gradients:
+            raise RuntimeError(
+                "step() was called a second time with the same gradients, which the first one has taken; call it once "
+                "for each backward(), or zero_grad() before it if nothing is to be applied"
+            )
+        has_gradients = self._pipeline.has_gradients
         self._is_ending = True
         self._pipeline.wait_for_norms()  # no gradient of this step may be on its way when its norms are forgotten
         if math.isfinite(self._norms.total()) or self._pipeline.is_past_undoing:
@@ -129,6 +168,7 @@ class StepTransaction:
             changed, _ = self._pipeline.abandon_step()
             result = StepResult(changed, None, clipped=False, not_finite=not_finite)
         self._begin_next()
+        self._has_taken_gradients = has_gradients
         self._forget_weights(result.changed)
         self._clip_history.note_step(result.applied, clipped=result.clipped)
         self._pipeline.speculate(self._clip_history.speculates)
@@ -172,7 +212,8 @@ class StepTransaction:
 
     def _begin_next(self) -> None:
         self._norms.clear()
-        self._clip_coefficient = 1.0
+        self._clip_coefficient, self._max_norm = 1.0, None
+        self._has_taken_gradients = False
 
 
 class SkippedSteps:

@@ -77,16 +77,129 @@ def test_parameters_that_are_not_in_the_store_are_refused(build_engine: EngineFa
         OffloadAdamW([*model.parameters(), foreign], engine=engine)
 
 
-def test_parameters_that_were_frozen_may_be_in_a_group_and_are_refused_when_they_no_longer_are(
-    build_engine: EngineFactory,
-) -> None:
-    model = tiny_model("llama")
+def test_a_parameter_that_was_frozen_and_is_thawed_is_refused_before_the_forward(build_engine: EngineFactory) -> None:
+    """It may be in a group, as under torch, but has no states."""
+    model = tiny_model("llama").train()
     model.lm_head.requires_grad_(False)
     engine = build_engine(model)
-    OffloadAdamW(model.parameters(), engine=engine)
+    optimizer = OffloadAdamW(model.parameters(), engine=engine)
+    model.lm_head.requires_grad_(True)
+    thawed = r"lm_head\.weight was frozen .* freeze it afterwards by requires_grad_\(False\)"
+    with pytest.raises(ValueError, match=thawed):
+        model(**tiny_batch())
+    with torch.no_grad():
+        model(**tiny_batch())
+    with pytest.raises(ValueError, match=thawed):
+        OffloadAdamW(model.parameters(), engine=engine)
+    model.lm_head.requires_grad_(False)
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()
+
+
+def test_a_group_whose_parameters_have_no_states_is_refused_where_it_is_added(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    model.lm_head.requires_grad_(False)
+    optimizer = OffloadAdamW([p for p in model.parameters() if p.requires_grad], engine=build_engine(model))
     model.lm_head.requires_grad_(True)
     with pytest.raises(ValueError, match=r"lm_head\.weight was frozen"):
-        OffloadAdamW(model.parameters(), engine=engine)
+        optimizer.add_param_group({"params": model.lm_head.weight})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_parameter_that_was_taken_out_of_its_group_is_refused_unless_it_is_frozen(
+    build_engine: EngineFactory,
+) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model))
+    model(**tiny_batch()).loss.backward()
+    dropped = optimizer.param_groups[0]["params"].pop()
+    message = "requires a gradient but is in no param group .*add_param_group, or freeze it"
+    for call in (optimizer.step, lambda: model(**tiny_batch())):
+        with pytest.raises(ValueError, match=message):
+            call()
+    optimizer.zero_grad()
+    dropped.requires_grad_(False)
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("change", [{"maximize": True}, {"amsgrad": True}])
+def test_settings_that_no_rule_has_are_refused_at_the_step_and_when_they_are_loaded(
+    change: dict[str, bool], build_engine: EngineFactory
+) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model))
+    state = optimizer.state_dict()
+    state["param_groups"][0].update(change)
+    name = next(iter(change))
+    with pytest.raises(ValueError, match=f"AdamW with {name}=True is not supported under offload"):
+        optimizer.load_state_dict(state)
+    model(**tiny_batch()).loss.backward()
+    optimizer.param_groups[0].update(change)
+    with pytest.raises(ValueError, match=f"AdamW with {name}=True"):
+        optimizer.step()
+    optimizer.param_groups[0][name] = False
+    optimizer.step()
+
+
+def test_hyperparameters_that_change_behind_updates_in_backward_are_refused(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model, hold_gradients=False))
+    model(**tiny_batch()).loss.backward()
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(ValueError, match=r"changed between backward and step\(\).*max_grad_norm > 0"):
+        optimizer.step()
+
+
+@HELD_OR_ACTIVE
+def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
+    hold_gradients: bool, build_engine: EngineFactory
+) -> None:
+    """torch would apply the same ones again."""
+    model = tiny_model("llama").train()
+    engine = build_engine(model, hold_gradients=hold_gradients)
+    optimizer = OffloadAdamW(model.parameters(), engine=engine)
+    optimizer.step()
+    model(**tiny_batch()).loss.backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match=r"a second time with the same gradients.*once for each backward"):
+        optimizer.step()
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_ was called after step\(\)"):
+        engine.clip_grad_norm(1.0)
+    optimizer.zero_grad()
+    optimizer.step()
+    assert float(engine.clip_grad_norm(float("inf"))) == 0.0
+    engine.settle()
+    assert set(engine.step_counts.values()) == {1}
+
+
+def test_a_backward_behind_a_clip_is_refused(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama")
+    twins.backward(1)
+    twins.clip(float("inf"))  # measures
+    twins.backward(2)
+    twins.clip(0.5)
+    with pytest.raises(RuntimeError, match=r"after clip_grad_norm_ to 0\.5 .* `if accelerator\.sync_gradients:`"):
+        twins.model(**tiny_batch(seed=3)).loss.backward()
+    twins.step()
+    twins.train(1, max_norm=0.5)
+    twins.assert_equal()
+
+
+def test_a_second_clip_to_a_smaller_norm_is_refused_and_one_to_a_larger_changes_nothing(
+    make_twins: TwinsFactory,
+) -> None:
+    twins = make_twins("llama")
+    twins.backward(1)
+    twins.clip(0.05)
+    for smaller in (0.05, 0.01):
+        with pytest.raises(ValueError, match=f"clipped to 0.05 before, and clipping them to {smaller}"):
+            twins.engine.clip_grad_norm(smaller)
+    for larger in (0.5, float("inf")):
+        expected = torch.nn.utils.clip_grad_norm_(twins.stock.parameters(), larger)
+        assert float(twins.engine.clip_grad_norm(larger)) == pytest.approx(float(expected), rel=1e-5)
+    twins.step()
+    twins.assert_equal()
 
 
 def test_clipping_that_came_too_late_is_refused(make_twins: TwinsFactory) -> None:

@@ -34,6 +34,9 @@ class Target:
     def drop_gradients(self) -> None:
         self.calls.append("drop")
 
+    def check_groups(self) -> None:
+        self.calls.append("check")
+
 
 @pytest.fixture
 def target() -> Target:

@@ -1,0 +1,115 @@
+"""Param groups that change between steps, and weights that are frozen and thawed, train as under torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from engines import EngineFactory, TwinsFactory
+
+from hf_lohan.huggingface.optimizers import rules_of, take_over, take_over_together
+from hf_lohan.model import hidden_matrices
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+HELD_OR_ACTIVE = pytest.mark.parametrize("hold_gradients", [True, False], ids=["held", "active"])
+
+
+def freeze(models: tuple[Any, Any], *prefixes: str, thaw: bool = False) -> None:
+    for model in models:
+        for name, parameter in model.named_parameters():
+            if name.startswith(prefixes):
+                parameter.requires_grad_(thaw)
+
+
+@HELD_OR_ACTIVE
+def test_what_is_frozen_after_the_model_was_offloaded_can_be_thawed(
+    hold_gradients: bool, make_twins: TwinsFactory
+) -> None:
+    """Gradual unfreezing: a layer's first step is its first with a gradient, and what is frozen again keeps its own."""
+    twins = make_twins("llama", hold_gradients=hold_gradients, optimizer=lambda p: torch.optim.AdamW(p, fused=True))
+    max_norm = 0.5 if hold_gradients else 0.0
+    freeze(twins.models, "model.embed", "model.layers")
+    twins.train(2, max_norm=max_norm)
+    untrained = {part.name for part, count in twins.engine.step_counts.items() if not count}
+    assert {name for name in untrained if not name.startswith("model.norm")} >= {"model.layers.0.mlp.up_proj.weight"}
+    freeze(twins.models, "model.layers.1", thaw=True)
+    twins.train(2, first_seed=200, max_norm=max_norm)
+    freeze(twins.models, "model.layers.0", "model.embed", thaw=True)
+    freeze(twins.models, "lm_head")
+    twins.train(2, first_seed=300, max_norm=max_norm)
+    twins.assert_equal()
+
+
+def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twins: TwinsFactory) -> None:
+    """As Lightning's `BaseFinetuning` does it. The head is the optimizer's from the start."""
+    models = [tiny_model("llama").train() for _ in range(2)]
+    made = iter(models)
+    twins = make_twins(model_factory=lambda: next(made))
+    freeze(twins.models, "model.")
+    optimizers = [torch.optim.AdamW(m.lm_head.parameters(), lr=3e-3, weight_decay=0.2, fused=True) for m in models]
+    twins.stock_optimizer, twins.optimizer = optimizers[0], take_over(optimizers[1], twins.engine)
+    twins.train(2)
+    freeze(twins.models, "model.layers.1", thaw=True)
+    for optimizer, model in zip(optimizers, models, strict=True):  # the caller's own, that was taken over
+        optimizer.add_param_group({"params": list(model.model.layers[1].parameters())})
+    twins.train(2, first_seed=200, max_norm=0.5)
+    assert [group["lr"] for group in twins.optimizer.param_groups] == [3e-3, 3e-3]
+    twins.assert_equal()
+
+
+@HELD_OR_ACTIVE
+def test_parameters_move_to_another_group(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", hold_gradients=hold_gradients)
+    twins.train(1)
+    for optimizer in (twins.stock_optimizer, twins.optimizer):  # one stays where it is
+        first = optimizer.param_groups[0]
+        moved = [first["params"].pop() for _ in range(3)]
+        optimizer.add_param_group({"params": moved, "lr": 0.0, "weight_decay": 0.0})
+    before = twins.engine.parameters.read_parameter("lm_head.weight").clone()
+    twins.train(1, first_seed=200)
+    assert torch.equal(twins.engine.parameters.read_parameter("lm_head.weight"), before)
+    for optimizer in (twins.stock_optimizer, twins.optimizer):
+        groups = optimizer.param_groups
+        groups[0]["params"].append(groups[1]["params"].pop())
+        optimizer.param_groups = [groups[1], groups[0]]
+    twins.train(1, first_seed=300)
+    twins.assert_equal()
+
+
+def test_a_group_may_change_between_backward_and_its_step(make_twins: TwinsFactory) -> None:
+    twins = make_twins("llama", clip="speculate")
+    twins.backward(1)
+    for optimizer in (twins.stock_optimizer, twins.optimizer):
+        optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.0})
+    twins.step()
+    twins.assert_equal()
+
+
+def test_groups_of_optimizers_that_step_together(build_engine: EngineFactory) -> None:
+    """Each adds with its own defaults, and with its own rule."""
+    models = [tiny_model("llama").train() for _ in range(2)]
+    optimizers = []
+    for model in models:
+        matrices = hidden_matrices(model)
+        rest = [p for p in model.parameters() if p not in matrices]
+        optimizers.append([torch.optim.Muon(matrices, lr=1e-2), torch.optim.AdamW(rest, lr=1e-3, fused=True)])
+    engine = build_engine(models[1], rules=rules_of(optimizers[1]), cpu_memory="4MiB")
+    _, ours = take_over_together(optimizers[1], engine)
+    head = "lm_head.weight"
+    for model, (muon, adamw) in zip(models, [optimizers[0], ours], strict=True):
+        group = adamw.param_groups[0]["params"]
+        group[:] = [parameter for parameter in group if parameter is not model.lm_head.weight]
+        adamw.add_param_group({"params": [model.lm_head.weight], "weight_decay": 0.5})
+        for seed in range(2):
+            model(**tiny_batch(seed=seed)).loss.backward()
+            for optimizer in (muon, adamw):
+                optimizer.step()
+            for optimizer in (muon, adamw):
+                optimizer.zero_grad()
+    assert torch.equal(engine.parameters.read_parameter(head), models[0].lm_head.weight)
+    with pytest.raises(ValueError, match=r"a param group of Muon were offloaded for AdamW"):
+        models[1].lm_head.weight.requires_grad_(True)
+        ours[1].param_groups.pop()
+        ours[0].add_param_group({"params": [models[1].lm_head.weight]})
+    assert len(ours[0].param_groups) == 1
