@@ -274,8 +274,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         self._write_step_facts(folder)
 
     def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
-        if self._resume_point.commit is not None and self.state.global_step >= self.state.max_steps:
-            # The run had ended when it was killed; upstream would take one step more.
+        if self._offload_config is not None and self.state.global_step >= self.state.max_steps:
+            # The run that is resumed had taken all its steps; upstream would take one step more.
             self.control.should_training_stop = True
             return None
         if self._journal is not None:

@@ -78,6 +78,17 @@ def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
     return {name: access.read_parameter(name) for name in access.parts}
 
 
+def test_a_finished_run_that_is_resumed_takes_no_further_step(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    weights = weights_of(trainer)
+    trainer = make_trainer(max_steps=2)
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
+
+
+
 def checkpoints(folder: Path) -> list[str]:
     """Everything in a run's folder but an engine's own."""
     return sorted(name for name in os.listdir(folder) if name != "lohan")
