@@ -44,6 +44,8 @@ ALL_AUTO = "lohan"
 LEAST_NET_TIMEOUT_S = 120.0
 """Of "auto": a rank may still be compiling or reading its data when the others wait for it first."""
 _SLOW_STEPS = 10
+_MAX_IO_THREADS = 256
+_MAX_CPU_THREADS = 1024
 _SIZES = frozenset({"gpu_memory", "cpu_memory", "io_piece_bytes"})
 
 
@@ -264,7 +266,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "optimizer": partial(check_choice, allowed=get_args(Optimizer)),
     "optimizer_state_dtype": partial(check_choice, allowed=get_args(OptimizerStateDtype)),
     "save_dtype": partial(check_choice, allowed=get_args(SaveDtype)),
-    "io_threads": check_count,
+    "io_threads": partial(check_count, most=_MAX_IO_THREADS),
     "io_piece_bytes": check_piece_size,
     "prefetch_blocks": check_count,
     "experts": partial(check_choice, allowed=get_args(Experts)),
@@ -278,7 +280,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "clip": partial(check_choice, allowed=get_args(Clip)),
     "vertical_micro_batches": check_flag_or_auto,
     "max_skipped_steps": check_number,
-    "cpu_threads": check_count,
+    "cpu_threads": partial(check_count, most=_MAX_CPU_THREADS),
     "collectives": check_collectives,
     "net_timeout": check_seconds,
     "trace": check_flag,

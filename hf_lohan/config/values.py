@@ -20,6 +20,10 @@ SECTOR_BYTES = 4096
 """O_DIRECT moves whole sectors, so no budget or piece can be smaller than one."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
+_MAX_DIGITS = 40
+_MAX_BYTES = 1 << 60
+_MAX_NUMBER = (1 << 31) - 1
+_URL = re.compile(r"[a-z][a-z0-9+.-]*://", re.IGNORECASE)
 _UNSET_VARIABLE = re.compile(r"\$(?:\w+|\{[^}]*\})")
 _EXPECTED_PATHS = "give a directory, a list of directories, a list of {path, capacity}, or 'auto'"
 
@@ -28,13 +32,43 @@ class ConfigError(ValueError):
     """A setting is misspelt or its value is not allowed; one line: what was wrong, the value, what to do."""
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once, and 10:30 is no number: by YAML 1.1 it is 630."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in seen:
+                    raise yaml.constructor.ConstructorError(
+                        "while reading a table", node.start_mark, f"found the key {key.value!r} twice", key.start_mark
+                    )
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
+    def number(self, node: yaml.ScalarNode) -> Any:
+        """As text, where it is not one for us: the check of its setting says what is wrong with it."""
+        if ":" in node.value or len(node.value) > _MAX_DIGITS:
+            return self.construct_scalar(node)
+        is_whole = node.tag == "tag:yaml.org,2002:int"
+        return self.construct_yaml_int(node) if is_whole else self.construct_yaml_float(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.number)
+_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.number)
+
+
 def read_yaml(file: str, what: str, error_type: type[ValueError] = ConfigError) -> Any:
     """The content of a YAML file. Raises an error of this type where there is none; ``what`` the file is, it names."""
+    if os.path.exists(file) and not os.path.isfile(file) and not os.path.isdir(file):
+        raise error_type(f"the {what} {file!r} is a pipe or a device; give the path of a YAML file")
     try:
         with open(file, encoding="utf-8") as stream:
-            return yaml.safe_load(stream)
+            return yaml.load(stream, _Loader)
     except OSError as error:
         raise error_type(f"cannot read the {what} {file!r}: {error.strerror}; give the path of a YAML file") from None
+    except RecursionError:
+        raise error_type(f"the {what} {file!r} is nested too deeply; write 'key: value' lines") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         problem = " ".join(str(error).split())
         raise error_type(f"the {what} {file!r} is not YAML: {problem}") from None
@@ -61,7 +95,9 @@ def parse_bytes(value: object) -> int:
     for negative sizes and for "24G", which could mean either unit.
     """
     if isinstance(value, int) and not isinstance(value, bool) and value >= 0:
-        return value
+        return _at_most(value, _MAX_BYTES, "is more than there is of any memory")
+    if isinstance(value, str) and len(value) > _MAX_DIGITS:
+        raise ConfigError(f"{value[:_MAX_DIGITS]!r}... is not a size; {_EXPECTED_SIZE}")
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is None:
         raise ConfigError(f"{value!r} is not a size; {_EXPECTED_SIZE}")
@@ -69,7 +105,15 @@ def parse_bytes(value: object) -> int:
     unit_bytes = UNIT_BYTES.get(unit.lower())
     if unit_bytes is None:
         raise ConfigError(f"{value!r} has the unknown unit {unit!r}; {_EXPECTED_SIZE}")
-    return int(Decimal(number) * unit_bytes)
+    return _at_most(int(Decimal(number) * unit_bytes), _MAX_BYTES, "is more than there is of any memory")
+
+
+def _at_most(value: int, most: int, what: str) -> int:
+    """The value. Raises ConfigError for a larger one, which may have too many digits to be printed."""
+    if value <= most:
+        return value
+    text = str(value) if value.bit_length() < 64 else f"a number of {value.bit_length()} bits"
+    raise ConfigError(f"{text} {what}; give at most {most}")
 
 
 def check_size(name: str, value: object) -> int | Literal["auto"]:
@@ -96,20 +140,25 @@ def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
     return num_bytes
 
 
-def check_count(name: str, value: object) -> int | Literal["auto"]:
+def check_count(name: str, value: object, *, most: int = _MAX_NUMBER) -> int | Literal["auto"]:
     """A whole number of at least 1, or "auto". Raises ConfigError."""
     if value == AUTO:
         return AUTO
     try:
-        return check_number(name, value)
+        return check_number(name, value, most=most)
     except ConfigError as error:
         raise ConfigError(f"{error}, or 'auto'") from None
 
 
-def check_number(name: str, value: object) -> int:
+def check_number(name: str, value: object, *, most: int = _MAX_NUMBER) -> int:
+    """A whole number of at least 1. Raises ConfigError."""
     if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    raise ConfigError(f"{name}: {value!r} is not allowed; give a whole number of at least 1")
+        try:
+            return _at_most(value, most, "is too many")
+        except ConfigError as error:
+            raise ConfigError(f"{name}: {error}") from None
+    shown = f"{value[:_MAX_DIGITS]!r}..." if isinstance(value, str) and len(value) > _MAX_DIGITS else repr(value)
+    raise ConfigError(f"{name}: {shown} is not allowed; give a whole number of at least 1")
 
 
 _DURATION = re.compile(r"(\d+(?:\.\d+)?) *(s|min|h)")
@@ -192,12 +241,16 @@ def ssd_paths(value: object) -> tuple[SsdPath, ...] | Literal["auto"]:
     if not entries:
         raise ConfigError(f"ssd: {value!r} names no directory; {_EXPECTED_PATHS}")
     paths = tuple(_ssd_path(entry) for entry in entries)
-    seen: set[str] = set()
+    seen: dict[str, str] = {}
     for ssd in paths:
         place = os.path.realpath(ssd.path)
         if place in seen:
             raise ConfigError(f"ssd: the directory {ssd.path!r} is named twice; name each directory once")
-        seen.add(place)
+        seen[place] = ssd.path
+    for place, path in seen.items():
+        outer = next((outer for outer in seen if outer != place and os.path.commonpath([outer, place]) == outer), None)
+        if outer is not None:
+            raise ConfigError(f"ssd: {path!r} lies in {seen[outer]!r}; name directories that lie beside each other")
     return paths
 
 
@@ -220,6 +273,8 @@ def _absolute(path: object) -> str:
     text = os.fspath(path)
     if not isinstance(text, str) or not text.strip() or "\0" in text:
         raise ConfigError(f"ssd: {path!r} is not a path; {_EXPECTED_PATHS}")
+    if _URL.match(text):
+        raise ConfigError(f"ssd: {text!r} is a URL; give a directory of this machine, on an SSD")
     expanded = os.path.expandvars(text)
     if unset := _UNSET_VARIABLE.search(expanded):
         raise ConfigError(

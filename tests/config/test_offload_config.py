@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
+import re
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -140,6 +142,37 @@ def test_sources_that_are_none(tmp_path: Path) -> None:
     assert "not YAML" in refusal(write(tmp_path / "broken.yaml", "a: [1,\nb: 2"))
     assert "not a table" in refusal(write(tmp_path / "list.yaml", "- 1\n"))
     assert "'zero'" in refusal({"lohan": {}, "zero": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("cpu_memory: " + "9" * 5000, r"cpu_memory: '9{40}'\.\.\. is not a size"),
+        (f"cpu_memory: {'9' * 5000}GiB", r"cpu_memory: '9{40}'\.\.\. is not a size"),
+        ("cpu_memory: 99999999999999999999GiB", "cpu_memory: a number of 97 bits is more than there is of any memory"),
+        ("io_threads: " + "9" * 5000, r"io_threads: '9{40}'\.\.\. is not allowed; give a whole number"),
+        ("cpu_threads: 5000", "cpu_threads: 5000 is too many; give at most 1024"),
+        ("cpu_threads: 1000000000000000000000000000000", "cpu_threads: a number of 100 bits is too many"),
+        ("cpu_memory: 1GiB\nlohan: 3\ncpu_memory: 2GiB", "found the key 'cpu_memory' twice"),
+        ("lohan:\n  io_threads: 2\n  io_threads: 3", "found the key 'io_threads' twice"),
+        ("commit_every: 10:30", "commit_every: '10:30' is not allowed; .* such as '30s'"),
+        ("net_timeout: 1:30.5", "net_timeout: '1:30.5' is not allowed"),
+        ("ssd: " + "[" * 5000 + "]" * 5000, "is nested too deeply"),
+        ("ssd: s3://bucket/store", "ssd: 's3://bucket/store' is a URL; give a directory"),
+        ("ssd: [{path: https://example.org/store}]", "ssd: 'https://example.org/store' is a URL"),
+        ("ssd: [/data/a/store, /data/b, /data/a]", "ssd: '/data/a/store' lies in '/data/a'; name directories"),
+    ],
+)  # fmt: skip
+def test_a_file_that_means_something_else_than_it_says_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    found = refusal(write(tmp_path / "a.yaml", text))
+    assert re.search(message, found) and str(tmp_path / "a.yaml") in found and len(found) < 400
+
+
+def test_a_pipe_in_place_of_a_file_is_refused(tmp_path: Path) -> None:
+    """Opening it would wait for who writes to it."""
+    os.mkfifo(tmp_path / "a.yaml")
+    assert "is a pipe or a device" in refusal(tmp_path / "a.yaml")
+    assert OffloadConfig.load({"ssd": ["/data/a", "/data/ab"]}).ssd != "auto"
 
 
 def test_ssd_spellings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
