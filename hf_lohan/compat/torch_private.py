@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._dynamo import eval_frame
 from torch._ops import HigherOrderOperator as HigherOrderOperator
 from torch._ops import OpOverload as OpOverload
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
@@ -62,6 +63,11 @@ def allocator_settings() -> str:
 def set_allocator_settings(settings: str) -> None:
     """From now on, in place of all that were set before."""
     torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def is_compiled() -> bool:
+    """Whether `torch.compile` runs the code that calls this, or whatever of it cannot be compiled."""
+    return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())
 
 
 # Tensors.

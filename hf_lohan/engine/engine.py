@@ -271,10 +271,7 @@ class OffloadEngine:
         """
         self._micro_batches.refuse_within("step()")
         self._pass.recover()
-        self._groups.follow()
-        if self._pipeline.has_begun_updates:
-            self._groups.refuse_changed()
-        group_of = self._groups.as_they_are_now()
+        group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"):
             result = self._step.finish(group_of)

@@ -74,15 +74,29 @@ class OneForward:
     def __init__(self, model_pass: ModelPass) -> None:
         self._pass = model_pass
         self._thread = 0
+        self._is_running = False
+        """Unless an interrupt ended the forward."""
+        self._lock = threading.Lock()
 
     def begin_model(self) -> None:
-        self._thread = threading.get_ident()
+        own = threading.get_ident()
+        with self._lock:
+            is_elsewhere = self._is_running and self._thread != own
+            if is_elsewhere and any(thread.ident == self._thread for thread in threading.enumerate()):
+                raise RuntimeError(
+                    "an offloaded model was called on a second thread while its forward runs on another, and its "
+                    "weights pass through one set of slots; call it on one thread at a time"
+                )
+            self._thread, self._is_running = own, True
         self._pass.begin_forward(is_training=torch.is_grad_enabled())
 
     def save_by(self, saving: AbstractContextManager[Any]) -> None:
         self._pass.save_by(saving)
 
     def end_model(self, *, is_whole: bool) -> None:
+        if threading.get_ident() != self._thread:
+            return  # it was refused
+        self._is_running = False
         was_training = self._pass.end_saving()
         if is_whole:
             self._pass.end_forward(is_training=was_training)

@@ -6,17 +6,19 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_lohan.compat.torch_private import is_compiled
 from hf_lohan.engine.forward_pass import ForwardPass, OneForward
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planning import StepShape
 from hf_lohan.weights import Slot, saved_weight_hooks
+from hf_lohan.weights.absence import refusal
 
 Result = TypeVar("Result")
 
@@ -50,6 +52,13 @@ class ModelHooks:
         """A context in which autograd saves handles of weights."""
         return saved_weight_hooks(self._parts.ring, _told(self._fetch_saved), self._parts.activations)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
+        raise RuntimeError(refusal("copy.deepcopy"))
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Whoever pickles a model comes by its hooks before its weights."""
+        raise RuntimeError(refusal("pickle"))
+
     def remove(self) -> None:
         """Take them off the model."""
         for handle in self._handles:
@@ -68,13 +77,18 @@ class ModelHooks:
         self._handles.append(model.register_forward_hook(self._on_model_output, always_call=True))
         layers = {layer: index for index, layer in enumerate(model_blocks.layers)}
         for module, blocks in model_blocks.needs.items():
-            self._handles.append(module.register_forward_pre_hook(lambda _m, _a, b=blocks: self._before(b)))
-            after = partial(self._after_layer, layers[module]) if module in layers else self._after_outer
-            self._handles.append(module.register_forward_hook(lambda _m, _a, out, b=blocks, after=after: after(b, out)))
+            self._handles.append(module.register_forward_pre_hook(partial(self._on_module_forward, blocks)))
+            on_output = partial(self._on_module_output, layers.get(module), blocks)
+            self._handles.append(module.register_forward_hook(on_output))
 
     # Forward.
 
     def _on_model_forward(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        if is_compiled():
+            raise RuntimeError(
+                "an offloaded model was called by torch.compile, which cannot follow streamed weights; call the model "
+                "itself"
+            )
         self._forward_pass.begin_model()
         if torch.is_grad_enabled():
             self._parts.plan.see_batch(step_shape(args, kwargs))
@@ -85,6 +99,17 @@ class ModelHooks:
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output it is called because the forward raised; the next one recovers.
         self._forward_pass.end_model(is_whole=output is not None)
+
+    def _on_module_forward(self, blocks: tuple[Block, ...], _module: nn.Module, _args: Any) -> None:
+        self._before(blocks)
+
+    def _on_module_output(
+        self, layer: int | None, blocks: tuple[Block, ...], _module: nn.Module, _args: Any, output: Any
+    ) -> Any:
+        if layer is not None:
+            return self._after_layer(layer, blocks, output)
+        self._after_outer(blocks)
+        return None
 
     def _before(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is Phase.BACKWARD:
@@ -101,7 +126,7 @@ class ModelHooks:
         if blocks:
             self._pass.spans.begin("forward", blocks[0])
 
-    def _after_outer(self, blocks: tuple[Block, ...], _output: Any) -> None:
+    def _after_outer(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is not Phase.BACKWARD:
             self._pass.spans.end()
             self._forward_pass.leave(blocks)
@@ -109,7 +134,7 @@ class ModelHooks:
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
         if self._pass.phase is Phase.BACKWARD:
             return output
-        self._after_outer(blocks, output)
+        self._after_outer(blocks)
         hidden = output[0] if isinstance(output, tuple | list) else output
         if isinstance(hidden, Tensor) and hidden.requires_grad:
             hidden.register_hook(partial(_told(self._before_backward), blocks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Protocol
+from typing import NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +32,16 @@ class Zeros:
         return torch.zeros(part.stop - part.start)
 
 
+class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
+    """By name."""
+
+    def __missing__(self, name: str) -> NoReturn:
+        raise KeyError(
+            f"{name} is not in the store; if a weight was tied when the model was offloaded its name is that of the "
+            "first use, and parameters are added or untied before the model is offloaded"
+        )
+
+
 class ParameterAccess:
     """The door for loading and saving; training itself moves whole chunks.
 
@@ -48,7 +58,7 @@ class ParameterAccess:
         self._links = links or Links.alone()
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
-        self.parts: dict[str, list[tuple[Block, ParamSlice]]] = {}
+        self.parts: dict[str, list[tuple[Block, ParamSlice]]] = _Parts()
         """By name where a parameter lies: whole in one block, or in parts, in order."""
         for block in blocks:
             for part in block.slices:

@@ -21,7 +21,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
 from hf_lohan.huggingface.loading import reload_state_dict, reload_weights
-from hf_lohan.huggingface.optimizers import check_given, rules_of, take_over_together
+from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
 from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
 from hf_lohan.huggingface.state_dicts import (
     WEIGHTS_NAME,
@@ -130,6 +130,14 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
             norm: Tensor | None = super().clip_grad_norm_(parameters, max_norm, norm_type)
             return norm
         given = {parameters} if isinstance(parameters, Tensor) else set(parameters)
+        of_model = {part.parameter for part in engine.parameter_slices}
+        others = [p for p in given - of_model if p.grad is not None]
+        if others:
+            raise ValueError(
+                f"clip_grad_norm_ was given a parameter of shape {tuple(others[0].shape)} that is not in the store and "
+                "has a gradient; add parameters before the model is offloaded, and clip those of other models by "
+                "torch.nn.utils.clip_grad_norm_"
+            )
         missing = [p.name for p in engine.parameter_slices if p.parameter.requires_grad and p.parameter not in given]
         if missing:
             raise ValueError(
@@ -188,7 +196,7 @@ class Accelerator(OffloadAwareAccelerator):
         for item in objects:
             if isinstance(item, nn.Module):
                 engine = self._offload_one(item, engine, rules_of(optimizers))
-        ours = self._take_over([item for item in optimizers if not isinstance(item, OffloadOptimizer)], engine)
+        ours = self._take_over([item for item in optimizers if not is_taken_over(item)], engine)
         return super().prepare(*(ours.get(id(item), item) for item in objects), **kwargs)
 
     def prepare_model(self, model: Any, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> Any:
@@ -200,7 +208,7 @@ class Accelerator(OffloadAwareAccelerator):
     def prepare_optimizer(self, optimizer: Any, device_placement: bool | None = None) -> Any:
         """As in accelerate, for one over the store."""
         check_given(optimizer)
-        if not isinstance(optimizer, OffloadOptimizer):
+        if not is_taken_over(optimizer):
             optimizer = self._take_over([optimizer], self.offload_engine)[id(optimizer)]
         return super().prepare_optimizer(optimizer, device_placement)
 

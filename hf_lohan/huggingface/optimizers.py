@@ -139,9 +139,14 @@ def choice_of(
     return OptimizerChoice(rule, {RULE_KEY: name, **defaults}, rest() if name == "Muon" else None)
 
 
+def is_taken_over(optimizer: Any) -> bool:
+    """Whether it is one of ours, perhaps prepared by an `Accelerator`."""
+    return isinstance(getattr(optimizer, "optimizer", optimizer), OffloadOptimizer)
+
+
 def check_given(optimizer: torch.optim.Optimizer) -> None:
     """Raises ValueError unless it can be taken over: one that there is a rule for, and that has not stepped."""
-    if isinstance(optimizer, OffloadOptimizer):
+    if is_taken_over(optimizer):
         return
     name = _name_of(type(optimizer))
     _refuse_instance(optimizer)

@@ -84,14 +84,18 @@ class ParamGroups:
         self.follow()
         self._at_forward = (self._index, self._settings()) if self._optimizer is not None else None
 
-    def refuse_changed(self) -> None:
-        """Raises ValueError if the hyperparameters of the groups are not those of the last forward."""
-        if self._at_forward is not None and self._at_forward != (self._index, self._settings()):
+    def at_step(self, *, has_updates: bool) -> GroupOf:
+        """`follow`, and `group_of` with the present values for good: a scheduler may change them before the last
+        update has run. Raises ValueError if the step ``has_updates`` from backward that had other values."""
+        self.follow()
+        index, settings = self._index, self._settings()
+        if has_updates and self._at_forward is not None and self._at_forward != (index, settings):
             raise ValueError(
                 "a param group was changed between backward and step() of a step whose updates run in backward, so "
                 "they had the values before; change it before the forward, or set max_grad_norm > 0 to keep gradients "
                 "until step()"
             )
+        return lambda part: settings[_index_in(index, part), self._rules[part]]
 
     def has_any(self) -> bool:
         """Whether there is an optimizer."""
@@ -101,11 +105,6 @@ class ParamGroups:
         """A parameter's hyperparameters as they are at the call. Raises ValueError if it is in no group, RuntimeError
         if there is no optimizer."""
         return self._rules[part].settings_of(self._bound()[self._index_of(part)])
-
-    def as_they_are_now(self) -> GroupOf:
-        """`group_of` with the present values for good: a scheduler may change them before the last update has run."""
-        index, settings = self._index, self._settings()
-        return lambda part: settings[_index_in(index, part), self._rules[part]]
 
     def _settings(self) -> dict[tuple[int, UpdateRule], Hashable]:
         """Of each group under each rule that some of its parameters have."""

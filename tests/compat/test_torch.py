@@ -37,6 +37,12 @@ def test_the_fused_adam_kernel_takes_what_that_of_adamw_takes() -> None:
     assert of_adam == of_adamw, "torch._fused_adam_ has other arguments than torch._fused_adamw_"
 
 
+def test_it_is_known_whether_code_is_compiled() -> None:
+    seen = []
+    torch.compile(lambda: seen.append(private.is_compiled()), backend="eager")()
+    assert seen == [True] and not private.is_compiled()
+
+
 def test_muon_is_made_of_its_parts() -> None:
     """`torch.optim.Muon` does with them what the rule does; its own matrix is rounded to bfloat16 by the first."""
     parameter = nn.Parameter(torch.zeros(8, 4))

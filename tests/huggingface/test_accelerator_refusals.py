@@ -53,6 +53,43 @@ def test_other_optimizers_are_refused_before_a_weight_is_touched(
     assert untouched
 
 
+def test_a_compiled_model_is_refused_before_a_weight_is_touched(accelerator: Accelerator) -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"that torch\.compile has wrapped .*; pass the model as it was before"):
+        accelerator.prepare(torch.compile(model), torch.optim.AdamW(model.parameters()))
+    model.model.layers[1].compile()
+    with pytest.raises(ValueError, match=r"with compiled modules .*; leave model\.compile\(\) out"):
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    assert engine_of(model) is None
+
+
+def test_what_was_prepared_may_be_prepared_again(accelerator: Accelerator) -> None:
+    """As accelerate has it, by the same one or by another."""
+    model = tiny_model("llama").train()
+    first = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.5))
+    for preparing in (accelerator, Accelerator(cpu=True, lohan_plugin=accelerator.lohan_plugin)):
+        assert preparing.prepare(*first) == first
+        assert preparing.prepare_optimizer(first[1]) is first[1]
+        preparing.backward(first[0](**tiny_batch()).loss)
+        first[1].step()
+        first[1].zero_grad()
+    engine = engine_of(model)
+    assert engine is not None and set(engine.step_counts.values()) == {2}
+    engine.close()
+
+
+def test_clipping_of_parameters_that_are_not_in_the_store_is_refused(accelerator: Accelerator) -> None:
+    model, other = tiny_model("llama").train(), torch.nn.Linear(2, 3)
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    accelerator.backward(model(**tiny_batch()).loss + other(torch.ones(2)).sum())
+    with pytest.raises(ValueError, match=r"of shape \(3, 2\) that is not in the store and has a gradient"):
+        accelerator.clip_grad_norm_([other.weight, *model.parameters()], 1.0)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    engine = engine_of(model)
+    assert engine is not None
+    engine.close()
+
+
 def test_an_optimizer_that_has_stepped_is_refused(accelerator: Accelerator) -> None:
     model = tiny_model("llama")
     optimizer = torch.optim.AdamW(model.parameters())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,11 @@ REFUSED_WEIGHTS: dict[str, Callable[[Any], Any]] = {
     "safetensors": lambda model: save_file(dict(model.state_dict()), "never_written"),
     "AveragedModel": lambda model: torch.optim.swa_utils.AveragedModel(nn.ModuleList([model.lm_head])),
     "deepcopy": lambda model: copy.deepcopy(model.lm_head),
+    "deepcopy of the model": copy.deepcopy,
+    "pickle of the model": pickle.dumps,
+    "pickle of a layer": lambda model: pickle.dumps(model.model.layers[0]),
+    "torch.save of a whole model": lambda model: torch.save(model, io.BytesIO()),
+    "AveragedModel of the model": torch.optim.swa_utils.AveragedModel,
     "memory": lambda model: weight_of(model).data_ptr(),
     "data.zero_()": lambda model: weight_of(model).data.zero_(),
     "data +=": add_to,
@@ -155,6 +161,48 @@ def test_what_looks_at_no_value_works(model: Any) -> None:
         assert same is model
     weight.requires_grad_(False)
     assert not weight.requires_grad
+
+
+def test_a_compiled_call_is_refused(model: Any) -> None:
+    with pytest.raises(RuntimeError, match=r"by torch\.compile, which cannot follow .*; call the model itself"):
+        torch.compile(model, backend="eager")(**tiny_batch())
+    model(**tiny_batch()).loss.backward()
+
+
+def test_a_second_thread_is_refused_while_the_model_runs(offload: Offload) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=offload(model))
+    twin = tiny_model("llama").train()
+    refused: list[Exception] = []
+
+    def call() -> None:
+        with pytest.raises(RuntimeError, match=r"on a second thread .* call it on one thread at a time") as caught:
+            model(**tiny_batch())
+        refused.append(caught.value)
+
+    def meanwhile(*_: Any) -> None:
+        other = threading.Thread(target=call)
+        other.start()
+        other.join()
+
+    handle = model.model.layers[1].register_forward_pre_hook(meanwhile)
+    loss, expected = (each(**tiny_batch()).loss for each in (model, twin))
+    handle.remove()
+    assert len(refused) == 1 and torch.equal(loss, expected)
+    loss.backward()
+    optimizer.step()
+    other = threading.Thread(target=lambda: model(**tiny_batch()).loss.backward())  # one after the other
+    other.start()
+    other.join()
+    optimizer.step()
+
+
+def test_a_weight_that_was_tied_says_where_it_lies(offload: Offload) -> None:
+    model = tiny_model("gpt2")
+    engine = offload(model)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+    with pytest.raises(KeyError, match=r"lm_head\.weight is not in the store; .*untied before the model is offloaded"):
+        engine.parameters.read_parameter("lm_head.weight")
 
 
 def test_weights_are_as_ever_while_the_model_runs(offload: Offload) -> None:
