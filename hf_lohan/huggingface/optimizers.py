@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,6 +26,8 @@ from hf_lohan.optim import (
     UpdateRule,
     rule_for,
 )
+
+logger = logging.getLogger(__name__)
 
 _LIONS = ("lion_32bit", "paged_lion_32bit")
 """Upstream takes them from bitsandbytes; the rule needs no package."""
@@ -196,6 +199,7 @@ def take_over(optimizer: torch.optim.Optimizer, engine: OffloadEngine) -> Offloa
     else:
         taken = OffloadOptimizer(optimizer.param_groups, defaults, engine=engine)
     _let_go(optimizer, taken)
+    _warn_of_frozen(taken, engine)
     return taken
 
 
@@ -214,6 +218,7 @@ def take_over_together(
     joint = JointOptimizer(groups, defaults, engine=engine)
     for optimizer, part in zip(optimizers, joint.parts, strict=True):
         _let_go(optimizer, part)
+    _warn_of_frozen(joint, engine)
     return joint, [*joint.parts]
 
 
@@ -228,6 +233,22 @@ def _let_go(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
     optimizer.param_groups = taken.param_groups
     optimizer.state.clear()  # Adagrad makes its sums before it steps
     mark_optimizer_stepped(optimizer)  # what its scheduler asks before it steps
+
+
+def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
+    """An optimizer that has frozen weights may be meant to train them later. (With adapters their base stays frozen.)"""
+    if hasattr(engine.model, "peft_config"):
+        return
+    in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+    frozen = [part.name for part in engine.parameter_slices if part.parameter in in_groups and not part.trainable]
+    if frozen:
+        logger.warning(
+            "the optimizer has %d frozen parameters (%s and so on), which have no states in the store and cannot be "
+            "thawed in this run; if they are to be trained later, let them require gradients when the model is "
+            "offloaded, and freeze them afterwards",
+            len(frozen),
+            frozen[0],
+        )
 
 
 def _name_of(optimizer_class: Any) -> str:

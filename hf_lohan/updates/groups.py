@@ -31,8 +31,11 @@ class ParamGroups:
         self._frozen = {parameter: parts for parameter, parts in self._parts.items() if not parts[0].trainable}
         """They have no states."""
         self._optimizer: HasGroups | None = None
+        self._taken: tuple[tuple[Mapping[str, Any], ...], dict[ParamSlice, int]] = (), {}
+        """The groups, and which slice is in which: updates in backward look at them while the loop changes its list."""
         self._members: list[list[int]] = []
-        self._index: dict[ParamSlice, int] = {}
+        self._pairs: set[tuple[int, UpdateRule]] = set()
+        """Each group with the rules that some of its parameters have."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
         self._at_forward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
 
@@ -56,8 +59,10 @@ class ParamGroups:
             _refuse_without_group(self._in_no_group)
 
     def _take(self, index: dict[ParamSlice, int], in_no_group: dict[nn.Parameter, list[ParamSlice]]) -> None:
-        self._index, self._in_no_group = index, in_no_group
-        self._members = _members(self._bound())
+        groups = tuple(self._bound())
+        self._taken, self._in_no_group = (groups, index), in_no_group
+        self._pairs = {(number, self._rules[part]) for part, number in index.items()}
+        self._members = _members(groups)
 
     def _placed_in(
         self, param_groups: Sequence[Mapping[str, Any]]
@@ -82,13 +87,14 @@ class ParamGroups:
     def begin_forward(self) -> None:
         """`follow`, and note what updates in the backward of this forward will have."""
         self.follow()
-        self._at_forward = (self._index, self._settings()) if self._optimizer is not None else None
+        self._at_forward = (self._taken[1], self._settings()) if self._optimizer is not None else None
 
     def at_step(self, *, has_updates: bool) -> GroupOf:
         """`follow`, and `group_of` with the present values for good: a scheduler may change them before the last
         update has run. Raises ValueError if the step ``has_updates`` from backward that had other values."""
+        self._bound()
         self.follow()
-        index, settings = self._index, self._settings()
+        index, settings = self._taken[1], self._settings()
         if has_updates and self._at_forward is not None and self._at_forward != (index, settings):
             raise ValueError(
                 "a param group was changed between backward and step() of a step whose updates run in backward, so "
@@ -104,21 +110,17 @@ class ParamGroups:
     def group_of(self, part: ParamSlice) -> Hashable:
         """A parameter's hyperparameters as they are at the call. Raises ValueError if it is in no group, RuntimeError
         if there is no optimizer."""
-        return self._rules[part].settings_of(self._bound()[self._index_of(part)])
+        self._bound()
+        groups, index = self._taken
+        return self._rules[part].settings_of(groups[_index_in(index, part)])
 
     def _settings(self) -> dict[tuple[int, UpdateRule], Hashable]:
-        """Of each group under each rule that some of its parameters have."""
-        groups = self._bound()
-        pairs = {(number, self._rules[part]) for part, number in self._index.items()}
-        return {(number, rule): rule.settings_of(groups[number]) for number, rule in pairs}
+        return {(number, rule): rule.settings_of(self._taken[0][number]) for number, rule in self._pairs}
 
     def _bound(self) -> Sequence[Mapping[str, Any]]:
         if self._optimizer is None:
             raise RuntimeError("the model has no optimizer yet; make an OffloadAdamW over its parameters")
         return self._optimizer.param_groups
-
-    def _index_of(self, part: ParamSlice) -> int:
-        return _index_in(self._index, part)
 
     def _refuse_thawed(self) -> None:
         for parameter, parts in self._frozen.items():

@@ -203,6 +203,17 @@ def test_a_loop_says_when_it_overwrites_the_steps_of_an_earlier_one(
         assert ("after update 1, is overwritten from here on" in caplog.text) == is_told
 
 
+def test_frozen_weights_in_the_optimizer_are_told_of(
+    prepared: Callable[..., Prepared], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Torch would train them once they are thawed: nobody should learn hours later that the store has no states."""
+    model = tiny_model("llama")
+    model.model.layers[0].requires_grad_(False)
+    prepared(model)
+    told = next(record.message for record in caplog.records if "cannot be thawed" in record.message)
+    assert "has 9 frozen parameters (model.layers.0." in told and "freeze them afterwards" in told
+
+
 def test_the_scheduler_of_the_caller_drives_the_offloaded_optimizer(prepared: Callable[..., Prepared]) -> None:
     ours = prepared(tiny_model("llama").train())
     inner = ours.optimizer.optimizer

@@ -47,6 +47,41 @@ def make_trainer() -> Iterator[Callable[..., Any]]:
             engine.close()
 
 
+class UnfreezesGradually(TrainerCallback):
+    """The head alone at first, then a layer more with each second step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        model.model.requires_grad_(False)
+        for layer in range(state.global_step // 2):
+            model.model.layers[1 - layer].requires_grad_(True)
+
+
+class StopsAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = state.global_step == self.step
+
+
+def test_gradual_unfreezing_equals_the_stock_trainer(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Also over a resume from the last step: the store has states of all that required a gradient at first."""
+    settings = {"max_steps": 6, "save_strategy": "no", "max_grad_norm": 0.5, "weight_decay": 0.1, "learning_rate": 1e-2}
+    options = {"callbacks": [UnfreezesGradually()]}
+    stock = make_trainer(tmp_path / "stock", offload=None, options=options, **settings)
+    stock.train()
+    first = make_trainer(tmp_path / "ours", options={"callbacks": [UnfreezesGradually(), StopsAt(3)]}, **settings)
+    first.train()
+    first.offload_engine.close()
+    ours = make_trainer(tmp_path / "ours", options=options, **settings)
+    ours.train(resume_from_checkpoint="last_step")
+    access = ours.offload_engine.parameters
+    for name, parameter in stock.model.named_parameters():
+        assert torch.equal(access.read_parameter(name), parameter), name
+    norms = [[row["grad_norm"] for row in each.state.log_history if "grad_norm" in row] for each in (stock, ours)]
+    assert norms[0] == norms[1]
+
+
 class Uploads:
     """In the Hub's place: which files each upload would have sent, by their path in the repository."""
 
