@@ -236,7 +236,7 @@ def _let_go(optimizer: torch.optim.Optimizer, taken: OffloadOptimizer) -> None:
 
 
 def _warn_of_frozen(optimizer: OffloadOptimizer, engine: OffloadEngine) -> None:
-    """An optimizer that has frozen weights may be meant to train them later. (With adapters their base stays frozen.)"""
+    """An optimizer of frozen weights may be meant to train them later. (With adapters their base stays frozen.)"""
     if hasattr(engine.model, "peft_config"):
         return
     in_groups = {parameter for group in optimizer.param_groups for parameter in group["params"]}
