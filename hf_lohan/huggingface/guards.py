@@ -185,7 +185,8 @@ def check_model(model: Any) -> None:
         raise ValueError(f"a model in {type(model).__name__} cannot be offloaded; pass the bare model")
     if hasattr(model, "_orig_mod"):
         raise ValueError("a model that torch.compile has wrapped cannot be offloaded; pass the model as it was before")
-    if any(getattr(module, "_compiled_call_impl", None) is not None for module in model.modules()):
+    modules = model.modules() if isinstance(model, nn.Module) else ()  # Trainer has a path, or none yet
+    if any(getattr(module, "_compiled_call_impl", None) is not None for module in modules):
         raise ValueError("a model with compiled modules cannot be offloaded; leave model.compile() out under offload")
     if getattr(model, "is_quantized", False):
         raise ValueError("a quantized model cannot be offloaded; load it in float32 or bfloat16")
