@@ -127,13 +127,15 @@ class ActivationSwapper:
         swapped.may_change = True
 
     def drain(self, swapped: Sequence[SwappedTensor]) -> None:
-        """Wait until these have left the device: their memory is free."""
+        """Wait until these, in the order in which they were swapped out, have left the device: their memory is free."""
         with self._device.timeline.task(COMPUTE_WAITS, "activations to leave"):
             for one in swapped:
                 one.is_stored.wait()
                 self._raise(one)
-                if one.stored is not None:
-                    one.stored.synchronize()
+            leaving = [one.stored for one in swapped if one.stored is not None]
+            if leaving:
+                leaving[-1].synchronize()  # one lane, in the order in which they were put away: the others are reached
+            for one in swapped:
                 one.check_unchanged()
 
     def expect(self, swapped: SwappedTensor) -> None:

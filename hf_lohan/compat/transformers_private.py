@@ -181,16 +181,26 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """``rows`` [n, hidden] through one expert, whose weights are given by their names in the module, each [1, ...]: the
     operations of `grouped_experts` with one group."""
-    ends = torch.tensor([rows.shape[0]], dtype=torch.int32, device=rows.device)
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # made there: a copy would wait
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def linear(rows: Tensor, name: str) -> Any:
         bias = None
         if module.has_bias:  # by indexing, whose backward adds up one row after the other
             bias = weights[f"{name}_bias"][torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)]
-        return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
+        if weights[name].dtype == torch.bfloat16:
+            return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
+        return _one_group_linear(rows, weights[name].squeeze(0), bias, is_transposed=module.is_transposed)
 
     hidden = linear(rows, up)
     hidden = module._apply_gate(hidden) if module.has_gate else module.act_fn(hidden)
     output: Tensor = linear(hidden, "down_proj")
     return output
+
+
+def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
+    """What `_grouped_linear` makes of one group where torch has no kernel for groups, as in float32: this product. To
+    find that out torch would have the host wait for the ends of groups."""
+    with torch.autocast(rows.device.type, enabled=False):  # which knows nothing of grouped products
+        output: Tensor = rows.to(weight.dtype) @ (weight if is_transposed else weight.T)
+    return output if bias is None else output.add_(bias)

@@ -141,6 +141,12 @@ class Device(ABC):
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         """Enqueue `dst.copy_(src)` on `lane` (not COMPUTE), and note it. Both tensors stay alive until it has run."""
 
+    def fetch(self, dst: Tensor, src: Tensor) -> Event:
+        """Enqueue `dst.copy_(src)` on COMPUTE: a few numbers that the host is about to ask for, to memory of
+        `host_empty`. Once the event is reached they are there; later work does not hold them up."""
+        dst.copy_(src, non_blocking=True)
+        return self.record(Lane.COMPUTE)
+
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         """Mark the present end of `lane`. For COMPUTE, `tensors` are those whose use up to here the event closes, and

@@ -46,7 +46,8 @@ class _Clock:
         self._event_s = time.perf_counter()
 
     def at_s(self, event: torch.cuda.Event) -> float:
-        event.synchronize()
+        if not event.query():
+            event.synchronize()
         since_s: float = self._event.elapsed_time(event) / 1e3
         at_s = self._event_s + since_s
         if since_s > self._MAX_SPAN_S:

@@ -16,6 +16,7 @@ from hf_lohan.experts import (
     ExpertCache,
     ExpertLoader,
     ExpertParts,
+    HostNumbers,
     NextRouter,
     StreamedExperts,
     find_routers,
@@ -89,8 +90,14 @@ def streamed_experts(
     if loader is None:
         return {}
     assert compute is not None, "experts are blocks of their own, and nobody says how to compute them"
-    next_router = NextRouter(ring, find_routers(model, layout.model_blocks))
-    parts = ExpertParts(ring=ring, loader=loader, compute=compute, forward_pass=forward_pass, next_router=next_router)
+    parts = ExpertParts(
+        ring=ring,
+        loader=loader,
+        compute=compute,
+        forward_pass=forward_pass,
+        next_router=NextRouter(ring, find_routers(model, layout.model_blocks)),
+        host_numbers=HostNumbers(ring.device),
+    )
     return {
         module: StreamedExperts(layer, module, blocks, parts)
         for layer, (module, blocks) in enumerate(layout.model_blocks.experts.items())

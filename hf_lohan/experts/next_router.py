@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.device import Lane
+from hf_lohan.experts.routing import ends_by_expert
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.weights import SlotRing
 
@@ -92,8 +93,8 @@ class NextRouter:
         self._routers = [*routers[1:], None]
 
     def expect(self, layer: int, rows: Tensor, top_k: int) -> Tensor | None:
-        """How many of a layer's ``rows`` [tokens, hidden] the next layer would send to each of its experts, ``top_k``
-        each: [experts], enqueued. None where nobody can say."""
+        """How many of a layer's ``rows`` [tokens, hidden] the next layer would send to each of its experts or to those
+        before it, ``top_k`` each: [experts], enqueued. None where nobody can say."""
         router = self._routers[layer]
         if router is None or router.weight.shape[1] != rows.shape[-1]:
             return None
@@ -106,12 +107,11 @@ class NextRouter:
             with torch.no_grad():
                 scores = router.scores(rows, slot.weights)
                 chosen = scores.topk(min(top_k, scores.shape[-1])).indices
-                return torch.bincount(chosen.reshape(-1), minlength=scores.shape[-1])
+                return ends_by_expert(chosen.reshape(-1).sort().values, scores.shape[-1])
         finally:
             self._ring.unpin(router.block)
 
 
-def most_chosen(counts: Tensor) -> list[int]:
-    """The experts that any row goes to, those first to which most do. Waits for the device."""
-    of_each = list(enumerate(counts.tolist()))
-    return [expert for expert, count in sorted(of_each, key=lambda one: -one[1]) if count]
+def most_chosen(counts: Sequence[int]) -> list[int]:
+    """The experts that any row goes to, those first to which most do."""
+    return [expert for expert, count in sorted(enumerate(counts), key=lambda one: -one[1]) if count]

@@ -20,6 +20,7 @@ from hf_lohan.compat.torch_private import is_in_backward
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_schedule import ALL_ROWS, Call
 from hf_lohan.experts.next_router import NextRouter, most_chosen
+from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights import Slot, SlotRing
 
@@ -52,6 +53,7 @@ class ExpertParts:
     compute: ComputeExpert
     forward_pass: Callable[[], ForwardUnderWay]
     next_router: NextRouter
+    host_numbers: HostNumbers
 
 
 class StreamedExperts:
@@ -66,6 +68,7 @@ class StreamedExperts:
         self._parts = parts
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
         """Has autograd record the operation also where neither rows nor routing need a gradient."""
+        self._known_counts = KnownCounts()
         self.handle = next(_handles)
         """By which an operation, which takes numbers and tensors, names it."""
         _known[self.handle] = self
@@ -80,13 +83,15 @@ class StreamedExperts:
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
-        routed = _Routed(top_k_index, len(self._blocks))
+        routed = self._route(top_k_index, expected)
+        sorted_rows = rows[routed.token]
+        routed.arrive()
         if call is Call.FORWARD:
             loader.note_tokens(self._layer, routed.experts, routed.num_rows)
         loader.route(self._layer, routed.experts, num_rows=top_k_index.numel(), call=call)
         if expected is not None:
-            loader.hint(self._layer + 1, most_chosen(expected))
-        of_each = dict(zip(routed.experts, routed.split(rows[routed.token]), strict=True))
+            loader.hint(self._layer + 1, most_chosen(routed.expected))
+        of_each = dict(zip(routed.experts, routed.split(sorted_rows), strict=True))
         outputs: dict[int, Tensor] = {}
         for expert, slot in self._as_they_come(routed.experts):
             outputs[expert] = self._compute(of_each[expert], _weights_in(slot, self._blocks[expert]))
@@ -96,6 +101,9 @@ class StreamedExperts:
         weighted = in_order * top_k_weights.reshape(-1)[routed.order].unsqueeze(-1)
         in_place = weighted[routed.place]
         return in_place.view(*top_k_index.shape, rows.shape[-1]).sum(dim=1).to(rows.dtype)
+
+    def _route(self, top_k_index: Tensor, expected_ends: Tensor | None = None) -> Routing:
+        return Routing(top_k_index, len(self._blocks), self._parts.host_numbers, self._known_counts, expected_ends)
 
     def _as_they_come(self, experts: Sequence[int]) -> Iterator[tuple[int, Slot]]:
         """Each of ``experts``, to which the call was routed, in its slot while the caller computes with it: first those
@@ -128,19 +136,15 @@ class StreamedExperts:
         An expert without rows has a gradient of zeros, as part of a tensor that has one: it takes that step.
         """
         self._parts.forward_pass().enter_backward()
-        routed, k = _Routed(top_k_index, len(self._blocks)), top_k_index.shape[-1]
+        routed, k = self._route(top_k_index), top_k_index.shape[-1]
         weights = top_k_weights.reshape(-1)
         dtype = torch.promote_types(self._blocks[0].master.working_dtype, weights.dtype)
         # Of `sum`, then of the indexing by `place`.
         spread = gradient.to(dtype).unsqueeze(1).expand(-1, k, -1).reshape(-1, gradient.shape[-1])
         spread = torch.zeros_like(spread).index_put_((routed.place,), spread, accumulate=True)
-        of_each = zip(
-            routed.experts,
-            routed.split(rows[routed.token]),
-            routed.split(weights[routed.order]),
-            routed.split(spread),
-            strict=True,
-        )
+        in_order = rows[routed.token], weights[routed.order], spread
+        routed.arrive()
+        of_each = zip(routed.experts, *map(routed.split, in_order), strict=True)
         waiting = {expert: (of_rows, of_weights, of_output) for expert, of_rows, of_weights, of_output in of_each}
         made: dict[int, tuple[Tensor | None, Tensor | None]] = {}
         descending = routed.experts[::-1]
@@ -151,9 +155,9 @@ class StreamedExperts:
         for expert in sorted(set(range(len(self._blocks))) - set(routed.experts), reverse=True):
             for part in _trained(self._blocks[expert]):
                 self._parts.forward_pass().take_part(forward_number, part, None)
-        in_order = [made[expert] for expert in routed.experts]
-        of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in in_order]) if needs[0] else None
-        of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in in_order])
+        sorted_made = [made[expert] for expert in routed.experts]
+        of_all_rows = _gathered(rows, routed.token, [of_rows for of_rows, _ in sorted_made]) if needs[0] else None
+        of_all_weights = _gathered(weights, routed.order, [of_weights for _, of_weights in sorted_made])
         return of_all_rows, of_all_weights.view_as(top_k_weights) if needs[1] else None
 
     def _backward_of(
@@ -182,30 +186,6 @@ class StreamedExperts:
             of_part = found[id(own[_name_in_module(part)])]
             self._parts.forward_pass().take_part(forward_number, part, of_part)
         return found.get(id(leaves[0])), found.get(id(leaves[1]))
-
-
-class _Routed:
-    """Which rows go to which expert: (token, choice) pairs, sorted by expert."""
-
-    def __init__(self, top_k_index: Tensor, num_experts: int) -> None:
-        sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
-        """Of pairs as sorted, their place in (token, choice) order."""
-        counts = torch.bincount(sorted_ids, minlength=num_experts).tolist()
-        if len(counts) > num_experts:
-            raise ValueError(
-                f"a router chose expert {len(counts) - 1} of {num_experts}; experts that other processes have (expert "
-                "parallelism) cannot stream"
-            )
-        self.experts = [expert for expert, count in enumerate(counts) if count]
-        self.num_rows = [count for count in counts if count]
-        """Of each of them."""
-        self.token = self.order // top_k_index.shape[-1]
-        self.place = torch.empty_like(self.order)
-        self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
-
-    def split(self, pairs: Tensor) -> list[Tensor]:
-        """What of sorted pairs is each expert's, of those in `experts`."""
-        return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
 
 
 def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:

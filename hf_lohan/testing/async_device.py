@@ -46,6 +46,20 @@ class _ComputeEvent(Event):
         return self.device.host_knows >= self.compute_time
 
 
+class _FetchEvent(_ComputeEvent):
+    """What was fetched is there for whoever waited for it."""
+
+    def __init__(self, device: AsyncDevice, compute_time: int, dst: Tensor, src: Tensor) -> None:
+        super().__init__(device, compute_time)
+        self._dst, self._fetched = dst, src.clone()
+        _poison(dst)
+
+    def synchronize(self) -> None:
+        if self.device.heeds_wait():
+            self.device.host_knows = max(self.device.host_knows, self.compute_time)
+            self._dst.copy_(self._fetched)
+
+
 class _CopyEvent(Event):
     def __init__(self, device: AsyncDevice) -> None:
         self.device = device
@@ -124,6 +138,10 @@ class AsyncDevice(CpuDevice):
                 dst.copy_(src)
 
         self._lanes[lane].queue.put(run)
+
+    def fetch(self, dst: Tensor, src: Tensor) -> Event:
+        self._compute_time += 1
+        return _FetchEvent(self, self._compute_time, dst, src)
 
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
         if lane is Lane.COMPUTE:

@@ -71,10 +71,13 @@ class GradientNorms:
         if self._on_host is None:
             norms: dict[ParamSlice, Tensor] = {}
             measured = [part for part in self._order if part in self._first]
-            for are_whole in (True, False):  # of one dtype each
-                parts = [part for part in measured if part.is_whole is are_whole]
-                if parts:
-                    norms.update(zip(parts, torch.stack([self._first[part] for part in parts]).cpu(), strict=True))
+            measured.sort(key=lambda part: not part.is_whole)
+            if measured:
+                # In the wider of their dtypes, which changes no bit: two copies would wait twice.
+                dtype = _dtype_of(measured[-1])
+                on_host = torch.stack([self._first[part].to(dtype) for part in measured]).cpu()
+                found = (norm.to(_dtype_of(part)) for part, norm in zip(measured, on_host, strict=True))
+                norms.update(zip(measured, found, strict=True))
             for part, pieces in self._summed.items():
                 numbers = list(pieces.values())
                 norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)

@@ -140,6 +140,23 @@ def test_what_ram_does_not_hold_goes_to_the_ssd_and_then_nowhere(make_bench: Ben
     assert bench.swapper.high_water_bytes >= 8192
 
 
+def test_leaving_is_waited_for_once(make_bench: BenchFactory) -> None:
+    """However many left: the lane runs copies in order."""
+    device = AsyncDevice(5, max_delay_s=1e-3)
+    bench = make_bench(ram_bytes=1 << 18, device=device)
+    outside = [noise(5_000, seed=seed) for seed in range(6)]
+    swapped = [bench.swapper.swap_out(tensor, Placement.CPU) for tensor in outside]
+    assert None not in swapped
+    bench.swapper.settle()  # all events are there
+    waited: list[int] = []
+    for number, one in enumerate(swapped):
+        synchronize = one.stored.synchronize
+        one.stored.synchronize = lambda number=number, stock=synchronize: (waited.append(number), stock())
+    bench.swapper.drain(swapped)
+    assert waited == [5]
+    assert all(one.stored.is_reached() for one in swapped)
+
+
 def test_without_memory_nothing_is_swapped(make_bench: BenchFactory) -> None:
     bench = make_bench()
     assert [bench.swapper.swap_out(noise(4), place) for place in (Placement.CPU, Placement.SSD)] == [None, None]

@@ -188,6 +188,31 @@ def test_experts_can_be_asked_whether_they_group() -> None:
     assert private.groups_experts(tiny_model("qwen3_moe")), "_can_set_experts_implementation moved"
 
 
+@pytest.mark.parametrize("is_transposed", [False, True])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_one_group_is_one_product(is_transposed: bool, has_bias: bool) -> None:
+    """In float32, in which no device has a kernel for groups, forward and backward, under autocast too."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*size: int) -> torch.Tensor:
+        return torch.randn(size, generator=generator).requires_grad_()
+
+    rows, weight = draw(37, 24), draw(1, 24, 40) if is_transposed else draw(1, 40, 24)
+    bias = draw(1, 40)[torch.zeros(37, dtype=torch.long)] if has_bias else None
+    inputs = [rows, weight]
+
+    def outcome(linear: Any) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            output = linear()
+        return [output, *torch.autograd.grad(output.square().sum(), inputs)]
+
+    ends = torch.tensor([37], dtype=torch.int32)
+    grouped = outcome(lambda: private._grouped_linear(rows, weight, ends, bias, is_transposed))
+    alone = outcome(lambda: private._one_group_linear(rows, weight.squeeze(0), bias, is_transposed=is_transposed))
+    for found, expected in zip(alone, grouped, strict=True):
+        assert found.dtype == torch.float32 and torch.equal(found, expected)
+
+
 def test_layers_are_known_by_their_base_class() -> None:
     model: Any = tiny_model("llama")
     names = {base.__name__ for base in type(model.model.layers[0]).__mro__}

@@ -1,0 +1,140 @@
+"""Where the rows of a call go, and how many to each expert.
+
+This is the one thing that the host has to know of what the device computes, so it waits for it, once a call at most.
+The numbers are asked for as soon as the device can have them; what else the call needs is enqueued before the wait.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_lohan.compat.torch_private import StorageWeakRef, storage_id, version_of
+from hf_lohan.device import Device, Event
+
+_LEAST_BYTES = 4096
+"""A page: less cannot be pinned."""
+
+
+class HostNumbers:
+    """Brings a few whole numbers to the host. For the thread that computes, which asks again after it was answered."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._landing: Tensor | None = None
+
+    def ask(self, numbers: Tensor) -> Answer:
+        """Enqueue their way to the host."""
+        if self._landing is None or self._landing.numel() < numbers.numel():
+            num_bytes = max(_LEAST_BYTES, numbers.numel() * torch.int64.itemsize)
+            self._landing = self._device.host_empty(num_bytes).view(torch.int64)
+        landing = self._landing[: numbers.numel()]
+        return Answer(landing, self._device.fetch(landing, numbers))
+
+
+class Answer(NamedTuple):
+    landing: Tensor
+    arrived: Event
+
+    def numbers(self) -> list[int]:
+        """Waits for the device to get there, and for nothing that was enqueued since."""
+        self.arrived.synchronize()
+        found: list[int] = self.landing.tolist()
+        return found
+
+
+class KnownCounts:
+    """Of one layer's calls, how many rows went to each expert, for as long as somebody keeps the call's ids."""
+
+    def __init__(self) -> None:
+        self._of_ids: dict[int, tuple[StorageWeakRef, object, list[int]]] = {}
+
+    def note(self, top_k_index: Tensor, counts: list[int]) -> None:
+        if top_k_index.is_inference():
+            return  # no backward will ask
+        self._of_ids = {key: known for key, known in self._of_ids.items() if not known[0].expired()}
+        storage = StorageWeakRef(top_k_index.untyped_storage())
+        self._of_ids[storage_id(top_k_index)] = storage, _content(top_k_index), counts
+
+    def of(self, top_k_index: Tensor) -> list[int] | None:
+        """None where these ids, as they are now, were never counted."""
+        known = self._of_ids.get(storage_id(top_k_index))
+        # A storage that is gone leaves its id to no other while somebody has a weak reference to it.
+        return known[2] if known is not None and known[1] == _content(top_k_index) else None
+
+
+def _content(ids: Tensor) -> object:
+    """Of ids in one storage: different where what is in them may be."""
+    return ids.storage_offset(), ids.shape, ids.stride(), version_of(ids)
+
+
+class Routing:
+    """Which rows go to which expert: (token, choice) pairs, sorted by expert."""
+
+    def __init__(
+        self,
+        top_k_index: Tensor,
+        num_experts: int,
+        host: HostNumbers,
+        known: KnownCounts,
+        expected_ends: Tensor | None = None,
+    ) -> None:
+        """``expected_ends``: more numbers to be brought to the host on the same way."""
+        self._ids, self._num_experts, self._known = top_k_index, num_experts, known
+        sorted_ids, self.order = torch.sort(top_k_index.reshape(-1))
+        """Of pairs as sorted, their place in (token, choice) order."""
+        self._counts = known.of(top_k_index) if expected_ends is None else None
+        self._answer: Answer | None = None
+        if self._counts is None:
+            numbers = [sorted_ids[:1], sorted_ids[-1:], ends_by_expert(sorted_ids, num_experts)]
+            self._answer = host.ask(torch.cat(numbers if expected_ends is None else [*numbers, expected_ends]))
+        self.experts: list[int] = []
+        """Those with rows. Known after `arrive`, as all that follows."""
+        self.num_rows: list[int] = []
+        """Of each of them."""
+        self.expected: list[int] = []
+        """How many rows each expert gets by ``expected_ends``."""
+        self.token = self.order // top_k_index.shape[-1]
+        self.place = torch.empty_like(self.order)
+        self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
+
+    def arrive(self) -> None:
+        """Wait until the host knows how many rows each expert has. Raises ValueError where one is none of this
+        layer's."""
+        if self._counts is None:
+            assert self._answer is not None
+            numbers = self._answer.numbers()
+            if self.order.numel():
+                self._refuse_others(*numbers[:2])
+                numbers = numbers[2:]
+            self._counts = _counts(numbers[: self._num_experts])
+            self.expected = _counts(numbers[self._num_experts :])
+            self._known.note(self._ids, self._counts)
+        self.experts = [expert for expert, count in enumerate(self._counts) if count]
+        self.num_rows = [count for count in self._counts if count]
+
+    def split(self, pairs: Tensor) -> list[Tensor]:
+        """What of sorted pairs is each expert's, of those in `experts`."""
+        return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
+
+    def _refuse_others(self, first: int, last: int) -> None:
+        if first < 0 or last >= self._num_experts:
+            raise ValueError(
+                f"a router chose expert {first if first < 0 else last} of {self._num_experts}; experts that other "
+                "processes have (expert parallelism) cannot stream"
+            )
+
+
+def ends_by_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
+    """Of sorted ids, how many are each expert's or one's before it: [experts], int64. Unlike `bincount` this does not
+    have the host wait for the device."""
+    experts = torch.arange(num_experts, dtype=sorted_ids.dtype, device=sorted_ids.device)
+    return torch.searchsorted(sorted_ids, experts, right=True)
+
+
+def _counts(ends: Sequence[int]) -> list[int]:
+    return [end - begin for begin, end in itertools.pairwise([0, *ends])] if ends else []

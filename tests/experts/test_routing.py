@@ -1,0 +1,88 @@
+"""Counts of rows: what they are, how often the host waits for them, and whose they are not any more."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from hf_lohan.device import Event
+from hf_lohan.experts.routing import HostNumbers, KnownCounts, Routing
+from hf_lohan.testing.async_device import AsyncDevice
+
+NUM_EXPERTS = 5
+
+
+class CountingDevice(AsyncDevice):
+    """What it fetches is NaN's bytes for whoever does not wait."""
+
+    num_fetches = 0
+
+    def fetch(self, dst: Tensor, src: Tensor) -> Event:
+        self.num_fetches += 1
+        return super().fetch(dst, src)
+
+
+def ids(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows)
+
+
+@pytest.fixture
+def device() -> CountingDevice:
+    return CountingDevice()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_are_counted_in_one_fetch(device: CountingDevice, dtype: torch.dtype) -> None:
+    chosen = ids([3, 1], [1, 4], [3, 3]).to(dtype)
+    expected_ends = torch.tensor([0, 2, 2, 6])
+    routing = Routing(chosen, NUM_EXPERTS, HostNumbers(device), KnownCounts(), expected_ends)
+    routing.arrive()
+    assert (routing.experts, routing.num_rows, routing.expected) == ([1, 3, 4], [2, 3, 1], [0, 2, 0, 4])
+    assert device.num_fetches == 1
+    sorted_ids = chosen.reshape(-1)[routing.order]
+    assert [part.unique().tolist() for part in routing.split(sorted_ids)] == [[1], [3], [4]]
+    assert torch.equal(sorted_ids[routing.place], chosen.reshape(-1))
+
+
+def test_of_no_rows_there_are_none(device: CountingDevice) -> None:
+    routing = Routing(torch.empty(0, 2, dtype=torch.long), NUM_EXPERTS, HostNumbers(device), KnownCounts())
+    routing.arrive()
+    assert routing.experts == routing.num_rows == routing.split(torch.empty(0)) == []
+
+
+@pytest.mark.parametrize("stranger", [-1, NUM_EXPERTS, NUM_EXPERTS + 3])
+def test_an_expert_of_somebody_else_is_refused(device: CountingDevice, stranger: int) -> None:
+    routing = Routing(ids([0, stranger], [2, 1]), NUM_EXPERTS, HostNumbers(device), KnownCounts())
+    with pytest.raises(ValueError, match=f"a router chose expert {stranger} of 5"):
+        routing.arrive()
+
+
+def test_what_was_counted_is_known_while_somebody_has_it_and_as_it_was(device: CountingDevice) -> None:
+    host, known = HostNumbers(device), KnownCounts()
+
+    def count(chosen: Tensor) -> list[int]:
+        routing = Routing(chosen, NUM_EXPERTS, host, known)
+        routing.arrive()
+        return routing.experts
+
+    chosen = ids([0, 1], [1, 2])
+    assert count(chosen) == count(chosen) == count(chosen.detach()) == [0, 1, 2]
+    assert device.num_fetches == 1, "a backward has the ids of its forward"
+    assert count(chosen[:1]) == [0, 1], "a part of them is something else"
+    chosen.fill_(4)
+    assert count(chosen) == [4], "what was written since is something else"
+    num_fetches = device.num_fetches
+    for expert in range(NUM_EXPERTS):  # each likely to lie where the one before did
+        assert count(torch.full((2, 2), expert)) == [expert]
+    assert device.num_fetches == num_fetches + NUM_EXPERTS
+    assert len(known._of_ids) <= 2, "what nobody has is forgotten"
+
+
+def test_ids_of_inference_are_counted_each_time(device: CountingDevice) -> None:
+    with torch.inference_mode():
+        chosen = ids([0, 1])
+        for _ in range(2):
+            routing = Routing(chosen, NUM_EXPERTS, HostNumbers(device), KnownCounts())
+            routing.arrive()
+            assert routing.experts == [0, 1]

@@ -1,0 +1,149 @@
+"""Where the host waits for the device in a steady step: each place is known, and how often.
+
+A thread that computes enqueues work far ahead of the device. Whenever it waits, the device is about to run out of work.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from trainer_runs import make_trainer
+from transformers import TrainerCallback
+
+import hf_lohan
+from hf_lohan.device import Lane, device_for
+from hf_lohan.testing.models import tiny_model
+
+NUM_LAYERS = 4
+NUM_STEPS = 4
+DEPTH = 60
+"""Frames of a call, as far as they are looked at."""
+BESIDE = ("lohan-gradients", "lohan-prefetch", "lohan-experts", "lohan-activations")
+"""Threads that wait so that those that compute need not."""
+SHAPE_UNKNOWN_TO_THE_DOUBLE = "blocking: aten::index.Tensor"
+"""On a GPU an index of whole numbers has nobody wait."""
+
+CLIP_NORM = "updates/norms.py _norms"
+ROUTED = "experts/routing.py numbers"
+LEFT = "activations/swapper.py drain"
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    expected: dict[str, int]
+    """How often the host waits, by the place that made it."""
+    offload: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+    has_adapters: bool = False
+
+
+ONCE = {CLIP_NORM: 1}
+EACH_LAYER_AND_PASS = {**ONCE, ROUTED: 2 * NUM_LAYERS}
+TWO_MICRO_BATCHES = {"gradient_accumulation_steps": 2}
+CASES = {
+    "dense": Case("llama", ONCE),
+    "adapters": Case("llama", ONCE, has_adapters=True),
+    "accumulated": Case("llama", ONCE, settings=TWO_MICRO_BATCHES),
+    "vertical": Case("llama", ONCE, {"vertical_micro_batches": True}, TWO_MICRO_BATCHES),
+    # Behind each layer but the last two the host lets the device put away what it left: that bounds memory.
+    "swapped": Case("llama", {**ONCE, LEFT: NUM_LAYERS - 2}, {"activations": "swap"}),
+    "experts_with_layer": Case("qwen3_moe", ONCE, {"experts": "with_layer"}),
+    "experts_streamed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed"}),
+    "experts_recomputed": Case("qwen3_moe", EACH_LAYER_AND_PASS, {"experts": "streamed", "activations": "recompute"}),
+    "experts_vertical": Case(
+        "qwen3_moe",
+        {**ONCE, ROUTED: 2 * 2 * NUM_LAYERS},  # of each micro-batch
+        {"experts": "streamed", "vertical_micro_batches": True},
+        TWO_MICRO_BATCHES,
+    ),
+}
+
+
+def files_of(package: Any) -> frozenset[str]:
+    """As the double names them: by their last two parts."""
+    folder = Path(package.__file__).parent
+    return frozenset("/".join(file.parts[-2:]) for file in folder.rglob("*.py"))
+
+
+class LastStep(TrainerCallback):
+    """Notes who waits in the last step, on the threads that compute."""
+
+    def __init__(self, double: Any) -> None:
+        self._double = double
+        self._callers = double.Callers("sync:", inside="/", depth=DEPTH)
+        self.blocking_operations: list[str] = []
+        """By the results that they return, which only a double whose streams are threads can tell."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == NUM_STEPS - 1:
+            self._double.reset()
+            self._callers.__enter__()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == NUM_STEPS:
+            self._callers.__exit__()
+            names = [name for name in self._double.counts() if name.startswith("blocking: aten::")]
+            self.blocking_operations = [name for name in names if not name.startswith(SHAPE_UNKNOWN_TO_THE_DOUBLE)]
+
+    def waits(self) -> Counter[str]:
+        """How often, by the frames from the innermost one outside torch, where that is one of ours: what transformers
+        has the host wait for it does in any run."""
+        torchs, ours = files_of(torch), files_of(hf_lohan)
+        of_each: dict[str, Counter[bool]] = {}
+        for (what, thread, frames), number in self._callers.found.items():
+            outside = [frame for frame in frames.split(" < ") if frame.partition(":")[0] not in torchs]
+            if thread in BESIDE or not outside or outside[0].partition(":")[0] not in ours:
+                continue
+            # A copy from or to pageable memory, and the wait for it, are told apart.
+            of_each.setdefault(" < ".join(outside), Counter())["pageable" in what] += number
+        return Counter({frames: max(of.values()) for frames, of in of_each.items()})
+
+
+def run(double: Any, folder: Path, case: Case, callbacks: list[Any]) -> LastStep:
+    model = tiny_model(case.family, num_layers=NUM_LAYERS)
+    if case.has_adapters:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
+    budgets = {"gpu_memory": "4MiB", "cpu_memory": "32MiB", "ssd": str(folder / "store"), "clip": "defer"}
+    step = LastStep(double)
+    offload = {**budgets, **case.offload}
+    settings = {"max_steps": NUM_STEPS, **case.settings}
+    trainer = make_trainer(folder / "run", model, offload=offload, callbacks=[*callbacks, step], **settings)
+    trainer.train()
+    trainer.offload_engine.close()
+    return step
+
+
+def place_of(frames: str, expected: dict[str, int]) -> str:
+    """The first of the places that is among the frames, or all of these."""
+    without_lines = re.sub(r":\d+ ", " ", frames)
+    return next((place for place in expected if f" < {place} < " in f" < {without_lines} < "), frames)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_waits_where_it_has_to(double: Any, tmp_path: Path, name: str) -> None:
+    case = CASES[name]
+    step = run(double, tmp_path, case, [])
+    found: Counter[str] = Counter()
+    for frames, number in step.waits().items():
+        found[place_of(frames, case.expected)] += number
+    assert found == case.expected
+    assert step.blocking_operations == []
+
+
+def test_a_wait_that_nobody_expects_is_named(double: Any, tmp_path: Path) -> None:
+    class Waiting(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            device = device_for("cuda")
+            model.register_forward_pre_hook(lambda *_: device.record(Lane.COMPUTE).synchronize())
+
+    waits = run(double, tmp_path, CASES["dense"], [Waiting()]).waits()
+    (unexpected,) = [frames for frames in waits if place_of(frames, ONCE) != CLIP_NORM]
+    assert re.match(r"device/cuda.py:\d+ synchronize < gpu/test_host_waits.py:\d+ <lambda>", unexpected)
