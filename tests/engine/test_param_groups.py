@@ -41,6 +41,19 @@ def test_what_is_frozen_after_the_model_was_offloaded_can_be_thawed(
     twins.assert_equal()
 
 
+@HELD_OR_ACTIVE
+def test_experts_that_stream_and_may_be_late_can_be_frozen(hold_gradients: bool, make_twins: TwinsFactory) -> None:
+    settings: dict[str, Any] = {"experts": "streamed", "lazy_experts": True, "cpu_memory": "6MiB"}
+    adamw = {"optimizer": lambda params: torch.optim.AdamW(params, fused=True)}
+    twins = make_twins("qwen3_moe", hold_gradients=hold_gradients, **settings, **adamw)
+    for step in range(4):
+        freeze(twins.models, "model.layers.0.mlp", thaw=step % 2 == 1)
+        twins.train(2, first_seed=100 * step)
+    access = twins.engine.parameters
+    for name, parameter in twins.stock.named_parameters():
+        assert torch.equal(access.read_parameter(name), parameter), name
+
+
 def test_thawed_parameters_are_added_to_the_optimizer_with_its_defaults(make_twins: TwinsFactory) -> None:
     """As Lightning's `BaseFinetuning` does it. The head is the optimizer's from the start."""
     models = [tiny_model("llama").train() for _ in range(2)]

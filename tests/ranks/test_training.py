@@ -37,7 +37,13 @@ class Trained(NamedTuple):
     losses: list[Tensor]
 
 
-def train_stock(family: str, num_ranks: int, max_norm: float, accumulation: int = 1) -> Trained:
+def train_stock(
+    family: str,
+    num_ranks: int,
+    max_norm: float,
+    accumulation: int = 1,
+    after_step: Callable[[Any, int], object] = lambda _model, _step: None,
+) -> Trained:
     """One process, in memory, with as many batches a step."""
     model = tiny_model(family).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.1, fused=True)
@@ -52,6 +58,7 @@ def train_stock(family: str, num_ranks: int, max_norm: float, accumulation: int 
             norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
         optimizer.step()
         optimizer.zero_grad()
+        after_step(model, step)
     return Trained({name: weight.detach() for name, weight in model.named_parameters()}, norms, losses)
 
 
@@ -214,6 +221,24 @@ def test_ranks_may_evaluate_together_between_steps(tmp_path: Path) -> None:
 
     for ours in run_ranks(2, lambda links: train_rank(links, tmp_path, "llama", 0.5, after_step=evaluate)):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+
+
+@pytest.mark.parametrize("max_norm", [0.0, 0.5])
+def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: Path) -> None:
+    def freeze(model: Any, step: int) -> None:
+        for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[1].mlp):
+            part.requires_grad_(step == 2)
+
+    stock = train_stock("llama", 2, max_norm, after_step=freeze)
+    trained = run_ranks(
+        2,
+        lambda links: train_rank(
+            links, tmp_path, "llama", max_norm, after_step=lambda engine, step: freeze(engine.model, step)
+        ),
+    )
+    for ours in trained:
+        assert all(torch.equal(ours.weights[name], weight) for name, weight in stock.weights.items())
+        assert all(map(torch.equal, ours.norms, stock.norms))
 
 
 @pytest.mark.parametrize("max_norm", [0.0, 0.5])
