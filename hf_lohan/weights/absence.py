@@ -72,8 +72,9 @@ class Absence(Protocol):
 
 def refusal(name: str) -> str:
     """Why a call cannot have weights, and what to call instead."""
+    called = {"__reduce_ex__": "pickle", "__deepcopy__": "copy.deepcopy"}.get(name, name)
     return (
-        f"a weight of an offloaded model is in the store, where {name} cannot reach it; save the model with "
+        f"a weight of an offloaded model is in the store, where {called} cannot reach it; save the model with "
         "trainer.save_model() or model.save_pretrained(), read weights with accelerator.get_state_dict(model) or "
         "hf_lohan.engine_of(model).parameters.read_parameter(name), change them within "
         "hf_lohan.gathered_parameters(...), and change dtype or device before the model is offloaded"
