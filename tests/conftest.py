@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import shutil
 import sys
@@ -22,6 +23,9 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # OpenMP threads that wait by spinning take the cores from the engine's own threads, all the more on a busy machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
+ON_CUDA_DOUBLE = importlib.util.find_spec("cuda_double") is not None  # see tests/cuda_double
+if ON_CUDA_DOUBLE:  # its streams compute in one thread each, in which MKL gives other alignments other bits
+    os.environ["MKL_CBWR"] = "COMPATIBLE"
 # What runs measure of this busy machine is no profile to keep; the processes of one test run share it.
 os.environ.setdefault("LOHAN_TEST_CACHE", tempfile.mkdtemp(prefix="lohan-tests-"))
 os.environ["XDG_CACHE_HOME"] = os.environ["LOHAN_TEST_CACHE"]
@@ -45,9 +49,8 @@ def pytest_configure(config: pytest.Config) -> None:
         "covering(strength): of many cases, those run that have each value (1) or each pair (2) of parameters;"
         " the others are slow",
     )
-    is_double = "cuda_double" in sys.modules  # torch itself has loaded it: see tests/cuda_double
-    torch.set_num_threads(1 if is_double else 2)  # the same sums in the same order on every machine
-    if is_double:
+    torch.set_num_threads(1 if ON_CUDA_DOUBLE else 2)  # the same sums in the same order on every machine
+    if ON_CUDA_DOUBLE:
         from double_violations import FailsOnViolations
 
         config.pluginmanager.register(FailsOnViolations())

@@ -39,7 +39,7 @@ class Arguments {  // of one call, by name
   const Stack& stack_;
 };
 
-// ---- attention: the flash and the memory-efficient kernel. The CPU's flash attention computes them; what drops out, it cannot.
+// ---- attention: the flash and the memory-efficient kernel. The CPU's flash attention computes them, where it can.
 
 const int64_t EFFICIENT_ROWS = 32;  // the efficient kernel pads its log-sum-exp to a multiple of this
 
@@ -51,6 +51,9 @@ struct Attention {  // one call, forward or backward
   Tensor query = arguments.tensor("query"), key = arguments.tensor("key"), value = arguments.tensor("value");
   std::optional<double> scale = arguments.optional_double("scale");
   std::optional<Tensor> bias = is_efficient ? arguments.optional_tensor("attn_bias") : std::nullopt;
+
+  // The CPU's knows no dropout, and heads of one size alone.
+  bool is_plain() const { return dropout == 0 && query.size(1) == key.size(1) && query.size(3) == value.size(3); }
 
   // Several heads of queries may share one of keys and values.
   int64_t num_sharing() const { return query.size(1) / key.size(1); }
@@ -68,6 +71,7 @@ struct Attention {  // one call, forward or backward
   }
   // What is kept, and made larger for it: the same whenever it is asked for with this seed.
   Tensor kept(const Tensor& probabilities, int64_t seed) const {
+    if (dropout == 0) return at::ones_like(probabilities);
     auto generator = at::detail::createCPUGenerator(seed);
     return at::empty_like(probabilities).bernoulli_(1 - dropout, generator) / (1 - dropout);
   }
@@ -76,11 +80,11 @@ struct Attention {  // one call, forward or backward
 void attention(const c10::OperatorHandle& op, Stack& stack) {
   Attention a{{op, stack}};
   Tensor out, log_sum_exp, seed = at::zeros({}, at::kLong), offset = at::zeros({}, at::kLong);
-  if (a.dropout == 0) {
+  if (a.is_plain()) {
     std::tie(out, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(a.query, a.key, a.value, 0.0, a.is_causal, a.bias, a.scale);
   } else {
     Tensor scores = a.scores(), probabilities = scores.softmax(3);
-    seed.random_();
+    if (a.dropout > 0) seed.random_();
     log_sum_exp = scores.logsumexp(3);
     out = at::matmul(probabilities * a.kept(probabilities, seed.item<int64_t>()), a.shared(a.value)).to(a.query.scalar_type());
   }
@@ -104,7 +108,7 @@ void attention_backward(const c10::OperatorHandle& op, Stack& stack) {
   Tensor grad_out = a.arguments.tensor(a.is_efficient ? "grad_out_" : "grad_out"), out = a.arguments.tensor("out");
   Tensor log_sum_exp = a.arguments.tensor("logsumexp").slice(2, 0, a.query.size(2));
   Tensor grad_query, grad_key, grad_value;
-  if (a.dropout == 0) {
+  if (a.is_plain()) {
     std::tie(grad_query, grad_key, grad_value) = at::_scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, a.query, a.key, a.value, out, log_sum_exp, 0.0, a.is_causal, a.bias, a.scale);
   } else {
@@ -151,6 +155,18 @@ void rms_norm_backward(const c10::OperatorHandle& op, Stack& stack) {
 }
 
 // ---- others
+
+void layer_norm_backward(const c10::OperatorHandle& op, Stack& stack) {  // CUDA's has mean and rstd in float32
+  auto dtype = Arguments(op, stack).tensor("input").scalar_type();
+  bool is_short = dtype == at::kBFloat16 || dtype == at::kHalf;
+  auto cast = [](Stack& values, at::ScalarType to) {
+    for (auto& value : values)
+      if (value.isTensor() && value.toTensor().defined()) value = IValue(value.toTensor().to(to));
+  };
+  if (is_short) cast(stack, at::kFloat);
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), &stack);
+  if (is_short) cast(stack, dtype);  // where the weight is in float32, the write to its gradient casts again
+}
 
 void convolution(const c10::OperatorHandle& op, Stack& stack) {
   Arguments a(op, stack);
@@ -201,6 +217,7 @@ const std::map<std::string, Compute> SPECIAL = {
     {"aten::_scaled_dot_product_efficient_attention_backward", attention_backward},
     {"aten::_fused_rms_norm", rms_norm},
     {"aten::_fused_rms_norm_backward", rms_norm_backward},
+    {"aten::native_layer_norm_backward", layer_norm_backward},
     {"aten::cudnn_convolution", convolution},
     {"aten::_conv_depthwise2d", depthwise_convolution},
     {"aten::histc", histogram},
