@@ -148,6 +148,11 @@ class Timeline:
         """Seconds in which something was read or written."""
         return self._drives.totals().busy_s
 
+    @property
+    def drives_bytes(self) -> int:
+        """Read and written so far."""
+        return self._drives.totals().num_bytes
+
     def totals(self) -> dict[str, LaneTotals]:
         return {lane: counter.totals() for lane, counter in self._counters.items()}
 

@@ -22,7 +22,7 @@ from quickstart import Progress, byte_table
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainingArguments, default_data_collator
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainingArguments, default_data_collator
 
 from hf_lohan import Trainer
 from hf_lohan.planner import SizeClass
@@ -58,7 +58,6 @@ def training_arguments(output_dir: Path, *, max_steps: int = MAX_STEPS, batch_si
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
         dataloader_pin_memory=False,
         use_cpu=not torch.cuda.is_available(),
         seed=0,
@@ -170,7 +169,8 @@ def main(
 ) -> None:
     """Train, compare, export; exit status 1 if the held-out loss did not fall enough or the export is another model."""
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     run_folder, exported = out / "run", out / "finetuned"
     shutil.rmtree(exported, ignore_errors=True)
@@ -193,7 +193,7 @@ def main(
         processing_class=tokenizer,
         offload=offload,
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
     console.print("held-out loss and routing before, from the weights on disk")
     before, shares_before = evaluate(trainer, held_out)

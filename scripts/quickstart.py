@@ -17,9 +17,11 @@ import transformers
 from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
-from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback, TrainerCallback, TrainingArguments
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, AutoTokenizer, ProgressCallback, TrainerCallback, TrainingArguments
 
 from hf_lohan import Trainer
+from hf_lohan.huggingface.progress import live_line
 from hf_lohan.wording import format_bytes
 
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "quickstart.yaml"
@@ -34,11 +36,11 @@ console = Console(highlight=False)
 
 
 class Progress(TrainerCallback):
-    """A line a step in place of Trainer's dictionaries."""
+    """A line a step in place of Trainer's dictionaries and bar. Below it, on a terminal, hf_lohan says where it is."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
-            console.print(f"  step {state.global_step:2} of {state.max_steps}: loss {logs['loss']:.3f}")
+            tqdm.write(f"  step {state.global_step:2} of {state.max_steps}: loss {logs['loss']:.3f}")
 
 
 def training_arguments(output_dir: Path) -> TrainingArguments:
@@ -54,7 +56,6 @@ def training_arguments(output_dir: Path) -> TrainingArguments:
         logging_steps=1,
         save_strategy="no",
         report_to="none",
-        disable_tqdm=True,
         dataloader_pin_memory=False,
         seed=0,
     )
@@ -63,7 +64,8 @@ def training_arguments(output_dir: Path) -> TrainingArguments:
 def continuation(model: Any, tokenizer: Any) -> str:
     """What the model makes of the prompt, greedily."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
-    ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
+    with live_line("sample, token", MAX_NEW_TOKENS):
+        ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
     return str(tokenizer.decode(ids[0], skip_special_tokens=True))
 
 
@@ -90,7 +92,8 @@ def byte_table(summary: dict[str, Any]) -> Table:
 def main(out: Path) -> None:
     """Train, compare, export; exit status 1 if the held-out loss did not fall enough."""
     transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
     datasets.disable_progress_bars()
     run_folder, exported = out / "run", out / "finetuned"
     shutil.rmtree(exported, ignore_errors=True)
@@ -109,7 +112,7 @@ def main(out: Path) -> None:
         processing_class=tokenizer,
         offload=str(CONFIG),
     )
-    trainer.remove_callback(PrinterCallback)
+    trainer.remove_callback(ProgressCallback)
     trainer.add_callback(Progress)
     console.print("held-out loss and a sample before, from the weights on disk")
     before, text_before = trainer.evaluate()["eval_loss"], continuation(trainer.model, tokenizer)

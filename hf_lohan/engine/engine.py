@@ -157,6 +157,7 @@ class OffloadEngine:
             groups=self._groups,
             plan=self._plan,
             lifetime=self._lifetime,
+            block_began=events.block_began,
             block_of=self._block_of,
         )
         self._pass = ModelPass(parts)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Literal, TypeAlias
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.memory import PlannedMemory
+from hf_lohan.model import Block
 from hf_lohan.planning import PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
+
+PassName: TypeAlias = Literal["forward", "backward"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +40,8 @@ class EngineEvents:
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
     """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
     follow, or None if nothing changes."""
+    block_began: Callable[[PassName, Block], None] = lambda _phase, _block: None
+    """A pass has come to a block. Called for each of them, maybe on a thread of autograd: it is to be quick."""
 
 
 class FollowedPlan:

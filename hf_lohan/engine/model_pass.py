@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
-from hf_lohan.engine.events import FollowedPlan
+from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
@@ -47,6 +47,7 @@ class PassParts:
     groups: ParamGroups
     plan: FollowedPlan
     lifetime: Lifetime
+    block_began: Callable[[PassName, Block], None]
     block_of: Mapping[ParamSlice, Block]
 
 
@@ -80,16 +81,18 @@ class StepClock:
 class ComputeSpans:
     """One task at a time: compute of one pass that needs one block, until the next one is asked for."""
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, began: Callable[[PassName, Block], None]) -> None:
         self._device = device
-        self._open: tuple[str, Block, Stamp] | None = None
+        self._began = began
+        self._open: tuple[PassName, Block, Stamp] | None = None
 
-    def is_open(self, name: str, block: Block) -> bool:
+    def is_open(self, name: PassName, block: Block) -> bool:
         return self._open is not None and self._open[:2] == (name, block)
 
-    def begin(self, name: str, block: Block) -> None:
+    def begin(self, name: PassName, block: Block) -> None:
         """What is enqueued from here on is of the pass ``name`` and for ``block``."""
         self.end()
+        self._began(name, block)
         self._open = name, block, self._device.stamp(Lane.COMPUTE)
 
     def end(self) -> None:
@@ -106,7 +109,7 @@ class ModelPass:
         self._parts = parts
         self.clock = StepClock()
         self.in_use = BlocksInUse(parts.ring, parts.prefetcher)
-        self.spans = ComputeSpans(parts.device)
+        self.spans = ComputeSpans(parts.device, parts.block_began)
         self._saving: contextlib.AbstractContextManager[Any] | None = None
         self._phase = Phase.IDLE
         self._loads_before_gradient: dict[Block, int] = {}

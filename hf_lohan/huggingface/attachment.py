@@ -36,7 +36,7 @@ from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
 from hf_lohan.huggingface.experts import compute_expert, stream_experts
-from hf_lohan.huggingface.progress import long_work
+from hf_lohan.huggingface.progress import long_work, tell_of_blocks
 from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
@@ -187,6 +187,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         plan=functools.partial(_plan_step, weakref.ref(model), plan),
         plan_order=functools.partial(_plan_order, plan),
         step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
+        block_began=tell_of_blocks(layout.model_blocks, tiers.device.timeline),
     )
     engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 
+from hf_lohan.huggingface.progress import begin_step
 from hf_lohan.record import RunRecord
 
 TRACKERS = (
@@ -34,6 +35,7 @@ class RecordedRun(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.begin_step()
+        begin_step(state.global_step + 1, state.max_steps, self.record.planned_step_s)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.record.end_step(state.global_step)

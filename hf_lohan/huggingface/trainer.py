@@ -44,6 +44,7 @@ from hf_lohan.huggingface.guards import (
     why_in_turn,
 )
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.progress import trainer_line
 from hf_lohan.huggingface.rank_trainer import TrainsWithRanks
 from hf_lohan.huggingface.recorded_run import RecordedRun, tell_trackers
 from hf_lohan.huggingface.smoothed_labels import SmoothedLabels
@@ -133,17 +134,18 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         """`from_pretrained` of what is to be trained."""
         config = self._offload_config
         assert config is not None
-        return from_pretrained(
-            path,
-            offload=config,
-            torch_device=args.device,
-            bf16=args.bf16,
-            default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-            hold_gradients=_holds_gradients(args, config),
-            sums_gradients=args.gradient_accumulation_steps > 1,
-            optimizer=self._optimizer_choice(args),
-            **kwargs,
-        )
+        with trainer_line(args, "loading"):
+            return from_pretrained(
+                path,
+                offload=config,
+                torch_device=args.device,
+                bf16=args.bf16,
+                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+                hold_gradients=_holds_gradients(args, config),
+                sums_gradients=args.gradient_accumulation_steps > 1,
+                optimizer=self._optimizer_choice(args),
+                **kwargs,
+            )
 
     # The engine: attached late, after everything that patches or wraps the model has had its turn.
 
@@ -216,7 +218,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             self._agree_on_resume(self._resume_point)
             self._termination = Termination(self._links)
             self.last_whole_checkpoint = output = None
-            with self._termination:
+            with self._termination, trainer_line(self.args, "step"):
                 try:
                     output = super().train(self._resume_point.folder, *args, **kwargs)
                 finally:
@@ -296,8 +298,10 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             self._journal.after_step()
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self._ensure_engine()
-        return super().evaluation_loop(*args, **kwargs)
+        if self._ensure_engine() is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with trainer_line(self.args, "evaluation batch", kwargs.get("dataloader", next(iter(args), None))):
+            return super().evaluation_loop(*args, **kwargs)
 
     def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:

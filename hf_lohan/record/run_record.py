@@ -76,6 +76,11 @@ class RunRecord:
     def _now(self) -> OffloadPlan | None:
         return self._plan.plan if self._plan is not None else None
 
+    @property
+    def planned_step_s(self) -> float | None:
+        """How long a step should take; None: not known yet."""
+        return self._now.prediction.step_s if self._now is not None else None
+
     # As the run goes on.
 
     def begin(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:

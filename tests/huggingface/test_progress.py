@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import pty
+import re
 import select
 import struct
 import sys
@@ -16,13 +17,15 @@ from typing import Any
 
 import pytest
 import torch
+from datasets import Dataset
+from transformers import ProgressCallback, TrainingArguments
 from transformers.utils import logging as transformers_logging
 
 import hf_lohan
 from hf_lohan.cli import plan_request
 from hf_lohan.huggingface import progress
 from hf_lohan.huggingface.export import export
-from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.huggingface.progress import advance, live_line, long_work
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 OFFLOAD = {"cpu_memory": "5MiB", "gpu_memory": "1MiB"}
@@ -132,6 +135,68 @@ def test_work_within_work_has_one_line(terminal: Callable[[], str]) -> None:
     assert "inner" not in shown
     advance(10)  # outside, nothing happens
     assert terminal() == ""
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each block is written."""
+    monkeypatch.setattr(progress, "_MIN_INTERVAL_S", 0)
+    monkeypatch.setattr(progress, "_RATE_INTERVAL_S", 0)
+
+
+def train(model: Any, folder: Path, **settings: Any) -> None:
+    """Three steps, and an evaluation of two batches."""
+    ids = tiny_batch(batch_size=8)["input_ids"].tolist()
+    rows = Dataset.from_dict({"input_ids": ids, "labels": ids})
+    args = TrainingArguments(
+        str(folder), max_steps=3, per_device_train_batch_size=2, per_device_eval_batch_size=4, report_to="none",
+        use_cpu=True, **settings,
+    )  # fmt: skip
+    trainer = hf_lohan.Trainer(model, args, train_dataset=rows, eval_dataset=rows, offload=OFFLOAD)
+    trainer.remove_callback(ProgressCallback)
+    trainer.train()
+    trainer.evaluate()
+    assert trainer.offload_engine is not None
+    trainer.offload_engine.close()
+
+
+def test_training_says_where_it_is(terminal: Callable[[], str], at_once: None, tmp_path: Path) -> None:
+    train(tiny_model("llama", num_layers=2), tmp_path)
+    shown = terminal()
+    assert "step 1/3  planning the first step; a machine that is new is measured ..." in shown
+    for where in ("forward block 1/5", "forward block 5/5", "backward block 1/5", "backward block 4/5"):
+        assert re.search(rf"step 2/3  {where}  SSD [\d.e+-]+ GB/s  ETA \d\d:\d\d", shown), where
+    evaluated = shown[shown.index("evaluation batch") :]
+    assert "evaluation batch 1/2  forward block 3/5" in evaluated
+    assert re.search(r"evaluation batch 2/2  forward block 5/5  SSD \S+ GB/s  ETA 00:00", evaluated)
+    assert "backward" not in evaluated
+
+
+def test_training_is_quiet_where_it_is_to_be(terminal: Callable[[], str], at_once: None, tmp_path: Path) -> None:
+    tiny_model("llama", num_layers=2).save_pretrained(tmp_path / "base")
+    terminal()
+    train(str(tmp_path / "base"), tmp_path / "run", disable_tqdm=True)
+    shown = terminal()
+    assert "block" not in shown and "streaming" not in shown and "planning" not in shown
+
+
+def test_the_time_that_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = SimpleNamespace(s=1000.0)
+    monkeypatch.setattr(progress, "time", SimpleNamespace(perf_counter=lambda: now.s))
+    with live_line("step") as line:
+        for number, seconds in enumerate((100.0, 10.0, 10.0), start=1):  # hardware is measured in the first
+            line.begin(number, 16, 20.0)
+            line.enter("forward", 5, 32, lambda: 0)
+            if number == 1:
+                assert line.text(now.s + 5) == "step 1/16  forward block 5/32  ETA 05:15", "by the plan"
+            now.s += seconds
+        line.begin(4, 16, 20.0)
+        line.enter("backward", 12, 32, lambda: 3_000_000_000)
+        now.s += 4
+        line.enter("backward", 13, 32, lambda: 9_000_000_000)
+        assert line.text(now.s) == "step 4/16  backward block 13/32  SSD 1.5 GB/s  ETA 02:06"
+        with long_work("saving the world"):
+            assert line.text(now.s) == "step 4/16  saving the world ..."
 
 
 def test_a_line_is_not_written_more_than_ten_times_a_second(terminal: Callable[[], str]) -> None:
