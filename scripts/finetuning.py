@@ -30,6 +30,7 @@ from transformers import (
 )
 
 import hf_lohan
+from hf_lohan.device import default_torch_device
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +40,8 @@ Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
 def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, float]:
     """Run a fine-tuning script; returns all metrics. Bad input ends it with one line and exit status 1."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    parser.set_defaults(**family.defaults)
+    # TrainingArguments refuses --bf16 where there is no accelerator, unless it is told that this is meant.
+    parser.set_defaults(use_cpu=default_torch_device().type == "cpu", **family.defaults)
     try:
         arguments: Arguments = parser.parse_args_into_dataclasses(args=argv)
         _set_up_logging(arguments[2])

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import weakref
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -69,10 +70,28 @@ def engine_of(model: nn.Module) -> OffloadEngine | None:
     return engine
 
 
+_launched_with: OffloadConfig | None = None
+
+
+@contextlib.contextmanager
+def launched_with(config: OffloadConfig) -> Iterator[None]:
+    """Within, models of a script that was launched with these settings are offloaded. Where the script gives settings
+    of its own those count, and a warning says so; `trace` is kept for them, too."""
+    global _launched_with
+    before, _launched_with = _launched_with, config
+    try:
+        yield
+    finally:
+        _launched_with = before
+
+
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
     """Where to compute. With `trace`, all that it does and that is done for it is noted from here on."""
     keep_from_others()
-    return device_for(torch_device, Timeline(is_tracing=config.trace))
+    launched = _launched_with or OffloadConfig()
+    if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
+        logger.warning("the script gives its own offload settings; those of `lohan launch --offload` are not used")
+    return device_for(torch_device, Timeline(is_tracing=config.trace or launched.trace))
 
 
 def offload_model(
@@ -178,6 +197,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
     """Give a model whose weights are in the store an engine, and make it behave: saved from the store, recomputing as
     configured, computing in one dtype."""
     check_rank_model(model, tiers.links.ranks)
+    config = replace(config, trace=tiers.device.timeline.is_tracing)
     if config.activations != "keep" and needs_all_kept(model):
         logger.info("activations are kept: layers under prefix tuning cannot run again")
         config = replace(config, activations="keep")

@@ -31,7 +31,7 @@ from hf_lohan.compat.accelerate_private import (
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
-from hf_lohan.huggingface.attachment import num_offloaded
+from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trl_models import begin_above
 from hf_lohan.ranks.rendezvous import SECRET_VARIABLE
@@ -64,7 +64,7 @@ def offload_by_default(offload: Any = "lohan") -> Iterator[None]:
     launcher = _OffloadingLauncher(config)
     stock = stock_module.Trainer
     offloading = _offloading_class(stock, config)
-    with contextlib.ExitStack() as undo:
+    with launched_with(config), contextlib.ExitStack() as undo:
         for name in (*_TRAINER_MODULES, *_OUR_MODULES):
             _replace(undo, importlib.import_module(name), "Trainer", offloading)
         accelerator = _offloading_accelerator(config)

@@ -59,6 +59,29 @@ def test_an_explicit_offload_wins(tmp_path: Path) -> None:
         assert own.offload_engine.config.prefetch_blocks == 3
 
 
+def test_what_the_command_asks_for_is_kept_or_a_line_says_that_it_is_not(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    own = {"cpu_memory": "64MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "ssd")}
+    not_used = "the script gives its own offload settings"
+    tiny_model("llama").save_pretrained(tmp_path / "base")
+    with offload_by_default(OffloadConfig(trace=True)):
+        streamed = hf_lohan.from_pretrained(tmp_path / "base", offload=own, torch_device="cpu")
+        engine = engine_of(streamed)
+        assert engine is not None
+        assert engine.timeline.is_tracing and engine.config.trace
+        engine.close()
+        trainer = transformers.Trainer(tiny_model("llama"), arguments(tmp_path / "run"), offload=own)
+        assert evaluates_offloaded(trainer) and trainer.offload_engine.timeline.is_tracing
+        trainer.offload_engine.close()
+    assert not_used not in caplog.text
+    with offload_by_default({"cpu_memory": "65MiB"}):
+        trainer = transformers.Trainer(tiny_model("llama"), arguments(tmp_path / "other"), offload=own)
+        assert evaluates_offloaded(trainer) and not trainer.offload_engine.timeline.is_tracing
+        trainer.offload_engine.close()
+    assert caplog.text.count(not_used) == 1
+
+
 def test_a_script_may_use_the_mixin_itself(tmp_path: Path) -> None:
     with offload_by_default("lohan"):
 

@@ -50,6 +50,14 @@ def family(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
+def test_bf16_needs_no_other_word_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+    """As README's command has it."""
+    words = [word for word in flags(checkpoint("llama"), text_file, tmp_path / "out") if word != "--use_cpu"]
+    results = main(LLAMA, [*words, "--bf16", "--max_steps", "1", "--save_strategy", "no", "--offload", "lohan"])
+    assert math.isfinite(results["train_loss"])
+
+
 def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     stock, offloaded = tmp_path / "stock", tmp_path / "offloaded"
     results = main(FAMILIES[family], flags(checkpoint(family), text_file, stock, "--do_eval"))
