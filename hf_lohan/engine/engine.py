@@ -136,8 +136,7 @@ class OffloadEngine:
             before_updates=self.commits.keep_what_was_loaded,
             lend=partial(lend_own, self._ring, tiers),
         )
-        is_asked = config.clip == "speculate"
-        self.clip_history = ClipHistory("speculate" if is_asked else "defer", always=is_asked)
+        self.clip_history = ClipHistory("defer", always=config.clip == "speculate")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
         self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
         names = {module: name for name, module in model.named_modules()}

@@ -29,7 +29,7 @@ class ClipHistory:
     def __init__(self, way: ClipWay, *, always: bool = False) -> None:
         """`always`: guess however often the norm clips. Else the first step waits for its norm, and so does each that
         comes behind steps of which more than `MOST_WRONG_GUESSES` clipped."""
-        self.way: ClipWay = way
+        self.way: ClipWay = "speculate" if always else way
         """As planned; whether a step does guess: `speculates`."""
         self._always = always
         self._may_guess = True
