@@ -23,7 +23,7 @@ from hf_lohan.ranks import Links
 
 logger = logging.getLogger(__name__)
 
-_MASTERS_NUMEL = 4 << 20
+_MASTERS_NUMEL = 1 << 20
 """So many masters are put together at a time."""
 
 

@@ -141,7 +141,7 @@ class Manifest:
             raise ForeignStoreError(
                 f"{directory} holds the store of another model: {self.model.model_class} with "
                 f"{self.model.num_parameters:,} parameters, created {self.created}; "
-                f"choose another directory, or delete this one if its state is no longer needed"
+                f"give this run another output_dir or ssd path, or delete that store if its state is no longer needed"
             )
 
 

@@ -188,6 +188,21 @@ def test_a_saved_state_goes_on_elsewhere_to_the_bit(
     assert_same(second.weights(), stock)
 
 
+def test_a_state_of_an_earlier_version_is_loaded(tmp_path: Path) -> None:
+    """Its model lies in a folder of its own, as `save_pretrained` writes it."""
+    first, state = Prepared(tiny_model("mixtral").train(), tmp_path / "first"), tmp_path / "state"
+    first.run(max_norm=MAX_NORM, stop=1)
+    first.accelerator.save_state(str(state))
+    expected = first.weights()
+    (state / "model.safetensors").unlink()
+    first.model.save_pretrained(state / "lohan_model")
+    second = Prepared(tiny_model("mixtral", seed=5).train(), tmp_path / "second")
+    second.accelerator.load_state(str(state))
+    assert all(torch.equal(weight, expected[name]) for name, weight in second.weights().items())
+    for prepared in (first, second):
+        prepared.close()
+
+
 def test_a_loop_says_when_it_overwrites_the_steps_of_an_earlier_one(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

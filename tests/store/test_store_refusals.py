@@ -24,7 +24,7 @@ def test_the_store_of_another_model_is_refused_and_survives(
         store.commit()
         written = read_all(store)
     other = replace(model, fingerprint="other")
-    says_what_is_there = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; choose another"
+    says_what_is_there = r"another model: LlamaForCausalLM with 12,345 parameters, created 2.*; give this run another"
     with pytest.raises(ForeignStoreError, match=says_what_is_there):
         Store.create(paths, records, model=other, engine=engine)
     with pytest.raises(ForeignStoreError, match=says_what_is_there):
