@@ -16,7 +16,7 @@ from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
-from hf_lohan.planning import PlannedStep, StepShape, lay_out, plan_step, why_in_turn
+from hf_lohan.planning import PlannedStep, StepShape, check_together, lay_out, plan_step, why_in_turn
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
 
@@ -131,6 +131,8 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     model = weightless_model(model_config, dtype, request.lora_rank)
     config = activations_kept_if_needed(model, config)
     is_accumulated = request.num_micro_batches > 1
+    if config.vertical_micro_batches is True and is_accumulated:
+        check_together(model)
     is_auto = config.vertical_micro_batches == "auto" and is_accumulated
     in_turn_because = why_in_turn(model) if is_auto else None
     # What several ranks have summed goes to its owner once a step.

@@ -18,6 +18,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
 from hf_lohan.huggingface.rank_guards import check_rank_accelerator, check_rank_arguments
 from hf_lohan.optim import OffloadOptimizer
+from hf_lohan.planning import check_together
 from hf_lohan.planning import why_in_turn as in_turn_for_the_model
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -153,6 +154,16 @@ def why_in_turn(trainer: Trainer) -> str | None:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
             return f"{type(callback).__name__} has an on_substep_end, before which its micro-batch would not have run"
     return in_turn_for_the_model(trainer.model)
+
+
+def check_runs_together(trainer: Trainer) -> None:
+    """Raises ValueError if micro-batches that were asked to run together would draw other random numbers."""
+    if trainer.args.neftune_noise_alpha is not None:
+        raise ValueError(
+            "vertical_micro_batches: true would draw the noise of neftune_noise_alpha in another order than one "
+            "micro-batch after the other; set it to false or auto, or leave neftune_noise_alpha out"
+        )
+    check_together(trainer.model)
 
 
 def check_accelerator(accelerator: Accelerator) -> None:

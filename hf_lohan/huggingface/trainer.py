@@ -41,6 +41,7 @@ from hf_lohan.huggingface.guards import (
     check_model,
     check_optimizer,
     check_optimizers,
+    check_runs_together,
     why_in_turn,
 )
 from hf_lohan.huggingface.loading import from_pretrained, reload_weights
@@ -331,6 +332,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         """Whether the micro-batches of this training's steps run together; ``inputs`` are those of the first."""
         asked, num_micro_batches = engine.config.vertical_micro_batches, self.args.gradient_accumulation_steps
         if asked != "auto" or num_micro_batches == 1:
+            if asked is True and num_micro_batches > 1:
+                check_runs_together(self)
             return asked is True
         shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_in_turn(self)
         if shape is None:

@@ -21,14 +21,12 @@ def why_in_turn(model: Any) -> str | None:
     Of a forward that draws random numbers the layers would draw them in another order; of code that nobody knows it
     cannot be said what it keeps from one micro-batch to the next.
     """
-    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
-        return "the model draws random numbers (dropout), which would be others"
-    root = model.get_base_model() if hasattr(model, "peft_config") else model
+    drawn = random_numbers_of(model)
+    if drawn is not None:
+        return f"the model draws random numbers ({drawn}), which would be others"
+    root = _root_of(model)
     if type(root).__module__.partition(".")[0] not in _KNOWN_PACKAGES:
         return f"{type(root).__name__} is not of transformers, so what its forward keeps is not known"
-    for name, value in _numbers(root.config.to_dict()):
-        if value and any(word in name for word in _DRAWING):
-            return f"the model draws random numbers ({name}={value:g}), which would be others"
     if getattr(root.config, "output_router_logits", False):
         return "output_router_logits=True keeps all of the head for each micro-batch until the backward"
     for adapters in getattr(model, "peft_config", {}).values():
@@ -38,6 +36,32 @@ def why_in_turn(model: Any) -> str | None:
         if has_gradient_hook(parameter):
             return f"{name} has a hook on its gradient, which comes for all micro-batches at once"
     return None
+
+
+def random_numbers_of(model: Any) -> str | None:
+    """By what a training forward draws random numbers, as its modules and its config say; None: they name nothing."""
+    if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
+        return "dropout"
+    config = getattr(_root_of(model), "config", None)
+    for name, value in _numbers(config.to_dict()) if hasattr(config, "to_dict") else ():
+        if value and any(word in name for word in _DRAWING):
+            return f"{name}={value:g}"
+    return None
+
+
+def check_together(model: Any) -> None:
+    """Raises ValueError for a model whose micro-batches were asked to run together, but would draw other random numbers
+    than one after the other."""
+    drawn = random_numbers_of(model)
+    if drawn is not None:
+        raise ValueError(
+            f"vertical_micro_batches: true would draw the model's random numbers ({drawn}) in another order than one "
+            "micro-batch after the other; set it to false or auto, or train without dropout"
+        )
+
+
+def _root_of(model: Any) -> Any:
+    return model.get_base_model() if hasattr(model, "peft_config") else model
 
 
 def _numbers(settings: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -197,6 +197,10 @@ def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Pat
     options = ("--hardware", DESKTOP, "--gradient-accumulation-steps", 8)
     printed = plan(str(tmp_path), *options, batch_size=1, seq_len=16).stdout
     assert "The micro-batches run one after the other: the model draws random numbers (dropout" in printed
+    (tmp_path / "together.yaml").write_text("vertical_micro_batches: true\n")
+    refused = plan(str(tmp_path), *options, "--offload", tmp_path / "together.yaml", batch_size=1, seq_len=16)
+    assert refused.exit_code == 2
+    assert "true would draw the model's random numbers (dropout)" in refused.stderr
 
 
 def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b: str, tmp_path: Path) -> None:

@@ -110,14 +110,19 @@ def test_bfloat16_gradients_are_summed_in_float32(family: str, tmp_path: Path) -
     assert_same(train_offloaded(family, tmp_path / "together", {}, VERTICAL, **settings), in_turn)
 
 
-def test_dropout_is_made_again_as_it_was(tmp_path: Path) -> None:
-    """Recomputed or swapped, the numbers are those of activations that are kept."""
-    settings = {"gradient_accumulation_steps": 4}
-    dropout = {"dropout": 0.1, "attention_dropout": 0.1}
-    kept = train_offloaded("opt", tmp_path / "keep", dropout, {**VERTICAL, "activations": "keep"}, **settings)
-    for activations in ("recompute", "swap"):
-        offload = {**VERTICAL, "activations": activations}
-        assert_same(train_offloaded("opt", tmp_path / activations, dropout, offload, **settings), kept)
+@pytest.mark.parametrize("drawn", ["dropout", "neftune_noise_alpha"])
+def test_what_draws_random_numbers_is_refused(drawn: str, tmp_path: Path) -> None:
+    """They would be drawn layer by layer: each micro-batch would have others than in stock."""
+    settings: dict[str, Any] = {"gradient_accumulation_steps": 2}
+    settings |= {"neftune_noise_alpha": 5.0} if drawn == "neftune_noise_alpha" else {}
+    args = arguments(tmp_path, max_steps=1, **settings)
+    model = tiny_model("opt", **{"dropout": 0.1} if drawn == "dropout" else {})
+    trainer = hf_lohan.Trainer(model, args, train_dataset=ROWS, offload=VERTICAL)
+    with pytest.raises(
+        ValueError, match=f"vertical_micro_batches: true would draw .*{drawn}.*; set it to false or auto"
+    ):
+        trainer.train()
+    trainer.offload_engine.close()
 
 
 def test_a_streamed_model_whose_updates_run_in_backward(tmp_path: Path) -> None:

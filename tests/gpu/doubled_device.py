@@ -23,3 +23,8 @@ def pin_limit(double: Any, num_bytes: int) -> Iterator[None]:
     """Within, no more than this can be pinned in addition to what is pinned already."""
     with double.pin_limit(double.counts().get("pinned bytes now", 0) + num_bytes):
         yield
+
+
+def environment_of_double(**settings: int) -> dict[str, str]:
+    """The variables by which another process gets a double of these settings: ``SEED=7``, ``DEVICES=2``, ..."""
+    return {f"CUDA_DOUBLE_{name}": str(value) for name, value in settings.items()}

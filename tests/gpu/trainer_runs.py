@@ -23,7 +23,15 @@ class Outcome:
     weights: dict[str, Tensor]
 
 
-def make_trainer(folder: Path, model: Any, *, offload: Any = None, callbacks: Any = None, **settings: Any) -> Any:
+def make_trainer(
+    folder: Path,
+    model: Any,
+    *,
+    offload: Any = None,
+    callbacks: Any = None,
+    optimizers: tuple[Any, Any] = (None, None),
+    **settings: Any,
+) -> Any:
     """A Trainer that logs each step; a stock one without ``offload``."""
     rows = torch.randint(5, VOCAB_SIZE, (64, 16), generator=torch.Generator().manual_seed(3)).tolist()
     all_settings = {
@@ -44,13 +52,16 @@ def make_trainer(folder: Path, model: Any, *, offload: Any = None, callbacks: An
         TrainingArguments(**all_settings),
         train_dataset=Dataset.from_dict({"input_ids": rows, "labels": rows}),
         callbacks=callbacks,
+        optimizers=optimizers,
         **own,
     )
 
 
-def train(folder: Path, family: str, *, offload: Any = None, **settings: Any) -> Outcome:
-    trainer = make_trainer(folder, tiny_model(family), offload=offload, **settings)
-    trainer.train()
+def train(folder: Path, model: Any, *, offload: Any = None, resume: Any = None, **settings: Any) -> Outcome:
+    """``model``: a tiny model's family, or a model."""
+    model = tiny_model(model) if isinstance(model, str) else model
+    trainer = make_trainer(folder, model, offload=offload, **settings)
+    trainer.train(resume_from_checkpoint=resume)
     logged = [row for row in trainer.state.log_history if "loss" in row]
     names = [name for name, _ in trainer.model.named_parameters()]
     if offload is None:

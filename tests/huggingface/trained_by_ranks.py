@@ -19,6 +19,8 @@ import hf_lohan
 from hf_lohan.ranks.exchanges import Exchanges
 from hf_lohan.testing.models import tiny_model
 
+ON_CUDA = os.environ.get("LOHAN_TEST_DEVICE") == "cuda"
+"""A device for each rank. Gradients go over sockets of ours, and what little Trainer sends over gloo."""
 NUM_RANKS = 2
 NUM_STEPS = 6
 OFFLOAD = {"cpu_memory": "64MiB", "gpu_memory": "16MiB", "cpu_threads": 1, "io_threads": 1}
@@ -58,7 +60,8 @@ def arguments(output_dir: Path, *, is_alone: bool) -> TrainingArguments:
         eval_steps=2,
         save_steps=2,
         save_total_limit=2,
-        use_cpu=True,
+        use_cpu=not ON_CUDA,
+        ddp_backend="gloo" if ON_CUDA and not is_alone else None,
         report_to=[],
         disable_tqdm=True,
         seed=3,

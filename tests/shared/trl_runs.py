@@ -71,7 +71,7 @@ def run(kind: str, args: Any, *, offload: Any = None, **given: Any) -> Run:
 def weights_of(model: Any) -> dict[str, Tensor]:
     engine = engine_of(model)
     if engine is None:
-        return {name: parameter.detach() for name, parameter in model.named_parameters()}
+        return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}
     access = engine.parameters
     return {name: access.read_parameter(name) for name, _ in model.named_parameters()}
 
