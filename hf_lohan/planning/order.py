@@ -12,6 +12,8 @@ from hf_lohan.compat.torch_private import has_gradient_hook
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
 """In names of settings by which a forward draws random numbers: `attention_dropout`, `resid_pdrop`, `layerdrop`."""
+_OF_OTHER_HEADS = ("summary_", "classifier_")
+"""What a causal language model has no module for: its config names them all the same."""
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 
@@ -42,9 +44,9 @@ def random_numbers_of(model: Any) -> str | None:
     """By what a training forward draws random numbers, as its modules and its config say; None: they name nothing."""
     if any(isinstance(module, _DROPOUTS) and module.p > 0 for module in model.modules()):
         return "dropout"
-    config = getattr(_root_of(model), "config", None)
-    for name, value in _numbers(config.to_dict()) if hasattr(config, "to_dict") else ():
-        if value and any(word in name for word in _DRAWING):
+    config: Any = getattr(_root_of(model), "config", None)
+    for name, value in _numbers(config.to_dict() if hasattr(config, "to_dict") else {}):
+        if value and any(word in name for word in _DRAWING) and not name.startswith(_OF_OTHER_HEADS):
             return f"{name}={value:g}"
     return None
 
@@ -56,7 +58,7 @@ def check_together(model: Any) -> None:
     if drawn is not None:
         raise ValueError(
             f"vertical_micro_batches: true would draw the model's random numbers ({drawn}) in another order than one "
-            "micro-batch after the other; set it to false or auto, or train without dropout"
+            f"micro-batch after the other; set it to false or auto, or {drawn.partition('=')[0]} to 0"
         )
 
 

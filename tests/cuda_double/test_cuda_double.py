@@ -178,6 +178,30 @@ print(list(losses("cuda")))
     assert not wrong
 
 
+def test_numbers_of_python_leave_an_operation_in_the_dtype_of_its_tensor(program: Program) -> None:
+    code = """
+values = torch.rand(100)
+print(sum(float(value * 0.3) != float(value.cuda() * 0.3) for value in values))
+"""
+    output, wrong = program.run(code, **RUNS_LATE)
+    assert int(output) == 0
+    assert not wrong
+
+
+def test_work_belongs_to_the_device_that_its_tensors_are_on(program: Program) -> None:
+    """Whichever device is current: the default stream of each has the same handle."""
+    code = """
+first = torch.ones(4, device="cuda:1")
+joined = torch.cat([first, first + 1])
+del first
+print((joined * 2).sum().item())
+torch.cuda.synchronize(1)
+"""
+    output, wrong = program.run(code, **RUNS_LATE, CUDA_DOUBLE_DEVICES="2")
+    assert float(output) == 24
+    assert not wrong
+
+
 def test_a_device_of_24_gib_and_its_limits(program: Program) -> None:
     code = """
 def is_refused(num_bytes, **options):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -55,6 +55,6 @@ def _together(case: Case, strength: int) -> set[Case]:
     return set(itertools.combinations(case, min(strength, len(case))))
 
 
-def slow_but(quick: Sequence[Any], values: Iterable[Any]) -> list[Any]:
+def slow_but(quick: Collection[Any], values: Iterable[Any]) -> list[Any]:
     """Values of a parameter, those that are not among the quick ones marked slow."""
     return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in values]

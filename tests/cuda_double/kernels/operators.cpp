@@ -244,7 +244,12 @@ Stack call_in_stream(const Call& call) {
   for (size_t i = 0; i < call.arguments.size(); i++) {
     bool writes = is_written(schema.arguments()[i]);
     job->stack.push_back(map_tensors(call.arguments[i], [&](const Tensor& tensor) {
-      if (!tensor.is_cuda()) return tensor.clone();  // a number on the host, which is read at the launch
+      if (!tensor.is_cuda()) {  // a number on the host, which is read at the launch
+        Tensor number = tensor.clone();
+        // A clone is no number of Python any more, and one of float64 would have its operation computed in float64.
+        if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) number.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return number;
+      }
       add_access(accesses, tensor, writes);
       return on_cpu(tensor);
     }));
@@ -277,7 +282,9 @@ std::atomic<bool> is_to_poison{false};
 
 void poison_what_is_freed() {
   c10::cuda::CUDACachingAllocator::attachAllocatorTraceTracker([](const c10::CachingDeviceAllocator::TraceEntry& entry) {
-    if (entry.action_ == c10::CachingDeviceAllocator::TraceEntry::FREE_COMPLETED) cuda_double_poison(entry.stream_, (void*)entry.addr_, entry.size_);
+    if (entry.action_ != c10::CachingDeviceAllocator::TraceEntry::FREE_COMPLETED) return;
+    c10::cuda::CUDAGuard its_device(entry.device_);  // the default stream of each device has the same handle
+    cuda_double_poison(entry.stream_, (void*)entry.addr_, entry.size_);
   });
 }
 
@@ -290,11 +297,13 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   auto given = torch::jit::last(*stack, num_arguments);
   Call call{op, full_name(op), Stack(given.begin(), given.end()), nullptr};
   c10::OptionalDeviceGuard guard;
-  for (auto& value : call.arguments)
-    if (value.isTensor() && value.toTensor().defined() && value.toTensor().is_cuda()) {
-      guard.reset_device(value.toTensor().device());
-      break;
-    }
+  for (auto& value : call.arguments) {
+    map_tensors(value, [&](const Tensor& tensor) {
+      if (tensor.is_cuda() && !guard.current_device()) guard.reset_device(tensor.device());
+      return tensor;
+    });
+    if (guard.current_device()) break;
+  }
   call.stream = c10::cuda::getCurrentCUDAStream().stream();
   Stack results = cuda_double_is_async() ? call_in_stream(call) : call_at_once(call);
   torch::jit::drop(*stack, num_arguments);
