@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 from planned_models import PAPER, drives, hardware_file, runner
-from transformers import LlamaConfig, Qwen3MoeConfig
+from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 import hf_lohan.cli.plan_request as plan_request
 from hf_lohan.cli import app
@@ -143,6 +143,7 @@ def test_adapters_alone_are_written(tiny: str, tmp_path: Path) -> None:
 
 def test_vertical_micro_batches_move_weights_once(model_13b: str, tmp_path: Path) -> None:
     """As one batch of their size does; but one of them computes at a time, so more can be kept."""
+    OPTConfig.from_pretrained(model_13b, dropout=0.0).save_pretrained(model_13b)
     offload = tmp_path / "vertical.yaml"
     offload.write_text("vertical_micro_batches: true\nresident_records: none\n")
     options = ("--hardware", PAPER, "--offload", offload)
@@ -200,7 +201,7 @@ def test_what_keeps_micro_batches_from_running_together_is_printed(tmp_path: Pat
     (tmp_path / "together.yaml").write_text("vertical_micro_batches: true\n")
     refused = plan(str(tmp_path), *options, "--offload", tmp_path / "together.yaml", batch_size=1, seq_len=16)
     assert refused.exit_code == 2
-    assert "true would draw the model's random numbers (dropout)" in refused.stderr
+    assert "true would draw the model's random numbers (dropout=0.1)" in refused.stderr
 
 
 def test_states_in_fewer_bytes_make_a_smaller_store_and_a_shorter_step(model_13b: str, tmp_path: Path) -> None:
