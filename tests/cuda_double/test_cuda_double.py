@@ -188,6 +188,21 @@ print(sum(float(value * 0.3) != float(value.cuda() * 0.3) for value in values))
     assert not wrong
 
 
+def test_dropout_is_the_same_while_the_program_sets_the_state_of_the_cpu(program: Program) -> None:
+    code = """
+value, state, found = torch.ones(1 << 14, device="cuda", requires_grad=True), torch.get_rng_state(), []
+for _ in range(100):
+    torch.cuda.manual_seed(1)
+    found.append(torch.nn.functional.dropout(value, 0.5))
+    for _ in range(50):
+        torch.set_rng_state(state)
+print(sum(not torch.equal(dropped, found[0]) for dropped in found))
+"""
+    output, wrong = program.run(code, CUDA_DOUBLE_ASYNC="1")
+    assert int(output) == 0
+    assert not wrong
+
+
 def test_work_belongs_to_the_device_that_its_tensors_are_on(program: Program) -> None:
     """Whichever device is current: the default stream of each has the same handle."""
     code = """

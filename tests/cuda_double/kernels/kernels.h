@@ -33,5 +33,7 @@ struct Draw {
 };
 Draw prepare_draw(const c10::OperatorHandle& op, Stack& cpu_arguments);
 void compute_with(const Draw& draw, const std::function<void()>& compute);
+// For what draws within `compute`. The CPU's default generator is the program's too, which may set its state meanwhile.
+at::Generator generator_of_draw();
 
 }  // namespace cuda_double

@@ -17,7 +17,11 @@ std::mutex& default_generator_mutex() {
   return *mutex;
 }
 
+thread_local uint64_t seed_of_draw = 0;
+
 }  // namespace
+
+at::Generator generator_of_draw() { return at::detail::createCPUGenerator(seed_of_draw); }
 
 Draw prepare_draw(const c10::OperatorHandle& op, Stack& cpu_arguments) {
   Draw draw;
@@ -37,6 +41,7 @@ Draw prepare_draw(const c10::OperatorHandle& op, Stack& cpu_arguments) {
 
 void compute_with(const Draw& draw, const std::function<void()>& compute) {
   if (!draw.draws || draw.by_argument) return compute();
+  seed_of_draw = draw.seed;
   std::lock_guard<std::mutex> one_at_a_time(default_generator_mutex());
   auto generator = at::detail::getDefaultCPUGenerator();
   auto before = generator.get_state();

@@ -84,7 +84,7 @@ void attention(const c10::OperatorHandle& op, Stack& stack) {
     std::tie(out, log_sum_exp) = at::_scaled_dot_product_flash_attention_for_cpu(a.query, a.key, a.value, 0.0, a.is_causal, a.bias, a.scale);
   } else {
     Tensor scores = a.scores(), probabilities = scores.softmax(3);
-    if (a.dropout > 0) seed.random_();
+    if (a.dropout > 0) seed.random_(generator_of_draw());
     log_sum_exp = scores.logsumexp(3);
     out = at::matmul(probabilities * a.kept(probabilities, seed.item<int64_t>()), a.shared(a.value)).to(a.query.scalar_type());
   }
@@ -210,7 +210,20 @@ void grouped_product_shapes(Stack& stack) {
   stack = {at::empty(sizes, a.options().dtype(dtype))};
 }
 
+void dropout(const c10::OperatorHandle& op, Stack& stack) {
+  Arguments a(op, stack);
+  Tensor input = a.tensor("input"), mask = at::empty_like(input, input.options().dtype(at::kBool));
+  double kept = 1 - a["p"].toDouble();
+  if (!a["train"].isNone() && !a["train"].toBool()) {
+    stack = {input.clone(), mask.fill_(true)};
+    return;
+  }
+  mask.bernoulli_(kept, generator_of_draw());
+  stack = {input.mul(mask).mul_(kept == 0 ? 0 : 1 / kept), mask};
+}
+
 const std::map<std::string, Compute> SPECIAL = {
+    {"aten::native_dropout", dropout},
     {"aten::_scaled_dot_product_flash_attention", attention},
     {"aten::_scaled_dot_product_flash_attention_backward", attention_backward},
     {"aten::_scaled_dot_product_efficient_attention", attention},
