@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 from covering import slow_but
-from doubled_device import environment_of, find_double
+from doubled_device import environment_of_double, find_double
 from safetensors.torch import load_file
 from torch import Tensor
 from trainer_runs import Outcome, train
@@ -371,7 +371,7 @@ def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> 
     double = find_double()
     if double is None and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
-    two_devices = {} if double is None else environment_of(double, DEVICES=2)
+    two_devices = {} if double is None else environment_of_double(DEVICES=2)
     script = ROOT / "tests" / "huggingface" / "trained_by_ranks.py"
     on_cuda = {"LOHAN_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     alone = {"CUDA_VISIBLE_DEVICES": "0"} if double is None else {}
@@ -392,8 +392,9 @@ def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", range(1, 11))
-def test_late_copies_change_nothing(seed: int, double: Any) -> None:
+@pytest.mark.usefixtures("double")
+def test_late_copies_change_nothing(seed: int) -> None:
     """All of the above once more, with copies that come up to 2 ms late, in another order for each seed."""
-    late = environment_of(double, SEED=seed, ASYNC=1, POISON=1, RACES=1, COPY_DELAY_US=2000)
+    late = environment_of_double(SEED=seed, ASYNC=1, POISON=1, RACES=1, COPY_DELAY_US=2000)
     others = ("-k", "not late_copies", __file__)
     run_python("-m", "pytest", "-q", "-p", "no:cacheprovider", *others, environment=environment_with(**late))
