@@ -58,7 +58,8 @@ class OffloadConfig:
     """
 
     gpu_memory: int | Literal["auto"] = AUTO
-    """Most bytes of the compute device's memory for the pools; "auto" is 80% of the device memory."""
+    """Most bytes of the compute device's memory for slots and activations that are kept; "auto" is 80% of what is
+    free. What a layer or the head needs while it computes comes on top."""
 
     cpu_memory: int | Literal["auto"] = AUTO
     """Most bytes of host memory for the pools; "auto" is 60% of the host memory."""

@@ -105,6 +105,7 @@ def measure_hardware(
             memory_bytes=device_memory_bytes,
             memory_bytes_per_s=_rounded(memory_bytes_per_s),
             shares_cpu=device.shares_cores,
+            grows_segments=device.grows_segments,
             name=device_name(device),
         ),
         cpu=CpuProfile(
@@ -136,10 +137,11 @@ def _rounded(rate: float) -> float:
 
 
 def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: Device) -> HardwareProfile:
-    """The profile with the memory and the room on the drives that are free now: they change faster than rates do."""
+    """The profile with the memory and the room on the drives that are free now: they change faster than rates do. So
+    does the way in which memory is taken."""
     return replace(
         profile,
-        device=replace(profile.device, memory_bytes=device.total_memory_bytes()),
+        device=replace(profile.device, memory_bytes=device.total_memory_bytes(), grows_segments=device.grows_segments),
         cpu=replace(profile.cpu, memory_bytes=available_host_memory_bytes()),
         ssd=tuple(
             replace(ssd, path=path.path, capacity_bytes=path.capacity_bytes or 0)

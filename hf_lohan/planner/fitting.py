@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import takewhile
 
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
@@ -15,16 +16,32 @@ class Room:
     """What the tiers have for activations of one rank, once all else has its place. Negative where all else does not
     fit."""
 
-    kept_bytes: int
     cpu_bytes: int
     """In RAM, for swapped activations and records together."""
     ssd_bytes: int
     """For swapped activations beyond RAM."""
 
 
+ALLOCATOR_PERCENT, FRAGMENTED_PERCENT = 5, 15
+"""What the caching allocator takes of the device beyond what tensors need, of all that comes and goes in a step: where
+its segments grow (`DeviceProfile.grows_segments`), and where they are of a fixed size. Measured are 4 to 10, of which
+one that grows gives back what is not in use when memory ends, and 5 to 17."""
+WORKSPACES_BYTES = 64 << 20
+"""Those of cuBLAS for the thread that computes and the one of its backward: 8 MiB each, 32 on cards for servers."""
+THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
+"""And for each further thread, of micro-batches that run together."""
+_WORKSPACES_SHARE = 16
+"""At most one part in so many of what a step holds: they are no larger than the products of a tiny model."""
+
+
 def layer_working_bytes(model: ModelProfile) -> int:
     """What the backward of the largest layer holds on the device at once, beside its weights and its input."""
-    return max((layer.working_bytes or _estimated_working_bytes(layer, model) for layer in model.layers), default=0)
+    return max((layer_needs(layer, model) for layer in model.layers), default=0)
+
+
+def layer_needs(layer: BlockProfile, model: ModelProfile) -> int:
+    """What the backward of a layer holds at once, beside its weights and its input."""
+    return layer.working_bytes or _estimated_working_bytes(layer, model)
 
 
 def _estimated_working_bytes(layer: BlockProfile, model: ModelProfile) -> int:
@@ -40,9 +57,43 @@ def outer_working_bytes(model: ModelProfile) -> int:
     return max((block.working_bytes or block.saved_bytes for block in outer), default=0)
 
 
-def working_bytes(model: ModelProfile) -> int:
-    """What is held at once where that is most."""
-    return max(layer_working_bytes(model), outer_working_bytes(model))
+def tied_gradient_bytes(model: ModelProfile) -> int:
+    """Of embeddings that are the head as well: the head's part of it waits until the first layer has had its backward.
+    That of another head leaves while the last layer begins."""
+    layers = {layer.name for layer in model.layers}
+    before = list(takewhile(lambda block: block.name not in layers, model.blocks))
+    outer = [block for block in model.blocks if block.name not in layers]
+    head = max(outer, key=lambda block: block.working_bytes or block.saved_bytes, default=None)
+    works = head is not None and (head.working_bytes or head.saved_bytes)
+    return head.num_trainable_params * model.param_itemsize if head in before and works and head is not None else 0
+
+
+def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:
+    """What the device's allocator and the workspaces of libraries take, where a step holds ``held_bytes`` at once
+    beside slots."""
+    if hardware.device.shares_cpu:
+        return 0
+    percent = _allocator_percent(hardware)
+    of_large = -(-held_bytes * percent // 100) + _workspace_bytes(setup)
+    return min(of_large, -(-held_bytes * (_WORKSPACES_SHARE * percent + 100) // (100 * _WORKSPACES_SHARE)))
+
+
+def room_to_hold_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
+    """What a step may hold at once beside slots. Negative where these do not fit."""
+    beside_bytes = hardware.device.memory_bytes - setup.gpu_fixed_bytes
+    if hardware.device.shares_cpu:
+        return beside_bytes
+    whole = 100 + _allocator_percent(hardware)
+    of_large = (beside_bytes - _workspace_bytes(setup)) * 100 // whole
+    return max(of_large, beside_bytes * 100 * _WORKSPACES_SHARE // (_WORKSPACES_SHARE * whole + 100))
+
+
+def _workspace_bytes(setup: TrainingSetup) -> int:
+    return WORKSPACES_BYTES + (setup.num_together - 1) * THREAD_WORKSPACE_BYTES
+
+
+def _allocator_percent(hardware: HardwareProfile) -> int:
+    return ALLOCATOR_PERCENT if hardware.device.grows_segments else FRAGMENTED_PERCENT
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
@@ -68,27 +119,31 @@ def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
 
 
 def measure_room(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> Room:
-    """The device is at its fullest when forward turns into backward: what is kept, and a layer's or the head's work."""
-    beside_bytes = hardware.device.memory_bytes - working_bytes(model)
+    """Of RAM and drives."""
     ssd_bytes = ssd_limit_bytes(hardware, setup) - record_bytes(model, setup)
     return Room(
-        kept_bytes=min(setup.gpu_memory_bytes, beside_bytes) - setup.gpu_fixed_bytes,
         cpu_bytes=setup.cpu_memory_bytes - setup.cpu_fixed_bytes - ram_copy_bytes(model, setup),
         ssd_bytes=ssd_bytes // setup.cluster.num_local - setup.spilled_gradient_bytes,
     )
 
 
 def explain_refusal(
-    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, kept_bytes: int, least_swapped_bytes: int
+    model: ModelProfile,
+    hardware: HardwareProfile,
+    setup: TrainingSetup,
+    *,
+    kept_bytes: int,
+    working_bytes: int,
+    least_swapped_bytes: int,
 ) -> str | None:
-    """Why no plan fits and what would, or None. `kept_bytes` are to be kept, and at least `least_swapped_bytes`
-    swapped."""
+    """Why no plan fits and what would, or None. `kept_bytes` are to be kept, `working_bytes` are there beside them at
+    the least, and at least `least_swapped_bytes` are to be swapped."""
     if setup.gpu_fixed_bytes > setup.gpu_memory_bytes:
         return (
             f"gpu_memory of {_shown(setup.gpu_memory_bytes)} is smaller than the slots of this model; set it to "
             f"at least {_shown(setup.gpu_fixed_bytes)}"
         )
-    if (refusal := _refuse_device(model, hardware, setup, kept_bytes)) is not None:
+    if (refusal := _refuse_device(model, hardware, setup, kept_bytes, working_bytes)) is not None:
         return refusal
     if setup.cpu_fixed_bytes > setup.cpu_memory_bytes:
         return (
@@ -105,7 +160,10 @@ def explain_refusal(
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)
 
 
-def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int) -> str | None:
+def _refuse_device(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, kept_bytes: int, working_bytes: int
+) -> str | None:
+    """Why so much cannot be on the device, and what would help, or None."""
     if setup.gpu_fixed_bytes + kept_bytes > setup.gpu_memory_bytes:
         return (
             f"the activations of {_shown(kept_bytes)} that are to be kept do not fit gpu_memory of "
@@ -113,22 +171,24 @@ def _refuse_device(model: ModelProfile, hardware: HardwareProfile, setup: Traini
             "activations to auto"
         )
     layer_bytes, outer_bytes = layer_working_bytes(model), outer_working_bytes(model)
-    held_bytes, memory_bytes = max(layer_bytes, outer_bytes), hardware.device.memory_bytes
-    needed = setup.gpu_fixed_bytes + held_bytes + kept_bytes
+    held_bytes, memory_bytes = kept_bytes + working_bytes, hardware.device.memory_bytes
+    more_bytes = allocator_bytes(hardware, setup, held_bytes)
+    needed = setup.gpu_fixed_bytes + held_bytes + more_bytes
     if needed <= memory_bytes:
         return None
     # Gradients of weights are as large for a smaller batch, all else shrinks with it.
     whose = [block for block in model.blocks if (block in model.layers) == (layer_bytes >= outer_bytes)]
     gradient_bytes = max(block.num_trainable_params for block in whose) * model.param_itemsize
-    room_bytes = memory_bytes - setup.gpu_fixed_bytes - gradient_bytes
-    shrinking_bytes = held_bytes + kept_bytes - gradient_bytes
+    room_bytes = room_to_hold_bytes(hardware, setup) - gradient_bytes
+    shrinking_bytes = held_bytes - gradient_bytes
     batch = max(0, model.batch_size * room_bytes // shrinking_bytes) if shrinking_bytes else model.batch_size
     smaller = f"use a batch size of at most {batch}, or " if batch else "use shorter sequences, or "
     who = "the head with its logits and the loss" if outer_bytes > layer_bytes else "a layer"
     chunks = "set chunked_loss: true, or " if outer_bytes > layer_bytes else ""
+    allocator = f", {_shown(more_bytes)} for allocator and workspaces" if more_bytes else ""
     return (
-        f"{who} needs {_shown(held_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
-        f"tokens, and with the slots and what is kept that is {_shown(needed)}, more than the "
+        f"{who} needs {_shown(working_bytes)} at once for this batch of {model.batch_size} x {model.sequence_length} "
+        f"tokens, and with the slots{allocator} and what is kept that is {_shown(needed)}, more than the "
         f"{_shown(memory_bytes)} of the device; {smaller}{chunks}a device with at least that much memory"
     )
 

@@ -24,6 +24,8 @@ class DeviceProfile:
     """What elementwise operations reach; None: they are taken to cost nothing beside the products."""
     shares_cpu: bool = False
     """The CPU is the device: its cores also copy, run the optimizer and serve the drives."""
+    grows_segments: bool = True
+    """Its allocator takes memory in segments that grow, and so loses less of it (torch's `expandable_segments`)."""
     name: str = ""
 
 
@@ -137,7 +139,7 @@ def _value_of(section: Section, field: Field[Any]) -> Any:
             return _read(kind, section.require(field.name, allowed), field.name)
         case "ssd":
             return _read_ssds(section.require("ssd", _SSD_LIST))
-        case "shares_cpu" | "name" | "path":
+        case "shares_cpu" | "grows_segments" | "name" | "path":
             return section.plain(field.name, field.default)
     if field.default is None and not section.has(field.name):
         return None

@@ -9,14 +9,19 @@ import numpy as np
 
 from hf_lohan.planner.activation_choices import ActivationChoices, Candidates, Kept
 from hf_lohan.planner.compute_costs import operation_s
+from hf_lohan.planner.device_memory import FullestMoment
 from hf_lohan.planner.expert_costs import ExpertCosts
 from hf_lohan.planner.fitting import (
+    allocator_bytes,
     explain_refusal,
     fits_without_offloading,
+    layer_working_bytes,
     measure_room,
+    outer_working_bytes,
     ram_copy_bytes,
     record_bytes,
-    working_bytes,
+    room_to_hold_bytes,
+    tied_gradient_bytes,
 )
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
@@ -107,29 +112,54 @@ class _Search:
         self._activations = ActivationChoices(
             model, lambda operation: operation_s(operation, hardware), experts.reload_bytes
         )
+        self._fullest = FullestMoment(model, self._activations.kinds, setup.num_together)
+        self._room_to_hold = room_to_hold_bytes(hardware, setup)
         self._resident = setup.resident_records
         self._resident_bytes = sum(record.num_bytes for record in self._resident)
 
     def run(self, swapped_bytes: int | None) -> OffloadPlan:
-        all_candidates = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
+        found = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
+        all_ways = [(candidates, self._working(candidates)) for candidates in found]
+        least, working = min(all_ways, key=lambda way: (way[0].kept.num_bytes + way[1]).min())
         refusal = explain_refusal(
             self._model,
             self._hardware,
             self._setup,
-            kept_bytes=all_candidates[0].kept.num_bytes,
-            least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in all_candidates)),
+            kept_bytes=least.kept.num_bytes,
+            working_bytes=math.ceil(working.min()),
+            least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)),
         )
+        if refusal is not None:
+            all_ways = [(least, np.zeros_like(working))]  # who runs it all the same comes nearest with that
+        best = self._best_of(all_ways, ignores_drives=refusal is not None)
+        if math.isinf(best.step_s):  # what fits the device does not fit the drives
+            refusal = explain_refusal(
+                self._model,
+                self._hardware,
+                self._setup,
+                kept_bytes=least.kept.num_bytes,
+                working_bytes=math.ceil(working.min()),
+                least_swapped_bytes=int(least.swapped_bytes[working.argmin()]),
+            )
+            best = self._best_of([(least, np.zeros_like(working))], ignores_drives=True)
+        return self._assemble(best, refusal)
+
+    def _best_of(self, ways: list[tuple[Candidates, Values]], *, ignores_drives: bool) -> _Found:
+        """Of all ``ways``, each with what it has on the device beside slots and what is kept."""
         found = [
-            self._best(candidates, choice, clip, ignore_ssd_room=refusal is not None)
-            for candidates, choice in [(candidates, self._choice(candidates)) for candidates in all_candidates]
+            self._best(candidates, working, choice, clip, ignores_drives=ignores_drives)
+            for candidates, working, choice in [(way[0], way[1], self._choice(way[0])) for way in ways]
             for clip in self._setup.clip_modes
         ]
         costs = [best.step_s * self._wear_factor(best.clip) for best in found]
         least = min(costs) * EQUALLY_FAST
-        best = min(
+        return min(
             (best for best, cost in zip(found, costs, strict=True) if cost <= least), key=lambda best: best.busy_s
         )
-        return self._assemble(best, refusal)
+
+    def _working(self, candidates: Candidates) -> Values:
+        """[num_candidates] bytes that a step has on the device beside slots and what is kept."""
+        return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
 
     def _wear_factor(self, clip: ClipMode) -> float:
         """A step's time counts so many times. A wrong guess is written twice: it is to save as much as it wears."""
@@ -148,7 +178,27 @@ class _Search:
             case "swap":
                 return self._activations.kept_choices(0)[:1]
             case "auto":
-                return self._activations.kept_choices(max(0, self._room.kept_bytes))
+                return self._kept_in_room()
+
+    def _kept_in_room(self) -> list[Kept]:
+        """As much as leaves room for what the model has at once: if a layer's own outputs count in that already or not,
+        and if what is swapped of another layer is there with it or not."""
+        model, layers = self._model, self._model.layers
+        allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
+        most = self._room_to_hold - outer_working_bytes(model)
+        beside_layer = self._room_to_hold - layer_working_bytes(model) - tied_gradient_bytes(model)
+        own_bytes = max((layer.output_bytes for layer in layers), default=0)
+        swapped_bytes = own_bytes + max((layer.input_bytes for layer in layers), default=0)
+        budgets = {
+            max(0, min(allowed_bytes, most - of_head, beside_layer + own))
+            for of_head, own in ((0, own_bytes), (0, 0), (swapped_bytes, 0), (swapped_bytes, -swapped_bytes), (most, 0))
+        }
+        found = {
+            (kept.num_inputs, *kept.num_of_kind): kept
+            for budget_bytes in sorted(budgets, reverse=True)
+            for kept in self._activations.kept_choices(budget_bytes)
+        }
+        return list(found.values())
 
     def _candidates(self, kept: Kept, swapped_bytes: int | None) -> Candidates:
         candidates = self._activations.candidates(kept, self._setup.activations)
@@ -182,12 +232,15 @@ class _Search:
         held = held_beside(gradients, put_away, num_held_chunks=self._setup.num_held_chunks, ram_bytes=cpu_bytes)
         return np.maximum(0.0, all_bytes - held)
 
-    def _best(self, candidates: Candidates, choice: Choice, clip: ClipMode, *, ignore_ssd_room: bool) -> _Found:
+    def _best(
+        self, candidates: Candidates, working: Values, choice: Choice, clip: ClipMode, *, ignores_drives: bool
+    ) -> _Found:
         shape = choice.swapped_bytes.shape
         forward_s, backward_s = self._costs.step_s(choice, clip)
         step_s = np.broadcast_to(forward_s + backward_s, shape)
-        if not ignore_ssd_room:
-            step_s = np.where(choice.spilled_bytes <= self._room.ssd_bytes, step_s, np.inf)
+        if not ignores_drives:
+            fits = candidates.kept.num_bytes + working <= self._room_to_hold
+            step_s = np.where(fits & (choice.spilled_bytes <= self._room.ssd_bytes), step_s, np.inf)
         fastest = step_s <= step_s.min() * EQUALLY_FAST
         busy_s = np.where(fastest, np.broadcast_to(self._costs.busy_s(choice, clip), shape), np.inf)
         row = int(busy_s.argmin())
@@ -207,7 +260,7 @@ class _Search:
             case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
             kept_bytes=candidates.kept.num_bytes,
             recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
-            tier_bytes=self._tier_bytes(candidates.kept, choice),
+            tier_bytes=self._tier_bytes(candidates.kept, math.ceil(self._working(candidates).item()), choice),
             fits=refusal is None,
         )
         return OffloadPlan(
@@ -226,7 +279,7 @@ class _Search:
             refusal=refusal,
         )
 
-    def _tier_bytes(self, kept: Kept, choice: Choice) -> dict[Tier, dict[str, int]]:
+    def _tier_bytes(self, kept: Kept, working_bytes: int, choice: Choice) -> dict[Tier, dict[str, int]]:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
@@ -239,7 +292,12 @@ class _Search:
             **({"weights": copy_bytes} if copy_bytes else {}),
         }
         return {
-            "gpu": {"slots": setup.gpu_fixed_bytes, "activations": kept.num_bytes, "working_set": working_bytes(model)},
+            "gpu": {
+                "slots": setup.gpu_fixed_bytes,
+                "activations": kept.num_bytes,
+                "working_set": working_bytes,
+                **({"allocator_and_workspaces": on_top} if (on_top := self._on_top(kept, working_bytes)) else {}),
+            },
             "cpu": {name: num_local * num_bytes for name, num_bytes in own_bytes.items()},
             "ssd": {
                 "records": record_bytes(model, setup),
@@ -247,6 +305,9 @@ class _Search:
                 "activations": num_local * spilled,
             },
         }
+
+    def _on_top(self, kept: Kept, working_bytes: int) -> int:
+        return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
         """One candidate, spelled out. What is swapped goes to RAM from the last layer back, as long as whole outputs

@@ -193,7 +193,13 @@ class RunPlan:
     def _measured(self, traced: TracedModel, shape: StepShape) -> HardwareProfile:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
         is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
-        return cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
+        hardware = cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
+        if self._device.memory_is_host:
+            return hardware
+        # The slots are there already, and the plan counts them.
+        slots_bytes = self._layout.plan.gpu_pool_bytes - self._layout.plan.whole_device_bytes
+        device = replace(hardware.device, memory_bytes=hardware.device.memory_bytes + slots_bytes)
+        return replace(hardware, device=device)
 
     def _is_short(self, traced: TracedModel, shape: StepShape) -> bool:
         """Whether to measure the hardware well would take a good part of the run, even if the hardware is slow."""

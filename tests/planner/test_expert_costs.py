@@ -41,9 +41,7 @@ def moe_model(num_layers: int = 1, **changes: Any) -> ModelProfile:
 
     def with_experts(block: Any) -> Any:
         product, output = block.operations
-        return replace(
-            block, experts=experts, operations=(product, replace(output, name=OUTPUT, loads_experts=True))
-        )
+        return replace(block, experts=experts, operations=(product, replace(output, name=OUTPUT, loads_experts=True)))
 
     return replace(model, blocks=tuple(with_experts(block) for block in model.blocks))
 

@@ -13,9 +13,7 @@ NUM_LAYERS = 10
 
 
 def block(name: str, size_class: SizeClass, num_bytes: int) -> BlockShape:
-    return BlockShape(
-        name=name, size_class=size_class, param_bytes=num_bytes, unit_numels=(), num_trainable_params=0
-    )
+    return BlockShape(name=name, size_class=size_class, param_bytes=num_bytes, unit_numels=(), num_trainable_params=0)
 
 
 MODEL = [
@@ -30,9 +28,7 @@ CACHED = KeysAndValues(num_sequences=2, num_tokens=1000, num_bytes=CACHE)
 
 def slots(gpu_memory_bytes: int) -> tuple[int, int]:
     """How many slots layers have, and how many of them stay."""
-    chosen = slots_for_generation(
-        MODEL, gpu_memory_bytes=gpu_memory_bytes, keys_and_values=CACHED, prefetch_blocks=2
-    )
+    chosen = slots_for_generation(MODEL, gpu_memory_bytes=gpu_memory_bytes, keys_and_values=CACHED, prefetch_blocks=2)
     return chosen.num_layer_slots, len(chosen.kept_layers)
 
 
@@ -92,6 +88,4 @@ def test_experts_that_come_one_by_one_have_what_layers_leave() -> None:
     traffic = token_traffic([*MODEL, *experts], chosen, num_outer_slots=2, experts_share=0.25)
     assert sum(record.read_bytes_per_step for record in traffic) == 80 * int(0.25 * (1 - 24 / 80) * 40)
     with pytest.raises(BudgetError, match="two layers, 2 experts and the embeddings"):
-        slots_for_generation(
-            [*MODEL, *experts], gpu_memory_bytes=least - 1, keys_and_values=CACHED, prefetch_blocks=2
-        )
+        slots_for_generation([*MODEL, *experts], gpu_memory_bytes=least - 1, keys_and_values=CACHED, prefetch_blocks=2)

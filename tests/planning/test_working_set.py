@@ -125,7 +125,7 @@ def test_of_micro_batches_that_share_weights_one_is_in_a_layer(vocab_size: int, 
     """Or in the head. The others wait between two layers, each with one hidden state."""
     with torch.device("meta"):
         model = tiny_model("llama", num_layers=8, hidden_size=256, vocab_size=vocab_size)
-    config = OffloadConfig.load({"gpu_memory": "40MiB", "cpu_memory": "200MiB", "vertical_micro_batches": True})
+    config = OffloadConfig.load({"gpu_memory": "40MiB", "cpu_memory": "200MiB", "activations": "recompute"})
     config = config.resolve(
         host_memory_bytes=1 << 30, device_memory_bytes=1 << 28, num_cpus=2, default_ssd_path=str(tmp_path)
     )
