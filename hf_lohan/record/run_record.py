@@ -24,7 +24,7 @@ from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.planner import OffloadPlan
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.ranks import Ranks
-from hf_lohan.record.steps import StepLines
+from hf_lohan.record.steps import StepLines, device_memory
 from hf_lohan.report.run_data import (
     CONFIG_NAME,
     CORRECTED_PLAN_NAME,
@@ -186,6 +186,7 @@ class RunRecord:
             "swapped_bytes": engine.activations.swapper.swapped_bytes,
             "spilled_bytes": engine.activations.swapper.spilled_bytes,
             "peak_gpu_pool_bytes": engine.peak_gpu_pool_bytes,
+            **device_memory(engine, self._plan),
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
             **tiers.coded.figures(),

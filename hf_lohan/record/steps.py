@@ -149,7 +149,8 @@ class StepLines:
         pools = {pool.name: pool.high_water_bytes for pool in engine.tiers.pools}
         pools["activations"] = engine.activations.swapper.high_water_bytes
         pools["copies of records"] = engine.layout.resident_bytes
-        return {"device_slots_bytes": engine.peak_gpu_pool_bytes, "cpu_pool_bytes": pools}
+        device = device_memory(engine, self._plan)
+        return {"device_slots_bytes": engine.peak_gpu_pool_bytes, **device, "cpu_pool_bytes": pools}
 
     def _append(self) -> None:
         self._is_written = True
@@ -178,6 +179,19 @@ class StepLines:
         except OSError as error:
             logger.warning("steps are not recorded: %s", error)
             self._file = None
+
+
+def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]:
+    """The most that a device with an allocator of its own had so far, beside what the plan counts on; else nothing."""
+    peak = engine.device.memory_peak()
+    if peak is None:
+        return {}
+    planned = plan.plan.prediction.tier_bytes["gpu"].values() if plan is not None and plan.plan is not None else None
+    return {
+        "device_peak_allocated_bytes": peak.allocated_bytes,
+        "device_peak_reserved_bytes": peak.reserved_bytes,
+        **({"device_planned_bytes": sum(planned)} if planned is not None else {}),
+    }
 
 
 def _step_of(line: str) -> float:

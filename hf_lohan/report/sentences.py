@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
@@ -85,6 +86,9 @@ def _mostly(waits: list[Wait], total_s: float) -> str:
     return f"for {listed([f'{wait.cause} ({seconds(wait.seconds)})' for wait in (longest, *rest[:2])])}"
 
 
+_DEVICE_MEMORY = ("peak_allocated", "peak_reserved", "planned")
+
+
 def on_memory(findings: Findings) -> str:
     _, rss = findings.values("anon_rss_bytes")
     last = findings.steps[-1]
@@ -98,7 +102,19 @@ def on_memory(findings: Findings) -> str:
         where = "in slots for weights" if findings.shares_cpu else "and on the device, in slots for weights,"
         parts.append(f"{format_bytes(last['device_slots_bytes'])} {where}{_allowed(config, 'gpu_memory')}")
     rest = " The rest is Python, the libraries, and what autograd holds." if rss else ""
-    return f"{text}, {listed(parts)}.{rest}" if parts else f"{text}."
+    return f"{text}, {listed(parts)}.{rest}{_on_device_memory(last)}" if parts else f"{text}.{_on_device_memory(last)}"
+
+
+def _on_device_memory(last: Mapping[str, Any]) -> str:
+    """What the device had at the most, of one that counts it."""
+    allocated, reserved, planned = (last.get(f"device_{name}_bytes") for name in _DEVICE_MEMORY)
+    if not isinstance(allocated, int) or not isinstance(reserved, int):
+        return ""
+    against = f"; the plan counted on {format_bytes(planned)}" if isinstance(planned, int) else ""
+    return (
+        f" On the device tensors had at most {format_bytes(allocated)}, and the allocator held "
+        f"{format_bytes(reserved)} for them{against}."
+    )
 
 
 def _allowed(config: object, name: str) -> str:
