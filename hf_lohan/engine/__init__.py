@@ -13,6 +13,7 @@ from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.led_reads import LedReads
 from hf_lohan.engine.lifetime import wait_until_closed
 from hf_lohan.engine.memory import Tiers, open_tiers
+from hf_lohan.engine.out_of_memory import OutOfMemoryAnswer
 from hf_lohan.engine.parameter_access import ParameterAccess, drain_model
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "Journal",
     "LedReads",
     "OffloadEngine",
+    "OutOfMemoryAnswer",
     "ParameterAccess",
     "StepsSoFar",
     "Tiers",

@@ -142,7 +142,7 @@ class OffloadEngine:
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
-        self.planned_memory = memory = PlannedMemory(self.activations, config.activations, tiers, layout)
+        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout)
         routing = routing_of(self.expert_loader, layers.values())
         self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits, routing)
         self._lifetime = Lifetime()
@@ -222,7 +222,7 @@ class OffloadEngine:
             )
         self._plan.run_together(len(micro_batches))
         together = self.expert_loader.together(len(micro_batches)) if self.expert_loader else nullcontext()
-        with together:
+        with together, self.planned_memory.out_of_memory.given():
             return self._micro_batches(micro_batches)
 
     @property
@@ -273,7 +273,7 @@ class OffloadEngine:
         self._pass.recover()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
             result = self._step.finish(group_of)
         self._prefetcher.foresee(is_training=True)
         self._pass.clock.end_step()
@@ -324,7 +324,7 @@ class OffloadEngine:
         """See `StepTransaction.clip`."""
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"):
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
             return self._step.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:

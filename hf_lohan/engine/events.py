@@ -58,7 +58,7 @@ class FollowedPlan:
         routing: Callable[[], Mapping[str, Sequence[int]]],
     ) -> None:
         self._events = events
-        self._planned_memory = planned_memory
+        self.memory = planned_memory
         self._pipeline = pipeline
         self._step = step
         self._clip_history = clip_history
@@ -79,7 +79,7 @@ class FollowedPlan:
         """A training forward begins, maybe a step's first."""
         if self._step_has_ended:
             self._step_has_ended = False
-            self._planned_memory.begin_step()
+            self.memory.begin_step()
             self._follow(self._events.step_began(StepsSoFar(self._clip_history.clip_rate, self._routing())))
         if self._is_first_forward:
             self._is_first_forward = False
@@ -87,7 +87,7 @@ class FollowedPlan:
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
-        self._needs_plan |= self._planned_memory.run_together(num_micro_batches)
+        self._needs_plan |= self.memory.run_together(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
         """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
@@ -96,25 +96,26 @@ class FollowedPlan:
         self._needs_plan = False
         if planned is None:
             return False
-        self._planned_memory.run_together(planned.shape.num_together)
+        self.memory.run_together(planned.shape.num_together)
         self._follow(planned)
         return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
         """A training forward begins; its shape is known if its batch has token ids."""
+        self.memory.seen = shape
         if self._needs_plan and shape is not None:
             self._needs_plan = False
             self._pipeline.settle()  # what still runs would make the hardware look slow
-            self._follow(self._events.plan(replace(shape, num_together=self._planned_memory.num_together)))
-        self._planned_memory.take_copies()
+            self._follow(self._events.plan(replace(shape, num_together=self.memory.num_together)))
+        self.memory.take_copies()
 
     def see_evaluation(self) -> None:
         """A forward without gradients begins."""
-        self._planned_memory.take_copies()
+        self.memory.take_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:
-            self._planned_memory.follow(planned)
+            self.memory.follow(planned)
             self._commits.follow(_interval(planned))
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)

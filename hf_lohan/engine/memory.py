@@ -12,13 +12,14 @@ from torch import Tensor
 from hf_lohan.activations import LayerTrace
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
 from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
-from hf_lohan.config import Activations, OffloadConfig
+from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
 from hf_lohan.engine.coded_lanes import CodedLanes
+from hf_lohan.engine.out_of_memory import OutOfMemoryAnswer
 from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
-from hf_lohan.planning import OffloadLayout, PlannedStep
+from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
 from hf_lohan.ranks import CommitAgreement, Links, SharedRegion, one_rank_at_a_time
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
@@ -157,9 +158,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     return tiers
 
 
-def _kept_weights(
-    layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store
-) -> KeptParts | None:
+def _kept_weights(layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store) -> KeptParts | None:
     """In RAM, or on the SSD where the layout says so. A rank to which no parts come counts what the others keep."""
     if layout.ranks.num_nodes == 1 or not config.collectives.keeps_weights:
         return None
@@ -209,12 +208,17 @@ class PlannedMemory:
     def __init__(
         self,
         activations: ActivationTiers,
-        mode: Activations,
+        config: OffloadConfig,
         tiers: Tiers,
         layout: OffloadLayout,
     ) -> None:
         self._activations = activations
-        self._mode = mode
+        self._mode = mode = config.activations
+        self._planned: PlannedStep | None = None
+        self.seen: StepShape | None = None
+        """Of the last training forward, if its batch had token ids."""
+        self.out_of_memory = OutOfMemoryAnswer(config, lambda: (self._planned, self.seen))
+        """To be given to errors of whoever runs a step."""
         self._tiers = tiers
         self.layout = layout
         """With the RAM divided as it is, or will be if there is no plan."""
@@ -229,6 +233,7 @@ class PlannedMemory:
 
     def follow(self, planned: PlannedStep) -> None:
         """From the next layer on. Where activations are kept, or all recomputed, there is nothing to follow."""
+        self._planned = planned
         self._activations.end_watching()
         if not self._has_copies:
             self.layout = planned.layout

@@ -378,4 +378,3 @@ class ExpertSchedule:
 
     def _num_visits(self, now: _Pass) -> int:
         return len(self._layers) * (2 if now.is_training else 1)
-

@@ -7,7 +7,7 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from hf_lohan.device import Device, device_for
 from hf_lohan.engine import (
     EngineEvents,
     OffloadEngine,
+    OutOfMemoryAnswer,
     ParameterAccess,
     Tiers,
     drain_model,
@@ -83,6 +84,17 @@ def launched_with(config: OffloadConfig) -> Iterator[None]:
         yield
     finally:
         _launched_with = before
+
+
+@contextlib.contextmanager
+def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfig) -> Iterator[None]:
+    """Within, errors of a device without memory say what to change, also before the model has an engine."""
+    try:
+        yield
+    except RuntimeError as error:
+        engine = engine_of(model())
+        (OutOfMemoryAnswer(config) if engine is None else engine.planned_memory.out_of_memory).give(error)
+        raise
 
 
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
@@ -209,7 +221,8 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
         block_began=tell_of_blocks(layout.model_blocks, tiers.device.timeline),
     )
-    engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
+    with OutOfMemoryAnswer(config).given():
+        engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)
     global _num_attached
     _num_attached += 1

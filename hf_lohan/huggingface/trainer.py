@@ -30,6 +30,7 @@ from hf_lohan.engine.model_hooks import step_shape
 from hf_lohan.files.directories import keep_from_others
 from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
 from hf_lohan.huggingface.attachment import (
+    answering_out_of_memory,
     engine_of,
     offload_model,
     recompute_without_reentry,
@@ -203,7 +204,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         """
         if self._offload_config is None:
             return super().train(resume_from_checkpoint, *args, **kwargs)
-        with self._failing_together():
+        with self._failing_together(), answering_out_of_memory(lambda: self.model, self._offload_config):
             if self.args.should_save:
                 remove_unfinished(self.args.output_dir)
             self._links.barrier("what a killed save left to be removed")

@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
+from trainer_runs import train
 
 from hf_lohan.device import device_for
 
@@ -24,3 +34,36 @@ def test_what_the_allocator_keeps_counts_as_free() -> None:
     assert peak is not None and memory.nbytes <= peak.allocated_bytes <= peak.reserved_bytes
     del memory
     assert device.total_memory_bytes() == before
+
+
+def test_the_record_has_peaks_beside_the_plan(tmp_path: Path) -> None:
+    offload = {"cpu_memory": "64MiB", "gpu_memory": "4MiB", "ssd": str(tmp_path / "store")}
+    train(tmp_path / "run", "llama", offload=offload)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "lohan" / "steps.jsonl").read_text().splitlines()]
+    plan = json.loads((tmp_path / "run" / "lohan" / "plan.json").read_text())["tier_bytes"]["gpu"]
+    last = lines[-1]
+    assert 0 < last["device_peak_allocated_bytes"] <= last["device_peak_reserved_bytes"]
+    assert last["device_planned_bytes"] == sum(plan.values())
+    assert plan["allocator_and_workspaces"] > 0
+
+
+QUICK = (3, 60, 400)
+"""When slots are taken, in the first step, in a later one."""
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [QUICK, *(pytest.param(range(first, first + 25), marks=pytest.mark.slow) for first in range(1, 101, 25))],
+    ids=lambda numbers: f"{numbers[0]}_to_{numbers[-1]}",
+)
+def test_out_of_memory_at_one_allocation_after_another(double: Any, numbers: Sequence[int], tmp_path: Path) -> None:
+    """Without the cache of torch's allocator, so that each tensor asks the device. What fails in planning costs the
+    plan; what fails in a step ends the run, with an answer, and the next one goes on from what was committed."""
+    if not hasattr(double, "fail_allocation"):
+        pytest.skip("this double cannot fail an allocation")
+    command = [sys.executable, str(Path(__file__).with_name("out_of_memory_in_turn.py")), str(tmp_path)]
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "CUDA_DOUBLE_ASYNC": "0"}
+    done = subprocess.run([*command, *map(str, numbers)], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    ended = [line for line in done.stdout.splitlines() if line.endswith(" ended")]
+    assert len(ended) >= len(numbers) // 2, done.stdout[-2000:]

@@ -220,3 +220,45 @@ def test_a_hyperparameter_search_finds_what_the_stock_trainer_finds(
         )
         found.append((best.run_id, best.objective, best.hyperparameters))
     assert found[0] == found[1]
+
+
+class MemoryEnds:
+    """Of the device, within a layer's forward of one step, as torch has it."""
+
+    def __init__(self, trainer: Any, at_step: int, *, in_backward: bool) -> None:
+        self._trainer, self._at_step, self._in_backward = trainer, at_step, in_backward
+        layer = trainer.model.model.layers[0]
+        self._handle = layer.register_forward_hook(self._behind_layer)
+
+    def _behind_layer(self, _module: Any, _args: Any, output: Any) -> None:
+        if self._trainer.state.global_step == self._at_step and torch.is_grad_enabled():
+            if not self._in_backward:
+                self._fail()
+            (output[0] if isinstance(output, tuple) else output).register_hook(lambda _gradient: self._fail())
+
+    def _fail(self) -> None:
+        self._handle.remove()
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB. If reserved but unallocated ...")
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_a_run_without_device_memory_says_what_to_change_and_is_resumed(
+    in_backward: bool, make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    whole = make_trainer(tmp_path / "whole")
+    whole.train()
+    expected = [row["loss"] for row in whole.state.log_history if "loss" in row]
+
+    broken = make_trainer(tmp_path / "run")
+    MemoryEnds(broken, at_step=2, in_backward=in_backward)
+    with pytest.raises(torch.OutOfMemoryError) as raised:
+        broken.train()
+    (said,) = raised.value.args
+    assert said.startswith("CUDA out of memory. Tried to allocate 2.00 MiB.")
+    assert "The plan counts on" in said and "slots" in said and "for batches of 2 x" in said
+    assert "se a smaller batch size or shorter sequences" in said
+    broken.offload_engine.close()
+
+    resumed = make_trainer(tmp_path / "run")
+    resumed.train(resume_from_checkpoint="last_step")
+    assert [row["loss"] for row in resumed.state.log_history if "loss" in row] == expected

@@ -1,0 +1,66 @@
+"""What is written into errors of a device without memory, and into which."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OutOfMemoryAnswer
+from hf_lohan.engine.out_of_memory import is_out_of_memory, missing_bytes
+
+OF_TORCH = (
+    "CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of 23.64 GiB of which 50.00 MiB is "
+    "free. Of the allocated memory 22.10 GiB is allocated by PyTorch, and 126.88 MiB is reserved by PyTorch but "
+    "unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF."
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_one"),
+    [
+        (torch.OutOfMemoryError(OF_TORCH), True),
+        (RuntimeError("CUDA error: out of memory"), True),
+        (RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"), True),
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ValueError("CUDA error: out of memory"), False),
+    ],
+)
+def test_errors_without_memory_are_told_from_others(error: Exception, is_one: bool) -> None:
+    assert is_out_of_memory(error) is is_one
+    said = str(error)
+    with pytest.raises(type(error)) as raised, OutOfMemoryAnswer(OffloadConfig(gpu_memory=20 << 30)).given():
+        raise error
+    assert raised.value is error and (str(error) != said) is is_one
+
+
+def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
+    """accelerate finds a smaller batch by an error with one argument that begins so."""
+    answer = OutOfMemoryAnswer(OffloadConfig(gpu_memory=20 << 30))
+    error = torch.OutOfMemoryError(OF_TORCH)
+    with pytest.raises(torch.OutOfMemoryError), answer.given(), answer.given():
+        raise error
+    (said,) = error.args
+    assert said.startswith(OF_TORCH.partition(" If reserved")[0])
+    assert "PYTORCH_ALLOC_CONF" not in said
+    assert said.count("gpu_memory is 20 GiB") == 1
+    assert said.endswith("No committed step is lost: the next run goes on from it.")
+
+
+def test_what_libraries_say_begins_so_as_well() -> None:
+    error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
+    OutOfMemoryAnswer(OffloadConfig()).give(error)
+    assert str(error).startswith("CUDA out of memory. CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        (OF_TORCH, 3 << 19),
+        ("Tried to allocate 2.00 GiB.", 2 << 30),
+        ("Tried to allocate 512 bytes", 0),  # next to nothing
+        ("out of memory", 0),
+    ],
+)
+def test_how_much_was_missing(said: str, expected: int) -> None:
+    assert missing_bytes(said) == expected

@@ -1,0 +1,69 @@
+"""python out_of_memory_in_turn.py FOLDER NUMBER...: on the double, a short run for each number, whose allocation of
+that number fails, and the run that goes on from it. Prints "NUMBER ended" or "NUMBER whole" for each that went well."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from doubled_device import find_double
+from trainer_runs import make_trainer
+
+from hf_lohan.testing.models import tiny_model
+
+ANSWERS = ("CUDA out of memory.", "gpu_memory", "the next run goes on from it")
+
+
+def trainer_in(folder: Path) -> Any:
+    offload = {"cpu_memory": "64MiB", "gpu_memory": "4MiB", "ssd": str(folder / "store"), "commit_every": 1}
+    return make_trainer(folder / "run", tiny_model("llama", num_layers=2), offload=offload)
+
+
+def outcome(trainer: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
+    names = [name for name, _ in trainer.model.named_parameters()]
+    weights = {name: trainer.offload_engine.parameters.read_parameter(name) for name in names}
+    trainer.offload_engine.close()
+    return [row["loss"] for row in trainer.state.log_history if "loss" in row], weights
+
+
+def resumed_in(folder: Path) -> Any:
+    trainer = trainer_in(folder)
+    try:
+        trainer.train(resume_from_checkpoint="last_step")
+    except ValueError:  # it ended before its first commit
+        if trainer.offload_engine is not None:
+            trainer.offload_engine.close()
+        trainer = trainer_in(folder)
+        trainer.train()
+    return trainer
+
+
+def main(folder: Path, numbers: list[int]) -> None:
+    double: Any = find_double()
+    whole = trainer_in(folder / "whole")
+    whole.train()
+    losses, weights = outcome(whole)
+    for number in numbers:
+        broken, ended = trainer_in(folder / str(number)), False
+        double.fail_allocation(number)
+        try:
+            broken.train()
+        except RuntimeError as error:
+            ended = True
+            assert all(answer in str(error) for answer in ANSWERS), f"{number}: {error!r}"
+        finally:
+            double.fail_allocation(0)
+        if ended and broken.offload_engine is not None:
+            broken.offload_engine.close()
+        found_losses, found = outcome(resumed_in(folder / str(number)) if ended else broken)
+        assert found_losses == losses, number
+        assert all(torch.equal(found[name], weight) for name, weight in weights.items()), number
+        print(number, "ended" if ended else "whole", flush=True)
+        shutil.rmtree(folder / str(number))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), [int(number) for number in sys.argv[2:]])
