@@ -34,6 +34,7 @@ from hf_lohan.report.run_data import (
     SUMMARY_NAME,
 )
 from hf_lohan.store.rank_folders import rank_folder
+from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,8 @@ class RunRecord:
         self._step_tokens: list[int] = []
         self._num_tokens = 0
         self._began_s = 0.0
+        self._cpu_load = 0.0
+        """Of the machine in the minute before training began, in CPUs."""
         self._written_plan: OffloadPlan | None = None
         self._is_announced = False
 
@@ -88,6 +91,7 @@ class RunRecord:
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
+        self._cpu_load = os.getloadavg()[0]
         self._peak.start()
         if self._plan is not None and num_steps is not None:
             self._plan.begin(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
@@ -119,8 +123,9 @@ class RunRecord:
         self._say(
             f"hf_lohan: the {layout.num_parameters:,} parameters of {layout.identity.model_class} stream from "
             f"{' and '.join(path.path for path in tiers.store.paths)} ({format_bytes(tiers.store_bytes)}) through "
-            f"{format_bytes(config.cpu_memory)} of RAM and {format_bytes(config.gpu_memory)} on the "
-            f"{self.engine.device.torch_device.type}; {step}"
+            f"{format_bytes(layout.cpu_bytes)} of RAM and {format_bytes(layout.plan.gpu_pool_bytes)} on the "
+            f"{self.engine.device.torch_device.type} (limits: {format_bytes(config.cpu_memory)} and "
+            f"{format_bytes(config.gpu_memory)}); {step}"
         )
 
     def end_step(self, step: int) -> None:
@@ -204,6 +209,8 @@ class RunRecord:
             "is_finished": is_finished,
             "num_planned_steps": self._num_planned_steps,
             "model_class": engine.layout.identity.model_class,
+            "cpu_load": self._cpu_load,
+            "num_cpus": usable_cpus(),
             "dtype": str(engine.layout.master.working_dtype).removeprefix("torch."),
             "versions": {"hf_lohan": __version__, "torch": torch.__version__, "transformers": version("transformers")},
         }

@@ -49,8 +49,21 @@ def on_step_time(findings: Findings) -> str:
     if findings.floor:
         resource, floor_s = findings.floor
         label = bottleneck_label(resource, shares_cpu=findings.shares_cpu)
-        beside.append(f"{findings.step_s / floor_s:.2f} times the floor of {seconds(floor_s)} set by {label}")
-    return f"{text}: {listed(beside)}." if beside else f"{text}. Nothing was planned, so there is no floor."
+        if floor_s <= findings.step_s:
+            beside.append(f"{findings.step_s / floor_s:.2f} times the floor of {seconds(floor_s)} set by {label}")
+    if not beside:
+        return f"{text}. Nothing was planned, so there is no floor."
+    return f"{text}: {listed(beside)}.{_on_busy_cpus(findings)}"
+
+
+def _on_busy_cpus(findings: Findings) -> str:
+    """What makes a measured floor no floor."""
+    load, num_cpus = findings.summary.get("cpu_load"), findings.summary.get("num_cpus")
+    is_busy = load and num_cpus and load > num_cpus
+    busy = f" while {load:.1f} of {num_cpus} CPUs were busy" if is_busy else ""
+    if findings.floor and findings.step_s is not None and findings.floor[1] > findings.step_s:
+        return f" There is no floor: the hardware was measured{busy}, and seemed slower than the steps were."
+    return f" It was measured{busy}." if busy else ""
 
 
 def on_lanes(findings: Findings) -> str:

@@ -160,9 +160,14 @@ def train(model: Any, folder: Path, **settings: Any) -> None:
     trainer.offload_engine.close()
 
 
-def test_training_says_where_it_is(terminal: Callable[[], str], at_once: None, tmp_path: Path) -> None:
+def test_training_says_where_it_is(
+    terminal: Callable[[], str], at_once: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train(tiny_model("llama", num_layers=2), tmp_path)
     shown = terminal()
+    said = r"through ([\d.]+) MiB of RAM and ([\d.]+) KiB on the cpu \(limits: 5 MiB and 1 MiB\)"
+    used = re.search(said, capsys.readouterr().out)
+    assert used is not None and 0 < float(used[1]) <= 5 and 0 < float(used[2]) < 1024
     assert "step 1/3  planning the first step; a machine that is new is measured ..." in shown
     for where in ("forward block 1/5", "forward block 5/5", "backward block 1/5", "backward block 4/5"):
         assert re.search(rf"step 2/3  {where}  SSD [\d.e+-]+ GB/s  ETA \d\d:\d\d", shown), where

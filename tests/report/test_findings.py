@@ -70,6 +70,18 @@ def test_what_bounds_the_step() -> None:
     assert sentences.bound_by(findings([])) is None
 
 
+def test_a_floor_above_the_steps_is_none() -> None:
+    """As measured on a machine that was busy with something else."""
+    floors = {"floor_by_resource_s": {"compute": 30.0}, "predicted_step_s": 33.0}
+    told = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
+    assert "times the floor" not in told
+    assert "There is no floor: the hardware was measured while 13.5 of 2 CPUs were busy" in told
+    told = sentences.on_step_time(
+        a_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
+    )
+    assert "times the floor of 2.5 s" in told and told.endswith("It was measured while 4.0 of 2 CPUs were busy.")
+
+
 def test_plan_and_floor_stand_beside_the_step() -> None:
     run = a_run(predicted_step_s=3.2, corrected_step_s=3.2, floor_by_resource_s={"compute": 1.0, "ssd": 2.5})
     assert run.floor == ("ssd", 2.5)
