@@ -3,16 +3,25 @@ sentence that names it, and what they then go on to is to the bit the run that n
 
 from __future__ import annotations
 
+import json
+import re
+import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 
 import pytest
 from rank_runs import NET_TIMEOUT_S, Fault, RankRun
-from runs import Outcome, Run
+from runs import FAILED, Outcome, Run
+from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan.cli import app
 from hf_lohan.cli.verification import verify_store
+from hf_lohan.store import kept_commits
+from hf_lohan.store.commits import write_commit
+from hf_lohan.store.manifest import sealed
 
 RUN = Run(num_ranks=2, num_steps=40)
 SHORT = Run(num_ranks=2, num_steps=20)
@@ -75,3 +84,92 @@ def test_killed_between_commits_of_records_in_ram(
         with capsys.disabled():
             print(f"after step {ended.after_step}: {'one rank ahead' if 'is ahead' in said else 'none ahead'}")
     run.check_against(undisturbed_in_ram)
+
+
+def swap(run: RankRun) -> None:
+    first, second, aside = run.store_of(0), run.store_of(1), run.folder / "aside"
+    first.rename(aside)
+    second.rename(first)
+    aside.rename(second)
+
+
+def copy(run: RankRun) -> None:
+    shutil.rmtree(run.store_of(1))
+    shutil.copytree(run.store_of(0), run.store_of(1))
+
+
+def forge_manifest(run: RankRun) -> None:
+    file = run.store_of(1) / "manifest.json"
+    fields = json.loads(file.read_text())
+    fields["layout"]["records"][0]["first"] = 1 << 40
+    file.write_text(json.dumps(sealed(fields)))
+
+
+def forge_journal(run: RankRun) -> None:
+    for commit in reversed(kept_commits([str(run.store_of(1))])):
+        forged = {name: content for name, content in commit.journal.items() if name != "trainer_state.json"}
+        write_commit(replace(commit, journal=forged), str(run.store_of(1)), keep_previous=True)
+
+
+def flip(name: str) -> Callable[[RankRun], None]:
+    def flip_in_all(run: RankRun) -> None:
+        for file in run.store_of(1).glob(name):
+            content = bytearray(file.read_bytes())
+            for at in range(len(content) // 2, len(content), 1 << 16):
+                content[at] ^= 8
+            file.write_bytes(content)
+
+    return flip_in_all
+
+
+def remove(name: str) -> Callable[[RankRun], None]:
+    return lambda run: (run.store_of(1) / name).unlink()
+
+
+@pytest.mark.slow
+@pytest.mark.storm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("harm", "told"),
+    [
+        (swap, "holds the store of rank 1 of 2, not of rank 0 of 2"),
+        (copy, "holds the store of rank 0 of 2, not of rank 1 of 2"),
+        (forge_manifest, "is another than that of the run that wrote"),
+        (forge_journal, "has a journal that no run has written"),
+        (flip("manifest.json"), "is damaged or not a store's manifest"),
+        (flip("commit.safetensors"), "not a commit is|the checksum is wrong of"),
+        (flip("records-*.bin"), "is damaged: the checksum of its elements"),
+        (flip("log.jsonl"), "the checksum is wrong of .*log.jsonl"),
+        (remove("manifest.json"), "that of rank 1 is not under"),
+        (remove("records-1.bin"), r"records-1\.bin"),
+        (lambda run: shutil.rmtree(run.store_of(1)), "that of rank 1 is not under"),
+        (flip("commit-previous.safetensors"), ""),
+        (remove("commit-previous.safetensors"), ""),
+    ],
+    ids=[
+        *("swapped", "copied", "forged-manifest", "forged-journal", "damaged-manifest", "damaged-commit"),
+        *("damaged-records", "damaged-log", "no-manifest", "no-records", "no-folder"),
+        *("damaged-previous", "no-previous"),
+    ],
+)
+def test_a_harmed_store_of_one_rank_is_refused_by_both_or_harms_nothing(
+    harm: Callable[[RankRun], None], told: str, undisturbed_in_ram: list[Outcome], tmp_path: Path
+) -> None:
+    """In the same sentence by a resume and by verify; none that only a programmer understands."""
+    run, random = RankRun(IN_RAM, tmp_path), Random(1)
+    while (hf_lohan.last_step(run.run.output_dir) or 0) < 6:
+        run.befall("killed", 1, random)
+    harm(run)
+    if not told:
+        assert verify_store([str(run.run.output_dir)])
+        run.check_against(undisturbed_in_ram)
+        return
+    result = CliRunner().invoke(app, ["verify", str(run.run.output_dir)])
+    said = " ".join((result.stdout + result.stderr).split())
+    assert result.exit_code in (1, 2) and re.search(told, said), said
+    children = run.start()
+    codes = [child.end() for child in children]
+    errors = [child.error for child in children]
+    assert codes == [FAILED] * 2 and any(re.search(told, error) for error in errors), errors
+    kinds = {error.partition(":")[0] for error in errors}
+    assert kinds <= {"ForeignStoreError", "StorageError", "CorruptionError", "RankFailedError", "ValueError"}, errors
