@@ -300,8 +300,8 @@ def _check_file(name: str, content: bytes, step: int) -> None:
             read = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         if name == OPTIMIZER_NAME:
             _ = read["state"], [group["lr"] for group in read["param_groups"]]
-        elif name == SCHEDULER_NAME:
-            _ = int(read["last_epoch"])
+        elif name == SCHEDULER_NAME and not isinstance(read, dict):  # a scheduler of one's own says what is in it
+            raise TypeError("it is no state of a scheduler")
         elif "rng_state" in name:
             random.Random().setstate(read["python"])
             np.random.RandomState().set_state(read["numpy"])

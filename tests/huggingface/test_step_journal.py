@@ -74,6 +74,7 @@ def saved(content: object) -> bytes:
         (with_file("trainer_state.json", b'{"of": "something"}'), "trainer_state.json: TypeError"),
         (with_file("trainer_state.json", json.dumps({"global_step": 7}).encode()), "it is of step 7 of 0"),
         (with_file("scheduler.pt", b"no pickle"), "scheduler.pt: UnpicklingError"),
+        (with_file("scheduler.pt", saved([1])), "scheduler.pt: TypeError"),
         (with_file("optimizer.pt", saved([1])), "optimizer.pt: TypeError"),
         (with_file("rng_state.pth", saved({"python": 1})), "rng_state.pth: TypeError"),
         (with_file("../outside", b""), "outside the journal's folder"),
