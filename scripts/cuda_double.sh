@@ -24,6 +24,7 @@ default_tests=(
     tests/exactness/test_against_stock_trainer.py::test_kept_activations
     tests/exactness/test_against_stock_trainer.py::test_schedules_differ_only_in_time
     tests/exactness/test_against_stock_trainer.py::test_dropout_draws_the_same_numbers
+    tests/exactness/test_activations.py::test_every_mode_trains_as_stock
     tests/exactness/test_activations.py::test_a_model_that_is_streamed_in
     tests/exactness/test_activations.py::test_adapters
     tests/exactness/test_vertical_micro_batches.py::test_dropout_is_made_again_as_it_was
