@@ -27,7 +27,6 @@ default_tests=(
     tests/exactness/test_activations.py::test_every_mode_trains_as_stock
     tests/exactness/test_activations.py::test_a_model_that_is_streamed_in
     tests/exactness/test_activations.py::test_adapters
-    tests/exactness/test_vertical_micro_batches.py::test_dropout_is_made_again_as_it_was
 )
 
 is_required=0

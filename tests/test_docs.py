@@ -118,3 +118,16 @@ def test_the_floors_in_contributing_are_those_that_are_tested() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (-?\d+) \| ([^|]*) \|", text, flags=re.MULTILINE)
     assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == floors
+
+
+def test_scripts_name_tests_that_are_there() -> None:
+    """pytest runs none of its arguments where one of them is not found."""
+    named = {
+        match
+        for script in (ROOT / "scripts").glob("*.sh")
+        for match in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", script.read_text(encoding="utf-8"))
+    }
+    assert len(named) > 4
+    texts = {file: (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else "" for file, _ in named}
+    wrong = [f"{file}::{test}" for file, test in sorted(named) if f"def {test}" not in texts[file]]
+    assert not wrong, f"scripts name what is not there: {', '.join(wrong)}"

@@ -54,9 +54,7 @@ def train(run: Run, disk: RecordedDisk | None = None) -> Outcome:
     ],
     ids=["each-step", "all-records-in-ram", "experts-one-by-one"],
 )
-def test_cut_at_random_calls(
-    run: Run, undisturbed: Callable[[Run], Outcome], ram_folder: Path, tmp_path: Path
-) -> None:
+def test_cut_at_random_calls(run: Run, undisturbed: Callable[[Run], Outcome], ram_folder: Path, tmp_path: Path) -> None:
     whole = undisturbed(run)
     first = replace(run, output_dir=ram_folder / "first" / "out", beside=tmp_path)
     (ram_folder / "first" / STORE).mkdir(parents=True)

@@ -88,7 +88,6 @@ def test_a_finished_run_that_is_resumed_takes_no_further_step(make_trainer: Call
     assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
 
 
-
 def checkpoints(folder: Path) -> list[str]:
     """Everything in a run's folder but an engine's own."""
     return sorted(name for name in os.listdir(folder) if name != "lohan")
