@@ -23,6 +23,8 @@ from hf_lohan.testing.models import VOCAB_SIZE, tiny_batch, tiny_model
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- not run: [^>]+ -->\n)?^```python\n(.*?)^```", flags=re.DOTALL | re.MULTILINE)
+BEGINS = re.compile(r"(Trainer|Accelerator)\(")
+"""Other blocks go on with what one before has made."""
 CHECKPOINTS = ("models/llama-3-8b", "checkpoints/llama-3-8b", "models/llama-3.1-8b", "models/llama-3.1-70b")
 
 
@@ -89,10 +91,10 @@ def test_the_python_of_a_page_runs(
             if "from_pretrained(" in code:  # into the default store, which is that of another recipe
                 close_engines(names)
                 shutil.rmtree("lohan_store", ignore_errors=True)
-            # Each block is a program of its own to accelerate.
-            AcceleratorState._reset_state()
-            GradientState._reset_state()
-            monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+            if BEGINS.search(code):  # a program of its own to accelerate
+                AcceleratorState._reset_state()
+                GradientState._reset_state()
+                monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
             exec(compile(code.replace("/mnt/", f"{tmp_path}/mnt/"), document.name, "exec"), names)
 
 
