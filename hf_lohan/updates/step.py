@@ -97,14 +97,19 @@ class StepTransaction:
             )
 
     def begin_backward(self) -> None:
-        """Raises RuntimeError if the step's gradients have been clipped: what comes now would be added to them."""
+        """Raises RuntimeError if torch would add the gradients to others: those of this step, which have been clipped,
+        or those of the last step, which are gone."""
         if self._max_norm is not None:
             raise RuntimeError(
                 f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the gradients "
                 "of both would be clipped together; clip once a step, after its last backward: under `if "
                 "accelerator.sync_gradients:` where gradients are accumulated"
             )
-        self._has_taken_gradients = False
+        if self._has_taken_gradients:
+            raise RuntimeError(
+                "backward() was called after step() without zero_grad(): torch would add these gradients to those of "
+                "the last step, which are gone; call optimizer.zero_grad() after each step()"
+            )
 
     def undo_guesses(self) -> None:
         """The step needs its weights once more, as they were. As the next one will: none guesses any more."""

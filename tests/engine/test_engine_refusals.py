@@ -166,6 +166,8 @@ def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
         optimizer.step()
     with pytest.raises(RuntimeError, match=r"clip_grad_norm_ was called after step\(\)"):
         engine.clip_grad_norm(1.0)
+    with pytest.raises(RuntimeError, match=r"backward\(\) was called after step\(\) without zero_grad\(\)"):
+        model(**tiny_batch()).loss.backward()
     optimizer.zero_grad()
     optimizer.step()
     assert float(engine.clip_grad_norm(float("inf"))) == 0.0

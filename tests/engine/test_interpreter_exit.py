@@ -32,6 +32,7 @@ for _ in range(num_steps):
     if max_grad_norm:
         engine.clip_grad_norm(max_grad_norm)
     optimizer.step()
+    optimizer.zero_grad()
 """
 
 

@@ -101,6 +101,7 @@ def test_dropout_where_hooks_run_within_checkpoints(make_twins: TwinsFactory, tm
             twins.engine.run_micro_batches(micro_batches(twins, step))
             twins.engine.clip_grad_norm(0.5)
             twins.optimizer.step()
+            twins.optimizer.zero_grad()
         access = twins.engine.parameters
         outcomes.append({name: access.read_parameter(name) for name, _ in twins.stock.named_parameters()})
     assert all(torch.equal(outcomes[1][name], weight) for name, weight in outcomes[0].items())

@@ -44,6 +44,7 @@ def bytes_of_a_step(links: Links, folder: Path, max_norm: float) -> tuple[int, i
             if max_norm:
                 engine.clip_grad_norm(max_norm)
             optimizer.step()
+            optimizer.zero_grad()
             engine.settle()
             links.barrier("a step that is over")
             read.append(tiers.io.read_bytes)
