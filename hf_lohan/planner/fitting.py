@@ -23,9 +23,9 @@ class Room:
 
 
 ALLOCATOR_PERCENT, FRAGMENTED_PERCENT = 5, 15
-"""What the caching allocator takes of the device beyond what tensors need, of all that comes and goes in a step: where
-its segments grow (`DeviceProfile.grows_segments`), and where they are of a fixed size. Measured are 4 to 10, of which
-one that grows gives back what is not in use when memory ends, and 5 to 17."""
+"""What the caching allocator holds beyond the tensors, in percent of what comes and goes in a step: with segments
+that grow (`DeviceProfile.grows_segments`), and with segments of a fixed size. Measured: 4 to 10, and 5 to 20. Segments
+that grow give back unused memory before the device runs out, so they need less margin."""
 WORKSPACES_BYTES = 64 << 20
 """Those of cuBLAS for the thread that computes and the one of its backward: 8 MiB each, 32 on cards for servers."""
 THREAD_WORKSPACE_BYTES = 4096 * 2 * 1024 + 16 * 8 * 1024
