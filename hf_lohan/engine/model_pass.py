@@ -168,7 +168,7 @@ class ModelPass:
         self._parts.step.refuse_between_updates()
         self._parts.step.undo_guesses()
         if is_training:
-            self._parts.groups.begin_forward()
+            self._parts.groups.follow()
             self._parts.plan.begin_step()
         self._phase = Phase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
@@ -210,7 +210,7 @@ class ModelPass:
     def begin_head(self) -> None:
         """While other forwards go on, the backward of a head begins, or goes on."""
         if self._phase is not Phase.FORWARD_WITH_HEADS:
-            self._parts.step.begin_backward()
+            self._begin_gradients()
         self._phase = Phase.FORWARD_WITH_HEADS
 
     def begin_backward(self, before_end: Callable[[], None] = lambda: None) -> None:
@@ -224,13 +224,19 @@ class ModelPass:
             )
         had_heads = self._phase is Phase.BETWEEN
         if not had_heads:
-            self._parts.step.begin_backward()
+            self._begin_gradients()
         self._awaits_backward = False
         self._phase = Phase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()
         self.clock.begin()
         call_behind_backward(lambda: self._end_backward(before_end))
+
+    def _begin_gradients(self) -> None:
+        """The first gradients of a backward are about to come, and updates with them."""
+        self._parts.step.begin_backward()
+        if not self._parts.step.has_begun_updates:
+            self._parts.groups.note()
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""

@@ -37,7 +37,7 @@ class ParamGroups:
         self._pairs: set[tuple[int, UpdateRule]] = set()
         """Each group with the rules that some of its parameters have."""
         self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
-        self._at_forward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
+        self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
 
     def bind(self, optimizer: HasGroups) -> None:
         """Take an optimizer's, in which schedulers change the values. Raises ValueError unless they fit the store:
@@ -84,10 +84,9 @@ class ParamGroups:
                     in_no_group.pop(parameter, None)
         return index, in_no_group
 
-    def begin_forward(self) -> None:
-        """`follow`, and note what updates in the backward of this forward will have."""
-        self.follow()
-        self._at_forward = (self._taken[1], self._settings()) if self._optimizer is not None else None
+    def note(self) -> None:
+        """A backward begins: note the values that its updates get."""
+        self._at_backward = (self._taken[1], self._settings()) if self._optimizer is not None else None
 
     def at_step(self, *, has_updates: bool) -> GroupOf:
         """`follow`, and `group_of` with the present values for good: a scheduler may change them before the last
@@ -95,10 +94,10 @@ class ParamGroups:
         self._bound()
         self.follow()
         index, settings = self._taken[1], self._settings()
-        if has_updates and self._at_forward is not None and self._at_forward != (index, settings):
+        if has_updates and self._at_backward is not None and self._at_backward != (index, settings):
             raise ValueError(
                 "a param group was changed between backward and step() of a step whose updates run in backward, so "
-                "they had the values before; change it before the forward, or set max_grad_norm > 0 to keep gradients "
+                "they had the values before; change it before backward(), or set max_grad_norm > 0 to keep gradients "
                 "until step()"
             )
         return lambda part: settings[_index_in(index, part), self._rules[part]]

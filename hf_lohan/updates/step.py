@@ -96,6 +96,11 @@ class StepTransaction:
                 "it behind step(), or set max_grad_norm > 0 to keep gradients until then"
             )
 
+    @property
+    def has_begun_updates(self) -> bool:
+        """See `GradientPipeline.has_begun_updates`."""
+        return self._pipeline.has_begun_updates
+
     def begin_backward(self) -> None:
         """Raises RuntimeError if torch would add the gradients to others: those of this step, which have been clipped,
         or those of the last step, which are gone."""

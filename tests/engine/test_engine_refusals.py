@@ -151,6 +151,16 @@ def test_hyperparameters_that_change_behind_updates_in_backward_are_refused(buil
         optimizer.step()
 
 
+def test_hyperparameters_may_change_between_forward_and_backward(build_engine: EngineFactory) -> None:
+    """Updates in backward have the new values, as torch's in step()."""
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model, hold_gradients=False))
+    loss = model(**tiny_batch()).loss
+    optimizer.param_groups[0]["lr"] = 0.5
+    loss.backward()
+    optimizer.step()
+
+
 @HELD_OR_ACTIVE
 def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
     hold_gradients: bool, build_engine: EngineFactory
