@@ -16,9 +16,8 @@ from torch import Tensor, nn
 
 from hf_lohan.checkpoint.optimizer_states import load_optimizer_states, save_optimizer_states
 from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_models
-from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
-from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of
+from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
 from hf_lohan.huggingface.loading import reload_state_dict, reload_weights
 from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
@@ -254,7 +253,7 @@ class Accelerator(OffloadAwareAccelerator):
         check_accelerator(self)
         check_model(model)
         plugin = self.lohan_plugin
-        config = OffloadConfig.load(plugin.offload)
+        config = settings_given(plugin.offload)
         if config.optimizer == "muon":
             raise ValueError(
                 "optimizer='muon' is for Trainer; leave it out, and prepare torch.optim.Muon over the layers' matrices "

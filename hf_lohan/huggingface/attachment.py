@@ -100,10 +100,17 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
 def open_device(config: OffloadConfig, torch_device: torch.device | str) -> Device:
     """Where to compute. With `trace`, all that it does and that is done for it is noted from here on."""
     keep_from_others()
-    launched = _launched_with or OffloadConfig()
+    is_tracing = config.trace or (_launched_with is not None and _launched_with.trace)
+    return device_for(torch_device, Timeline(is_tracing=is_tracing))
+
+
+def settings_given(offload: Any) -> OffloadConfig:
+    """`OffloadConfig.load` of what a script gives, with a warning where it takes the place of what the script was
+    launched with."""
+    config, launched = OffloadConfig.load(offload), _launched_with or OffloadConfig()
     if replace(launched, trace=False) not in (OffloadConfig(), replace(config, trace=False)):
         logger.warning("the script gives its own offload settings; those of `lohan launch --offload` are not used")
-    return device_for(torch_device, Timeline(is_tracing=config.trace or launched.trace))
+    return config
 
 
 def offload_model(

@@ -17,10 +17,9 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from hf_lohan.compat.transformers_private import cache_among
-from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
 from hf_lohan.engine import ParameterAccess
-from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over
+from hf_lohan.huggingface.attachment import attach, open_device, open_tiers_or_take_over, settings_given
 from hf_lohan.huggingface.loading import load_dtype, make_placeholders, skeleton_of, store_the_rest, stream_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.weightless_model import read_model_config, weightless_model
@@ -79,7 +78,7 @@ def load_for_generation(
         )
     if links_to_other_ranks().ranks.num_ranks > 1:
         raise ValueError("a model generates in one process; run it without lohan launch --num_processes or torchrun")
-    config = OffloadConfig.load(offload)
+    config = settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = replace(
         resolved_here(config, device, default_ssd_path), activations="keep", durability="checkpoint", chunked_loss=False

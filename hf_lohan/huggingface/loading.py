@@ -32,6 +32,7 @@ from hf_lohan.huggingface.attachment import (
     open_device,
     open_tiers_or_take_over,
     refuse_chunks,
+    settings_given,
 )
 from hf_lohan.huggingface.optimizers import choice_of
 from hf_lohan.huggingface.progress import advance, long_work
@@ -150,7 +151,8 @@ def from_pretrained(
         raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
     if peft_config is not None:
         check_peft_config(peft_config)
-    config = OffloadConfig.load(offload)
+    # A Trainer hands on what it was given, or a part of it.
+    config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
     device = open_device(config, torch_device or default_torch_device())
     config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
     model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)

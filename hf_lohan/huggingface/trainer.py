@@ -35,6 +35,7 @@ from hf_lohan.huggingface.attachment import (
     offload_model,
     recompute_without_reentry,
     run_plan_of,
+    settings_given,
 )
 from hf_lohan.huggingface.guards import (
     check_arguments,
@@ -111,7 +112,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
         if offload is not None or already:
             keep_from_others()
-            self._offload_config = OffloadConfig.load(offload)
+            self._offload_config = settings_given(offload)
         return self._offload_config is not None
 
     def _make(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
@@ -353,8 +354,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        engine = self.offload_engine
-        if engine is not None:
+        if (engine := self.offload_engine) is not None:
             save_optimizer_states(engine, output_dir)
             if self._journal is not None:
                 self._journal.add_to_checkpoint(output_dir)
