@@ -66,7 +66,7 @@ def set_allocator_settings(settings: str) -> None:
 
 
 def is_compiled() -> bool:
-    """Whether `torch.compile` runs the code that calls this, or whatever of it cannot be compiled."""
+    """Whether the caller runs under `torch.compile`, within a compiled graph or between two."""
     return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())
 
 

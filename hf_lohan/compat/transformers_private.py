@@ -199,8 +199,8 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
 
 
 def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-    """What `_grouped_linear` makes of one group where torch has no kernel for groups, as in float32: this product. To
-    find that out torch would have the host wait for the ends of groups."""
+    """The product to which `_grouped_linear` comes down for one group where torch has no kernel for groups, as in
+    float32. torch would make the host wait for the device there, to read where groups end."""
     with torch.autocast(rows.device.type, enabled=False):  # which knows nothing of grouped products
         output: Tensor = rows.to(weight.dtype) @ (weight if is_transposed else weight.T)
     return output if bias is None else output.add_(bias)

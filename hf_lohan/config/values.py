@@ -47,7 +47,7 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def number(self, node: yaml.ScalarNode) -> Any:
-        """As text, where it is not one for us: the check of its setting says what is wrong with it."""
+        """A number; or its text, where it has a colon or too many digits. The check of its setting then refuses it."""
         if ":" in node.value or len(node.value) > _MAX_DIGITS:
             return self.construct_scalar(node)
         is_whole = node.tag == "tag:yaml.org,2002:int"

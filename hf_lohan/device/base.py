@@ -100,7 +100,7 @@ class Device(ABC):
     shares_cores: bool = False
     """Whether its kernels run on the cores that our threads run on."""
     grows_segments: bool = True
-    """Whether its memory does not fragment much: an allocator takes it in one piece that grows."""
+    """Whether its memory fragments little: an allocator takes it in segments that grow."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
         """`timeline` is where what this device does is noted, and what others do for it."""
@@ -183,7 +183,7 @@ class Device(ABC):
         return None
 
     def give_back_unused(self) -> None:
-        """Give memory of the device that is kept for later, but in nobody's use, back to it. Waits for the device."""
+        """Give the device back the memory that its allocator keeps and nobody uses. Waits for the device."""
         return
 
     @abstractmethod

@@ -68,19 +68,19 @@ class _CudaStamp(Stamp):
 
 
 class HostPinning:
-    """Pins host memory by cudaHostRegister, which pins exactly these bytes. WSL2 and low memlock limits refuse it; what
-    is smaller than all that was refused is still tried."""
+    """Pins host memory by cudaHostRegister, which pins exactly these bytes. WSL2 and low memlock limits refuse it;
+    buffers smaller than each one that was refused are still tried."""
 
     def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
         """``take_error``: has CUDA forget the error of this thread's last call."""
         self._cudart = cudart
         self._take_error = take_error
         self._refused_bytes: int | None = None
-        """The least that was refused."""
+        """Size of the smallest buffer that was refused."""
 
     @property
     def was_refused(self) -> bool:
-        """Whether anything was."""
+        """Whether any buffer was."""
         return self._refused_bytes is not None
 
     def pin(self, address: int, num_bytes: int) -> bool:
@@ -216,7 +216,7 @@ def _unpin(pinning: HostPinning, addresses: list[int]) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """cudaGetLastError, which torch offers nobody: an error that nobody takes is raised by whichever operation asks
-    next. Each one that starts a kernel does."""
+    """What cudaGetLastError does, which torch does not expose: clear the error of the last call, or the next operation
+    that starts a kernel raises it. So this one starts a kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)

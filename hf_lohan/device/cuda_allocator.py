@@ -27,7 +27,7 @@ def grow_segments(device_index: int) -> bool:
     if _SETTING in settings:
         return f"{_SETTING}:true" in settings.lower().replace(" ", "")
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
-        logger.info("device memory is taken in segments of a fixed size: the driver cannot grow them")
+        logger.info("device memory is taken in segments of a fixed size: driver or allocator cannot grow them")
         return False
     # What is set replaces all that was set before.
     set_allocator_settings(",".join(one for one in (settings, f"{_SETTING}:True") if one))
@@ -35,8 +35,8 @@ def grow_segments(device_index: int) -> bool:
 
 
 def has_virtual_memory(device_index: int, driver: str = "libcuda.so.1", nvml: str = "libnvidia-ml.so.1") -> bool:
-    """Whether the driver maps memory into a range of addresses that was reserved before, and NVML is there: torch asks
-    that about the device and does not look whether it was found."""
+    """Whether the driver can map memory into addresses that were reserved before, and NVML can be loaded: torch asks
+    NVML about the device without checking that it is there."""
     try:
         cuda = ctypes.CDLL(driver)
         ctypes.CDLL(nvml)

@@ -126,7 +126,7 @@ class StepCommits:
                 self.request(even_in_place=True)
 
     def _tell_what_ends(self) -> None:
-        """Nobody has gone back to the last commit of an earlier run, and the next one takes its place."""
+        """Warn where the next commit takes the place of an earlier run's last one, to which nobody has gone back."""
         last = self._store.committed
         if last is None or last.is_torn or self._goes_on or not self.are_kept:
             return

@@ -41,7 +41,7 @@ class EngineEvents:
     """The first training forward after a step begins: what goes wrong here harms no step. Returns another plan to
     follow, or None if nothing changes."""
     block_began: Callable[[PassName, Block], None] = lambda _phase, _block: None
-    """A pass has come to a block. Called for each of them, maybe on a thread of autograd: it is to be quick."""
+    """A pass has come to a block. Called for each of them, maybe on a thread of autograd, so it must return quickly."""
 
 
 class FollowedPlan:

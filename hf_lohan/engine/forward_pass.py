@@ -75,7 +75,7 @@ class OneForward:
         self._pass = model_pass
         self._thread = 0
         self._is_running = False
-        """Unless an interrupt ended the forward."""
+        """Also true after an interrupt that ended the forward."""
         self._lock = threading.Lock()
 
     def begin_model(self) -> None:
@@ -95,7 +95,7 @@ class OneForward:
 
     def end_model(self, *, is_whole: bool) -> None:
         if threading.get_ident() != self._thread:
-            return  # it was refused
+            return  # the forward on this thread was refused
         self._is_running = False
         was_training = self._pass.end_saving()
         if is_whole:

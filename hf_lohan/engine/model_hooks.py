@@ -56,7 +56,7 @@ class ModelHooks:
         raise RuntimeError(refusal("copy.deepcopy"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Whoever pickles a model comes by its hooks before its weights."""
+        """Pickle reaches a model's hooks before its weights."""
         raise RuntimeError(refusal("pickle"))
 
     def remove(self) -> None:

@@ -33,12 +33,12 @@ class Zeros:
 
 
 class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
-    """By name."""
+    """Where parameters lie, by name."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
-            f"{name} is not in the store; if a weight was tied when the model was offloaded its name is that of the "
-            "first use, and parameters are added or untied before the model is offloaded"
+            f"{name} is not in the store; a weight that was tied when the model was offloaded has the name of its "
+            "first use, and parameters must be added or untied before the model is offloaded"
         )
 
 

@@ -93,8 +93,8 @@ class NextRouter:
         self._routers = [*routers[1:], None]
 
     def expect(self, layer: int, rows: Tensor, top_k: int) -> Tensor | None:
-        """How many of a layer's ``rows`` [tokens, hidden] the next layer would send to each of its experts or to those
-        before it, ``top_k`` each: [experts], enqueued. None where nobody can say."""
+        """For each expert of the next layer, how often that layer would send a layer's ``rows`` [tokens, hidden],
+        ``top_k`` times each, to it or to an expert before it: [experts], enqueued. None where nobody can say."""
         router = self._routers[layer]
         if router is None or router.weight.shape[1] != rows.shape[-1]:
             return None

@@ -63,12 +63,12 @@ class KnownCounts:
     def of(self, top_k_index: Tensor) -> list[int] | None:
         """None where these ids, as they are now, were never counted."""
         known = self._of_ids.get(storage_id(top_k_index))
-        # A storage that is gone leaves its id to no other while somebody has a weak reference to it.
+        # While there is a weak reference to a storage, no other storage gets its id.
         return known[2] if known is not None and known[1] == _content(top_k_index) else None
 
 
 def _content(ids: Tensor) -> object:
-    """Of ids in one storage: different where what is in them may be."""
+    """A key of ids in one storage. It changes when their content may have changed."""
     return ids.storage_offset(), ids.shape, ids.stride(), version_of(ids)
 
 
@@ -118,7 +118,7 @@ class Routing:
         self.num_rows = [count for count in self._counts if count]
 
     def split(self, pairs: Tensor) -> list[Tensor]:
-        """What of sorted pairs is each expert's, of those in `experts`."""
+        """Sorted pairs, cut into those of each expert in `experts`."""
         return list(torch.split(pairs, self.num_rows)) if self.num_rows else []
 
     def _refuse_others(self, first: int, last: int) -> None:
@@ -130,8 +130,8 @@ class Routing:
 
 
 def ends_by_expert(sorted_ids: Tensor, num_experts: int) -> Tensor:
-    """Of sorted ids, how many are each expert's or one's before it: [experts], int64. Unlike `bincount` this does not
-    have the host wait for the device."""
+    """For each expert, how many of the sorted ids are its own or those of experts before it: [experts], int64. Unlike
+    `bincount` this does not make the host wait for the device."""
     experts = torch.arange(num_experts, dtype=sorted_ids.dtype, device=sorted_ids.device)
     return torch.searchsorted(sorted_ids, experts, right=True)
 

@@ -134,7 +134,7 @@ class _OffloadingLauncher:
     def __init__(self, config: OffloadConfig) -> None:
         self._config = config
         self.has_launched = False
-        """A script, which says itself whether anything was offloaded."""
+        """Whether a script was started. It says itself whether anything was offloaded."""
 
     def __call__(self, options: Namespace) -> None:
         """Run the script offloaded, in as many processes as `lohan launch` would. Raises ValueError where it cannot."""

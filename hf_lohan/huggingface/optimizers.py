@@ -223,7 +223,7 @@ def take_over_together(
 
 
 def _defaults_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What a group has that is added and does not say its own."""
+    """Hyperparameters of groups that are added later and do not give their own."""
     return {**optimizer.defaults, RULE_KEY: _name_of(type(optimizer))}
 
 

@@ -27,9 +27,9 @@ DELAY_S = 0.5
 """What takes less is not worth a line."""
 _MIN_INTERVAL_S = 0.1
 _RATE_INTERVAL_S = 2.0
-"""Of the bytes by which a rate is told."""
+"""Over which bytes are counted for a rate."""
 _NUM_RECENT = 16
-"""Steps by which the time left is told."""
+"""Last steps from which the time left is estimated."""
 
 _line: ContextVar[tqdm | None] = ContextVar("line", default=None)
 """The line of the work that this thread does."""

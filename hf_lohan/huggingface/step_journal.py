@@ -284,7 +284,7 @@ def _check_facts(facts: Mapping[str, Any]) -> None:
 
 
 def _check_file(name: str, content: bytes, step: int) -> None:
-    """Of a journal. Raises whatever its reader does."""
+    """Check a file of a journal. Raises whatever its reader raises."""
     if Path(name).name != name:
         raise ValueError("it lies outside the journal's folder")
     if name == TRAINER_STATE_NAME:

@@ -58,14 +58,15 @@ def outer_working_bytes(model: ModelProfile) -> int:
 
 
 def tied_gradient_bytes(model: ModelProfile) -> int:
-    """Of embeddings that are the head as well: the head's part of it waits until the first layer has had its backward.
-    That of another head leaves while the last layer begins."""
+    """The head's gradient where the embeddings are the head as well: it waits until the first layer has had its
+    backward. The gradient of a head of its own leaves when the backward of the last layer begins."""
     layers = {layer.name for layer in model.layers}
     before = list(takewhile(lambda block: block.name not in layers, model.blocks))
     outer = [block for block in model.blocks if block.name not in layers]
     head = max(outer, key=lambda block: block.working_bytes or block.saved_bytes, default=None)
-    works = head is not None and (head.working_bytes or head.saved_bytes)
-    return head.num_trainable_params * model.param_itemsize if head in before and works and head is not None else 0
+    if head is None or head not in before or not (head.working_bytes or head.saved_bytes):
+        return 0
+    return head.num_trainable_params * model.param_itemsize
 
 
 def allocator_bytes(hardware: HardwareProfile, setup: TrainingSetup, held_bytes: int) -> int:

@@ -21,8 +21,8 @@ MOST_LOST_S = 600.0
 ClipMode = Literal["none", "defer", "speculate"]
 ClipRequest = Literal["none", "defer", "speculate", "auto"]
 MOST_WRONG_GUESSES = 1 / 8
-"""Of the last steps. Where more clip, a step under `clip: auto` does not guess: each wrong guess is written to the SSD
-twice."""
+"""The largest fraction of the last steps that may clip while `clip: auto` guesses: each wrong guess is written to the
+SSD twice."""
 Activations = Literal["auto", "recompute", "swap", "keep"]
 Durability = Literal["step", "checkpoint"]
 Tier = Literal["gpu", "cpu", "ssd"]

@@ -130,7 +130,7 @@ class _Search:
             least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)),
         )
         if refusal is not None:
-            all_ways = [(least, np.zeros_like(working))]  # who runs it all the same comes nearest with that
+            all_ways = [(least, np.zeros_like(working))]  # a run that begins all the same comes nearest with it
         best = self._best_of(all_ways, ignores_drives=refusal is not None)
         if math.isinf(best.step_s):  # what fits the device does not fit the drives
             refusal = explain_refusal(
@@ -162,7 +162,8 @@ class _Search:
         return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
 
     def _wear_factor(self, clip: ClipMode) -> float:
-        """A step's time counts so many times. A wrong guess is written twice: it is to save as much as it wears."""
+        """A step's time is multiplied by this when plans are compared. A wrong guess is written twice, so guessing must
+        save as large a part of the time as it adds to the wear of the drives."""
         return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
 
     def _kept(self) -> list[Kept]:
@@ -181,8 +182,8 @@ class _Search:
                 return self._kept_in_room()
 
     def _kept_in_room(self) -> list[Kept]:
-        """As much as leaves room for what the model has at once: if a layer's own outputs count in that already or not,
-        and if what is swapped of another layer is there with it or not."""
+        """As much as leaves room for what a step holds beside it. That may include a layer's own outputs or not, and
+        what is swapped of another layer or not: there is a choice for each case."""
         model, layers = self._model, self._model.layers
         allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
         most = self._room_to_hold - outer_working_bytes(model)

@@ -103,7 +103,7 @@ class Head:
                 f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {told_crc:08x})"
             )
         if payload_bytes > _MOST_PAYLOAD_BYTES:
-            raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, and none has as many")
+            raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, more than any message has")
         return cls(kind, Lane(lane), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
 
     @property

@@ -57,13 +57,13 @@ def on_step_time(findings: Findings) -> str:
 
 
 def _on_busy_cpus(findings: Findings) -> str:
-    """What makes a measured floor no floor."""
+    """Why a measured floor may be none. (The hardware's rates may come from the cache.)"""
     load, num_cpus = findings.summary.get("cpu_load"), findings.summary.get("num_cpus")
     is_busy = load and num_cpus and load > num_cpus
-    busy = f" while {load:.1f} of {num_cpus} CPUs were busy" if is_busy else ""
+    busy = f" The machine was busy when training began: a load of {load:.1f} on {num_cpus} CPUs." if is_busy else ""
     if findings.floor and findings.step_s is not None and findings.floor[1] > findings.step_s:
-        return f" There is no floor: the hardware was measured{busy}, and seemed slower than the steps were."
-    return f" It was measured{busy}." if busy else ""
+        return f" There is no floor: the hardware seemed slower when it was measured than the steps were.{busy}"
+    return busy
 
 
 def on_lanes(findings: Findings) -> str:

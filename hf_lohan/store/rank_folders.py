@@ -65,7 +65,7 @@ def files_of(directory: str, num_ranks: int) -> str:
 
 
 def why_incomplete(num_ranks: int, stores: Sequence[tuple[int, str]]) -> str:
-    """What (rank, folder) of ``stores`` lack to go on, in words; "" if it is nothing."""
+    """What ``stores``, each a rank and its folder, lack to go on, in words; "" if they lack nothing."""
     missing = sorted(set(range(num_ranks)) - {rank for rank, _ in stores})
     if missing:
         return f"that of rank {missing[0]} is not there"

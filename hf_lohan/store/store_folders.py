@@ -95,7 +95,7 @@ def committed_in(directories: Sequence[str], manifest: Manifest) -> Commit | Non
         )
     if commit is not None and commit.layout_id != manifest.layout_id:
         raise ForeignStoreError(
-            f"{MANIFEST_NAME} in {directories[0]} is another than that of the run that wrote {COMMIT_NAME}: "
+            f"{MANIFEST_NAME} in {directories[0]} is not that of the run that wrote {COMMIT_NAME}: "
             "put the right one back, or delete the store and resume from a checkpoint"
         )
     return commit

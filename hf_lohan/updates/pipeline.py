@@ -48,8 +48,8 @@ class GradientPipeline:
         made: list[GradientMeans] = []
 
         def cannot_finish_step(error: BaseException) -> None:
-            """Whoever waits for a buffer or a block is told, and the other ranks are. Another rank may have failed
-            before this one is made."""
+            """Whoever waits for a buffer or a block is told, and the other ranks are. Another rank may fail before
+            the means are made."""
             setup.gradients.abort(error)
             handover.abort(error)
             for means in made:

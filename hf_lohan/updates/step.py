@@ -20,7 +20,7 @@ from hf_lohan.updates.worker import Applied
 logger = logging.getLogger(__name__)
 
 _SECOND_CLIP_RATIO = 1.01
-"""A second clip to a norm so much larger changes nothing, whatever rounding has made of the first."""
+"""A second clip changes nothing, however the first was rounded, if its `max_norm` is at least so many times larger."""
 _CLIP_EPS = 1e-6
 """torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
 
@@ -62,7 +62,7 @@ class StepTransaction:
         self._max_norm: float | None = None
         """What the step's gradients have been clipped to."""
         self._has_taken_gradients = False
-        """The last step, and nobody has asked for them to be forgotten: torch would still have them."""
+        """Whether the last step took them, and zero_grad() was not called since: torch would still have them."""
         self._is_ending = False
         self._leaves_updates = False
         self.last: StepResult | None = None

@@ -134,7 +134,7 @@ def remove(name: str) -> Callable[[RankRun], None]:
     [
         (swap, "holds the store of rank 1 of 2, not of rank 0 of 2"),
         (copy, "holds the store of rank 0 of 2, not of rank 1 of 2"),
-        (forge_manifest, "is another than that of the run that wrote"),
+        (forge_manifest, "is not that of the run that wrote"),
         (forge_journal, "has a journal that no run has written"),
         (flip("manifest.json"), "is damaged or not a store's manifest"),
         (flip("commit.safetensors"), "not a commit is|the checksum is wrong of"),

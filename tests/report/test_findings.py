@@ -75,11 +75,12 @@ def test_a_floor_above_the_steps_is_none() -> None:
     floors = {"floor_by_resource_s": {"compute": 30.0}, "predicted_step_s": 33.0}
     told = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
     assert "times the floor" not in told
-    assert "There is no floor: the hardware was measured while 13.5 of 2 CPUs were busy" in told
+    assert "There is no floor: the hardware seemed slower when it was measured" in told
+    assert told.endswith("The machine was busy when training began: a load of 13.5 on 2 CPUs.")
     told = sentences.on_step_time(
         a_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
     )
-    assert "times the floor of 2.5 s" in told and told.endswith("It was measured while 4.0 of 2 CPUs were busy.")
+    assert "times the floor of 2.5 s" in told and told.endswith("a load of 4.0 on 2 CPUs.")
 
 
 def test_plan_and_floor_stand_beside_the_step() -> None:

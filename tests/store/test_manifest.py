@@ -135,7 +135,7 @@ def test_a_manifest_of_other_records_is_refused(
         lambda: last_commit([path.path for path in paths]),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match=r"manifest\.json in .* is another than that of the run that wrote"):
+        with pytest.raises(ForeignStoreError, match=r"manifest\.json in .* is not that of the run that wrote"):
             attempt()
     for file, text in zip(manifests, sound, strict=True):
         file.write_text(text)
