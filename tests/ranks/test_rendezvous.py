@@ -8,8 +8,8 @@ import json
 import os
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -72,8 +72,7 @@ def test_a_stranger_is_sent_away_and_keeps_nobody_out(
     found: list[Links] = []
     first = threading.Thread(target=lambda: found.append(connect(Ranks(0, 2, 0, 1), store, 20.0)))
     first.start()
-    while not store.check(["lohan/1/address/0"]):
-        time.sleep(0.01)
+    store.wait(["lohan/1/address/0"], timedelta(seconds=20))
     address = json.loads(store.get("lohan/1/address/0"))["tcp"]
     with socket.create_connection(address) as silent, socket.create_connection(address) as stranger:
         stranger.sendall(b"LOH1" + bytes(5 + 16 + 32))  # a greeting of rank 0, lane 0, without a proof
@@ -107,14 +106,13 @@ def test_an_interface_that_is_not_there_is_refused_with_those_that_are(monkeypat
 def test_a_silent_flood_holds_the_start_up_and_does_not_end_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOHAN_SOCKET_IFNAME", "lo")
     monkeypatch.setattr(rendezvous, "_MOST_GREETINGS", 2)
-    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.2)
+    monkeypatch.setattr(rendezvous, "_HANDSHAKE_S", 0.5)  # no rank that is there takes so long
     store, strangers = dist.HashStore(), contextlib.ExitStack()
     with strangers, ThreadPoolExecutor(1) as threads:
         first = threads.submit(connect, Ranks(0, 2, 0, 1), store, 20.0)
-        while not store.check(["lohan/1/address/0"]):
-            time.sleep(0.01)
+        store.wait(["lohan/1/address/0"], timedelta(seconds=20))
         address = json.loads(store.get("lohan/1/address/0"))["tcp"]
-        for _ in range(8):
+        for _ in range(3):
             strangers.enter_context(socket.create_connection(address))
         connect(Ranks(1, 2, 0, 1), store, 20.0).close()
         first.result().close()
