@@ -66,6 +66,7 @@ def accumulated_step(
         if max_grad_norm:
             engine.clip_grad_norm(max_grad_norm)
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

@@ -36,7 +36,9 @@ def update_all(engine: OffloadEngine, optimizer: OffloadAdamW, batch: dict[str, 
     before, began_s = sum(moved_bytes(engine)), time.perf_counter()
     optimizer.step()
     engine.settle()
-    return time.perf_counter() - began_s, sum(moved_bytes(engine)) - before
+    took_s = time.perf_counter() - began_s
+    optimizer.zero_grad()
+    return took_s, sum(moved_bytes(engine)) - before
 
 
 def measure(shape: Shape, engine: OffloadEngine, *, device: str, num_turns: int) -> dict[str, Any]:

@@ -239,6 +239,7 @@ def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_gr
         if max_grad_norm:
             engine.clip_grad_norm(max_grad_norm)
         optimizer.step()
+        optimizer.zero_grad()
 
     return step
 

@@ -114,6 +114,7 @@ def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: An
         engine.clip_grad_norm(MAX_NORM)
         optimizer.step()
         engine.settle()
+        optimizer.zero_grad()
 
     return step
 

@@ -237,20 +237,21 @@ with cuda_double.device_memory(13 << 30):
     assert output.split() == ["24", "11", "True", "False", "True"]
 
 
-def test_pinning_that_is_refused(program: Program) -> None:
-    """As CUDA does, it leaves an error behind that the next call reports if nobody takes it."""
+@pytest.mark.parametrize("late", ["0", "1"], ids=["at_once", "late"])
+def test_pinning_that_is_refused(program: Program, late: str) -> None:
+    """As CUDA does, it leaves an error behind that the next launch reports if nobody takes it."""
     code = """
 import mmap
 memory = torch.frombuffer(mmap.mmap(-1, 8 << 20), dtype=torch.uint8)
-torch.cuda.init()
+kept = torch.ones(1, device="cuda")  # a launch needs no memory of the device
 print(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)), memory.is_pinned())
-try: torch.ones(1, device="cuda"), torch.cuda.synchronize()
+try: kept.add_(1)
 except RuntimeError as error: print("out of memory" in str(error))
 print(torch.ones(1, device="cuda").item())
 with cuda_double.pin_limit(16 << 20):
     print(int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0)), memory.is_pinned())
 """
-    output, _ = program.run(code, CUDA_DOUBLE_PIN_LIMIT="1M")
+    output, _ = program.run(code, CUDA_DOUBLE_PIN_LIMIT="1M", CUDA_DOUBLE_ASYNC=late)
     assert output.split() == ["2", "False", "True", "1.0", "0", "True"]
 
 

@@ -89,6 +89,7 @@ def test_twenty_steps(family: str, mode: str, tmp_path: Path) -> None:
         torch_optimizer.step()
         torch_optimizer.zero_grad()
         optimizer.step()
+        optimizer.zero_grad()
     worst = max(
         float((engine.parameters.read_parameter(name) - p.detach().cpu()).abs().max())
         for name, p in reference.named_parameters()
@@ -124,6 +125,7 @@ def test_vertical_micro_batches(family: str, hold: bool, tmp_path: Path) -> None
             if hold:
                 engine.clip_grad_norm(0.5)
             optimizer.step()
+            optimizer.zero_grad()
         if hold:
             torch.nn.utils.clip_grad_norm_(reference.parameters(), 0.5)
         torch_optimizer.step()
@@ -148,6 +150,7 @@ def test_same_run_twice_is_equal_to_the_bit(tmp_path: Path) -> None:
             model(**batches(step, 0)).loss.backward()
             engine.clip_grad_norm(1.0)
             optimizer.step()
+            optimizer.zero_grad()
         weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
         engine.close()
         return weights
@@ -166,6 +169,7 @@ def test_device_memory_stays_within_slots_and_activations(tmp_path: Path) -> Non
     for step in range(3):
         model(**batches(step, 0)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     weights_bytes = engine.layout.num_parameters * 4
     peak = torch.cuda.max_memory_allocated() - before
     assert engine.peak_gpu_pool_bytes <= 12 * 2**20
@@ -183,6 +187,7 @@ def test_bfloat16_on_the_device(sums: bool, tmp_path: Path) -> None:
         loss.backward()
         engine.clip_grad_norm(1.0)
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     engine.close()
     assert losses[-1] < losses[0]

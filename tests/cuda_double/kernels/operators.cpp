@@ -4,6 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/ops/copy_native.h>
 #include <c10/cuda/CUDACachingAllocator.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <torch/library.h>
@@ -306,6 +307,7 @@ void kernel(const c10::OperatorHandle& op, Stack* stack) {
   }
   call.stream = c10::cuda::getCurrentCUDAStream().stream();
   Stack results = cuda_double_is_async() ? call_in_stream(call) : call_at_once(call);
+  C10_CUDA_KERNEL_LAUNCH_CHECK();  // as behind each launch: what another call has left is raised here
   torch::jit::drop(*stack, num_arguments);
   for (size_t i = 0; i < op.schema().returns().size(); i++) stack->push_back(std::move(results[i]));
 }
