@@ -38,6 +38,7 @@ def train_one(folder: Path, *, num_steps: int = 1, activations: str = "recompute
     for step in range(num_steps):
         model(**tiny_batch(seed=step)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     engine.settle()  # a commit on its way keeps the model that it describes
 
 
@@ -79,6 +80,7 @@ def test_planning_keeps_no_model(family: str, tmp_path: Path) -> None:
     for step in range(5):  # by then it was planned anew, by what steps took
         model(**tiny_batch(seed=step)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     plan = run_plan_of(engine)
     assert plan is not None and plan.first is not None, "it was not planned"
     engine.settle()
@@ -225,6 +227,7 @@ engine = offload_model(model, config, torch_device="cpu", default_ssd_path=folde
 optimizer = OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
 model(**tiny_batch(seed=0)).loss.backward()
 optimizer.step()  # updates run under the next forward
+optimizer.zero_grad()
 child = os.fork()
 if child == 0:
     sys.exit(0)  # with all that runs at an interpreter's end

@@ -71,6 +71,7 @@ def test_exact_masters_of_bfloat16_weights_go_with_any_optimizer(build_engine: A
         stock.step()
         model(**tiny_batch(seed=step)).loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
     access = engine.parameters
     for (name, master), low in zip(masters.named_parameters(), working.parameters(), strict=True):
         found = access.read_flat(name, "momentum_buffer")

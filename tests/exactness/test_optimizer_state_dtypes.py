@@ -102,6 +102,7 @@ def learnt_by_heart(folder: Path, dtype: str, working_dtype: torch.dtype) -> lis
         loss = model(**tiny_batch(seed=1)).loss
         loss.backward()
         optimizer.step()
+        optimizer.zero_grad()
         losses.append(loss.item())
     engine.close()
     return losses

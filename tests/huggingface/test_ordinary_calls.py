@@ -192,6 +192,7 @@ def test_a_second_thread_is_refused_while_the_model_runs(offload: Offload) -> No
     assert len(refused) == 1 and torch.equal(loss, expected)
     loss.backward()
     optimizer.step()
+    optimizer.zero_grad()
     other = threading.Thread(target=lambda: model(**tiny_batch()).loss.backward())  # one after the other
     other.start()
     other.join()
