@@ -62,7 +62,7 @@ class OffloadConfig:
     free. What a layer or the head needs while it computes comes on top."""
 
     cpu_memory: int | Literal["auto"] = AUTO
-    """Most bytes of host memory for the pools; "auto" is 60% of the host memory."""
+    """Most bytes of host memory for the pools; "auto" is 60% of what is free."""
 
     ssd: tuple[SsdPath, ...] | Literal["auto"] = AUTO
     """Where the store lives: a path, a list of paths or of {path, capacity}; "auto": one the run chooses."""

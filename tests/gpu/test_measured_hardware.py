@@ -31,8 +31,8 @@ class CardRates(NamedTuple):
 
 
 def rates_of_the_card() -> tuple[CardRates, CardRates]:
-    """No GPU that runs this is slower, but the double, whose kernels a CPU runs. No rate of enqueueing alone is within
-    what the card's units can do a clock, or its memory and the caches before it."""
+    """(slowest, fastest) that a measurement may find. Every GPU is faster than the slowest; the double, whose kernels
+    run on the CPU, has a bound of its own. A measurement of enqueueing alone would be beyond the fastest."""
     card = torch.cuda.get_device_properties(0)
     clocks_per_s = 1e3 * getattr(card, "clock_rate", 3e6)
     fastest = CardRates(card.multi_processor_count * clocks_per_s * 16384, 1e14)
