@@ -125,7 +125,7 @@ def load_for_generation(
     engine.commits.leave_to_journal()  # nothing changes any more, so nothing is to be committed
     # For a weight that needs no gradient torch takes another kernel, and stock's weights need one.
     model.requires_grad_(True)
-    model.register_forward_pre_hook(_refuse_gradients)
+    model.register_forward_pre_hook(_refuse_gradients, prepend=True)  # the engine would take it for a training step
     model.register_forward_pre_hook(partial(_refuse_more_tokens, num_sequences, max_length), with_kwargs=True)
     logger.info("each token reads %s from the drives", format_bytes(bytes_per_token(layout)))
     return model
