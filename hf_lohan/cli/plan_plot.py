@@ -13,6 +13,7 @@ from hf_lohan.wording import bottleneck_label, count, seconds
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _FORWARD, _BACKWARD, _BOUND, _GRID, _TEXT = "#6ba3d6", "#a8d0ec", "#ef7a72", "#dddddd", "#333333"
 _BYTES_PER_GB = 1e9
@@ -23,9 +24,18 @@ _LABELLED_SHARE = 0.12
 def plot_plan(planned: PlannedRun, path: str | Path) -> None:
     """Write the picture; the ending of `path` says in which format. Raises ValueError where that cannot be done."""
     try:
-        from matplotlib.figure import Figure
+        figure = draw_plan(planned)
     except ImportError:
         raise ValueError("--plot needs matplotlib; pip install 'hf-lohan[plot]'") from None
+    try:
+        figure.savefig(path, dpi=150)
+    except ValueError as error:  # an ending that matplotlib does not know
+        raise ValueError(f"--plot {str(path)!r}: {error}") from None
+
+
+def draw_plan(planned: PlannedRun) -> Figure:
+    from matplotlib.figure import Figure
+
     figure = Figure(figsize=(12, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.15))
     _sweep(left, planned)
@@ -39,50 +49,43 @@ def plot_plan(planned: PlannedRun, path: str | Path) -> None:
         x=0.01,
         ha="left",
     )
-    try:
-        figure.savefig(path, dpi=150)
-    except ValueError as error:  # an ending that matplotlib does not know
-        raise ValueError(f"--plot {str(path)!r}: {error}") from None
+    return figure
 
 
 def _sweep(axes: Axes, planned: PlannedRun) -> None:
-    setup = replace(planned.setup, clip=planned.plan.clip)  # updates that move to another phase would hide the rest
+    # Updates that move to another phase would hide the rest, and steps that nobody commits would be shorter.
+    setup = replace(planned.setup, clip=planned.plan.clip, commit_every_steps=planned.plan.commit_every_steps)
     plans = sweep_swapped_bytes(planned.profile, planned.hardware, setup)
     steps = [plan.prediction for plan in plans]
     swapped = [step.swapped_bytes / _BYTES_PER_GB for step in steps]
     best = planned.plan.prediction
     best_gb = best.swapped_bytes / _BYTES_PER_GB
-    axes.set_title("What to swap, what to make again", loc="left", fontsize=11, color=_TEXT)
+    axes.set_title("What to swap, what to make again", loc="left", fontsize=11, color=_TEXT, pad=26)
     if len(plans) == 1:
         axes.set_axis_off()
         text = f"There is nothing to choose: {best_gb:.3g} GB are swapped."
         axes.text(0.5, 0.5, text, ha="center", color=_TEXT, transform=axes.transAxes)
         return
-    for label, color, width in (("step", _TEXT, 2.2), ("backward", _BACKWARD, 1.8), ("forward", _FORWARD, 1.8)):
+    for label, color, width in (("step", _TEXT, 2.2), ("forward", _FORWARD, 1.8), ("backward", _BACKWARD, 1.8)):
         values = [getattr(step, f"{label}_s") for step in steps]
-        axes.plot(swapped, values, color=color, linewidth=width)
-        axes.annotate(label, (swapped[0], values[0]), (0, 7), textcoords="offset points", color=color, weight="bold")
-    axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3)
-    axes.annotate(
-        f"the plan: {seconds(best.step_s)}",
-        (best_gb, best.step_s),
-        xytext=(0, -20),
-        textcoords="offset points",
-        ha=_side(best_gb, swapped),
-        color=_BOUND,
-        weight="bold",
+        axes.plot(swapped, values, color=color, linewidth=width, label=label)
+    label = f"the plan: {seconds(best.step_s)}"
+    axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3, label=label)
+    # Above the box: beside the lines a word would lie on one of them in one plan or another.
+    legend = axes.legend(
+        loc="lower left",
+        ncols=4,
+        frameon=False,
+        labelcolor="linecolor",
+        handlelength=1.2,
+        columnspacing=1.2,
+        borderpad=0,
     )
-    axes.set_ylim(bottom=0, top=1.15 * max(step.step_s for step in (*steps, best)))
+    legend.set_bbox_to_anchor((0.0, 1.0), axes.transAxes)
+    axes.set_ylim(bottom=0, top=1.05 * max(step.step_s for step in (*steps, best)))
     axes.set_xlabel("activations swapped (GB)")
     axes.set_ylabel("predicted seconds")
     _clean(axes, grid="both")
-
-
-def _side(x: float, all_x: list[float]) -> str:
-    """Keeps a label inside the picture."""
-    width = max(all_x) - min(all_x)
-    position = (x - min(all_x)) / width if width else 0.5
-    return "left" if position < 0.25 else "right" if position > 0.75 else "center"
 
 
 def _lanes(axes: Axes, planned: PlannedRun) -> None:
@@ -103,7 +106,7 @@ def _lanes(axes: Axes, planned: PlannedRun) -> None:
     axes.set_xlim(0, 1.02 * step.step_s)
     axes.set_xlabel("seconds")
     title = f"Who is busy how long in one step, bound by {bottleneck_label(step.bottleneck)} (red)"
-    axes.set_title(title, loc="left", fontsize=11, color=_TEXT)
+    axes.set_title(title, loc="left", fontsize=11, color=_TEXT, pad=26)
     _clean(axes, grid="x")
 
 

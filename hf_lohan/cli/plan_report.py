@@ -155,6 +155,8 @@ def _table(*columns: str) -> Table:
 def _resources(planned: PlannedRun) -> Table:
     step = planned.plan.prediction
     table = _table("seconds busy", "forward", "backward")
+    for column in table.columns[1:]:  # where the terminal is narrow, what binds is wrapped, not the bars
+        column.no_wrap = False
     table.add_column("share of the step", justify="left", no_wrap=True)
     for resource in resources_of(planned):
         forward_s, backward_s = sum(w.forward_s for w in resource.work), sum(w.backward_s for w in resource.work)

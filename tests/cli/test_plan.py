@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from dataclasses import replace
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
 from click.testing import Result
 from planned_models import PAPER, drives, hardware_file, runner
+from rich.console import Console
 from transformers import LlamaConfig, OPTConfig, Qwen3MoeConfig
 
 import hf_lohan.cli.plan_request as plan_request
-from hf_lohan.cli import app
+from hf_lohan.cli import app, plan_plot
+from hf_lohan.cli.plan_report import print_plan
+from hf_lohan.cli.plan_request import PlanRequest
 from hf_lohan.hardware import read_hardware
-from hf_lohan.planner import HardwareProfile
+from hf_lohan.planner import HardwareProfile, sweep_swapped_bytes
 from hf_lohan.testing.models import tiny_config
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
@@ -281,6 +288,38 @@ def test_plot(model_13b: str, tmp_path: Path, shares_cpu: bool) -> None:
     assert result.exit_code == 0, result.stderr
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert ("copies to the device" in result.stdout) == shares_cpu
+
+
+def test_the_pictures_curve_is_that_of_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of steps that are committed as the plan's are, and no word lies on another."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(plan_plot, "sweep_swapped_bytes", partial(sweep_swapped_bytes, num_points=3))
+    request = PlanRequest(model=LLAMA_8B, batch_size=32, sequence_length=1024, hardware=str(DESKTOP))
+    planned = plan_request.plan_run(request)
+    assert planned.plan.commit_every_steps > 1
+    figure = plan_plot.draw_plan(planned)
+    figure.draw_without_rendering()
+    step, *_, dot = figure.axes[0].lines
+    assert dot.get_ydata()[0] == pytest.approx(min(step.get_ydata()), rel=1e-6)
+    legend = figure.axes[0].get_legend()
+    assert legend is not None
+    words = [*figure.axes[0].texts, *legend.get_texts(), *figure.axes[1].texts]
+    boxes = [figure.axes[0].bbox, *(word.get_window_extent() for word in words)]
+    assert not [one for one, other in itertools.combinations(boxes, 2) if one.overlaps(other)]
+
+
+@pytest.mark.parametrize("bound_by", ["link", "cpu"])
+def test_bars_are_whole_in_80_columns(tiny: str, bound_by: str) -> None:
+    """Beside the longest words for what binds."""
+    planned = plan_request.plan_run(PlanRequest(model=tiny, batch_size=1, sequence_length=16, hardware=str(DESKTOP)))
+    plan = planned.plan
+    phases = {"forward_bottleneck": bound_by, "backward_bottleneck": bound_by}
+    bound = replace(planned, plan=replace(plan, prediction=replace(plan.prediction, **phases)))
+    console = Console(width=80, record=True, file=StringIO())
+    print_plan(bound, console)
+    printed = console.export_text()
+    assert "…" not in printed
+    assert "share of the step" in printed
 
 
 def test_without_hardware_this_machine_is_measured(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
