@@ -5,14 +5,28 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import hf_lohan
 
+_ANY_LENGTH = 10_000
+
+
+class _Commands(TyperGroup):
+    """Lists each command with its whole sentence; click cuts it to one line."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        rows = [(name, command.get_short_help_str(_ANY_LENGTH)) for name, command in self.commands.items()]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
+
+
 app = typer.Typer(
     name="lohan",
+    cls=_Commands,
     help="Fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD.",
     no_args_is_help=True,
     add_completion=False,

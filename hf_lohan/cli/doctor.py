@@ -114,11 +114,15 @@ def print_tables(examination: Examination, console: Console | None = None) -> No
 
 
 def _table(checks: Sequence[Check]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, expand=True, pad_edge=False)
-    for column, ratio in (("check", 4), ("found", 6), ("verdict", None), ("what to do", 7)):
-        width = max(len(verdict.value) for verdict in Verdict) if ratio is None else None
-        table.add_column(column, overflow="fold", ratio=ratio, width=width)
+    """What to do stands below what was found: a column of its own would leave room for two words a line."""
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("check", no_wrap=True)
+    table.add_column("verdict", no_wrap=True, width=max(len(verdict.value) for verdict in Verdict))
+    table.add_column("found, and what to do", overflow="fold")
     for check in checks:
-        verdict = Text(check.verdict.value, style=_STYLES[check.verdict])
-        table.add_row(Text(check.name), Text(check.value), verdict, Text(check.advice))
+        style = _STYLES[check.verdict]
+        found = Text(check.value)
+        if check.advice:
+            found.append(f"\n{check.advice}", style=style)
+        table.add_row(Text(check.name), Text(check.verdict.value, style=style), found)
     return table

@@ -32,6 +32,8 @@ def test_help_names_the_commands() -> None:
     assert result.exit_code == 0
     assert "launch" in result.stdout
     assert "config" in result.stdout
+    assert "..." not in result.stdout.split("Commands:")[1], "sentences are whole"
+    assert all(len(line) <= 80 for line in result.stdout.splitlines())
 
 
 def test_config_prints_what_this_machine_makes_of_it() -> None:

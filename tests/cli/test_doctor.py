@@ -130,6 +130,16 @@ def test_auto_paths_are_those_of_the_present_directory(tmp_path: Path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+def test_cells_have_room_for_words_in_80_columns() -> None:
+    advice = "use a GPU; if there is one, install its driver"
+    value = "2.1 GB/s to it, 2.55 GB/s from it"
+    console = Console(width=80, record=True, file=StringIO())
+    print_tables(Examination((Check("reads and writes mixed", value, Verdict.COULD_BE_BETTER, advice),), None), console)
+    lines = [line.strip() for line in console.export_text().splitlines()]
+    assert f"reads and writes mixed   could be better   {value}" in lines
+    assert sum(line in f"{advice} " and len(line) > 8 for line in lines) == 2, "the advice takes two lines"
+
+
 def test_brackets_in_paths_are_no_markup() -> None:
     checks = (Check("[bold]name", "[/red]", Verdict.BAD, "[x]", "/mnt/[1]"),)
     console = Console(width=100, record=True, file=StringIO())
