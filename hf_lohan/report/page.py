@@ -136,7 +136,12 @@ def _card(label: str, figure: str, beside: str) -> str:
 
 
 def _chart(heading: str, sentence: str, svg: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p>{svg}</section>"
+    return f"<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p>{_scrolling(svg)}</section>"
+
+
+def _scrolling(svg: str) -> str:
+    """Where the screen is narrower than the letters can be read at."""
+    return f'<div class="chart">{svg}</div>'
 
 
 def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -188,7 +193,7 @@ def _hardware(findings: Findings) -> Iterator[tuple[str, ...]]:
             yield label, rate(measured[name], "B")
     for ssd in measured.get("ssd", ()):
         speeds = f"reads {rate(ssd['read_bytes_per_s'], 'B')}, writes {rate(ssd['write_bytes_per_s'], 'B')}"
-        yield f"SSD {ssd.get('path', '')}".rstrip(), speeds
+        yield "SSD", ": ".join(filter(None, (ssd.get("path"), speeds)))
     if "optimizer_params_per_s" in cpu:
         yield "AdamW on the CPU", f"{count(cpu['optimizer_params_per_s'])} parameters/s"
     for package, version in (findings.summary.get("versions") or {}).items():

@@ -14,7 +14,8 @@ _LETTER_WIDTH = 6.4
 
 def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> str:
     parts = "".join(part for panel in panels for part in panel.parts)
-    return f'<svg viewBox="0 0 {width} {height}" role="img" aria-label="{escape(description)}">{parts}</svg>'
+    size = f'viewBox="0 0 {width} {height}" style="--width:{width}px"'
+    return f'<svg {size} role="img" aria-label="{escape(description)}">{parts}</svg>'
 
 
 class Panel:

@@ -61,13 +61,16 @@ def test_a_damaged_summary_is_named(tmp_path: Path) -> None:
 
 
 def test_an_old_run_has_a_smaller_page(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "run", summary=OLD_SUMMARY)
+    ssd = {"path": "/mnt/a/long/path/to/the/store", "read_bytes_per_s": 2e9, "write_bytes_per_s": 1e9}
+    run = write_run(tmp_path / "run", summary={**OLD_SUMMARY, "measured_hardware": {"ssd": [ssd]}})
     result = runner.invoke(app, ["report", str(run)])
     assert result.exit_code == 0, result.stderr
     page = (run / "lohan" / "report.html").read_text()
     for figure in ("2.5 s", "100", "134 million", "the SSDs", "3 GiB", "a CPU (cpu)", "1 GiB"):
         assert figure in page, figure
     assert "<svg" not in page
+    row = "<td>SSD</td><td>/mnt/a/long/path/to/the/store: reads 2 GB/s, writes 1 GB/s</td>"
+    assert row in page, "keys are not wrapped, so a path as a key would leave no room for values"
 
 
 @pytest.mark.parametrize("given", [".", "lohan"])
@@ -115,6 +118,10 @@ write_report({str(run)!r}, {str(page)!r})
     assert result.returncode == 0, result.stderr
     charts = re.findall(r"<svg.*?</svg>", page.read_text(), flags=re.DOTALL)
     assert len(charts) == 6
+    on_a_phone = re.findall(
+        r'<div class="chart"><svg viewBox="0 0 (\d+) \d+" style="--width:(\d+)px"', page.read_text()
+    )
+    assert [width for width, scrolled_from in on_a_phone if width == scrolled_from] == ["1030", *["500"] * 4, "1030"]
     for chart in charts:
         for element in ElementTree.fromstring(chart).iter():
             numbers = [element.get(name) for name in ("x", "y", "width", "height", "x1", "y1", "x2", "y2", "cx", "cy")]
