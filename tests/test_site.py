@@ -51,8 +51,6 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert len(pages) > 12
     loaded = re.compile(r'<(?:script|link|img)[^>]+(?:src|href)="(https?:)?//')
     assert [page.name for page in pages if loaded.search(page.read_text(encoding="utf-8"))] == []
-    assert (tmp_path / "site" / "search" / "search_index.js").is_file(), "pages opened as files are searched, too"
-    assert all("pictures/iframe-worker.js" in page.read_text(encoding="utf-8") for page in pages)
 
 
 def test_the_settings_page_is_that_of_the_code(from_root: None) -> None:
