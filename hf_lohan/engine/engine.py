@@ -270,7 +270,7 @@ class OffloadEngine:
         Raises NonFiniteGradientError after too many skipped steps in a row.
         """
         self._micro_batches.refuse_within("step()")
-        self._pass.recover()
+        self._pass.recover_before_step()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
@@ -323,7 +323,7 @@ class OffloadEngine:
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """See `StepTransaction.clip`."""
         self._micro_batches.refuse_within("clip_grad_norm")
-        self._pass.recover()
+        self._pass.recover_before_step()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
             return self._step.clip(max_norm, norm_type)
 

@@ -232,8 +232,31 @@ class ModelPass:
         self.clock.begin()
         call_behind_backward(lambda: self._end_backward(before_end))
 
+    def recover_before_step(self) -> None:
+        """`recover`; and gradients that a loop has set to None are none of the step's."""
+        self.recover()
+        self._drop_forgotten()
+
+    def _drop_forgotten(self) -> None:
+        """Drop the step's gradients if a loop has set them to None, as zero_grad() does. Raises RuntimeError if it has
+        set some of them: the others would go on alone."""
+        away = self._parts.ring.gradients_away
+        if not away.forgotten:
+            return
+        trained = (part for part in self._parts.block_of if part.trainable and part.parameter.requires_grad)
+        kept = next((part for part in trained if part.parameter not in away.forgotten), None)
+        if kept is not None:
+            raise RuntimeError(
+                f".grad was set to None for some parameters and not for {kept.name}, and a step has all its gradients "
+                "or none; call optimizer.zero_grad() to drop them, and leave a parameter out of a step by "
+                "requires_grad_(False) before its forward"
+            )
+        self._parts.step.abandon()
+        away.clear()
+
     def _begin_gradients(self) -> None:
         """The first gradients of a backward are about to come, and updates with them."""
+        self._drop_forgotten()
         self._parts.step.begin_backward()
         if not self._parts.step.has_begun_updates:
             self._parts.groups.note()
@@ -243,6 +266,7 @@ class ModelPass:
         self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.take(part, parameter)
+        self._parts.ring.gradients_away.forgotten.discard(parameter)  # it was set to None there, not by the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
         """A parameter's gradient of the step is complete, unless the backward under way ``has_more`` of it; None:

@@ -15,6 +15,8 @@ class GradientsAway:
 
     def __init__(self) -> None:
         self._is_any = False
+        self.forgotten: set[nn.Parameter] = set()
+        """Parameters whose gradient a loop has set to None since."""
 
     def __bool__(self) -> bool:
         return self._is_any
@@ -23,9 +25,15 @@ class GradientsAway:
         """One went."""
         self._is_any = True
 
+    def forget(self, parameter: nn.Parameter) -> None:
+        """A loop sets a parameter's gradient to None."""
+        if self._is_any:
+            self.forgotten.add(parameter)
+
     def clear(self) -> None:
         """The step has taken them, or forgotten them."""
         self._is_any = False
+        self.forgotten.clear()
 
 
 @dataclass(frozen=True, eq=False)

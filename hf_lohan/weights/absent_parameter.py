@@ -123,6 +123,9 @@ class AbsentParameter(nn.Parameter):
         if value is not None:
             raise RuntimeError(gradient_refusal("setting .grad"))
         _TORCH_GRAD.__set__(self, None)
+        absence = _absence_of(self)
+        if absence is not None:
+            absence.gradients_away.forget(self)
 
 
 @contextmanager

@@ -185,6 +185,37 @@ def test_a_step_without_new_gradients_is_refused_unless_they_were_forgotten(
     assert set(engine.step_counts.values()) == {1}
 
 
+@HELD_OR_ACTIVE
+def test_a_loop_may_forget_gradients_by_setting_them_to_none(hold_gradients: bool, build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    engine = build_engine(model, hold_gradients=hold_gradients)
+    optimizer = OffloadAdamW(model.parameters(), engine=engine)
+    for takes_step in (True, False, True) if hold_gradients else (True, True):
+        model(**tiny_batch()).loss.backward()
+        norm = float(engine.clip_grad_norm(float("inf")))
+        if takes_step:
+            optimizer.step()
+        else:
+            skipped = norm
+        for parameter in model.parameters():
+            parameter.grad = None
+    if hold_gradients:
+        assert norm == skipped  # of one backward, not of two
+    engine.settle()
+    assert set(engine.step_counts.values()) == {2}
+
+
+def test_a_step_without_some_of_its_gradients_is_refused(build_engine: EngineFactory) -> None:
+    model = tiny_model("llama").train()
+    optimizer = OffloadAdamW(model.parameters(), engine=build_engine(model))
+    model(**tiny_batch()).loss.backward()
+    model.lm_head.weight.grad = None
+    with pytest.raises(RuntimeError, match=r"\.grad was set to None for some parameters and not for .*zero_grad\(\)"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
 def test_a_backward_behind_a_clip_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama")
     twins.backward(1)
