@@ -29,7 +29,7 @@ def grow_segments(device_index: int) -> bool:
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
         logger.info("device memory is taken in segments of a fixed size: driver or allocator cannot grow them")
         return False
-    # What is set replaces all that was set before.
+    # New settings replace all earlier ones.
     set_allocator_settings(",".join(one for one in (settings, f"{_SETTING}:True") if one))
     return True
 

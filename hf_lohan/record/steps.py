@@ -167,7 +167,7 @@ class StepLines:
         """Drop what the run that is resumed, or one before it, wrote of steps that are taken now."""
         assert self._file is not None
         try:
-            # What is no file is replaced: reading a pipe would not end.
+            # A pipe or link is replaced: reading a pipe would not end.
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
