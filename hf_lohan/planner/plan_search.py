@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -121,26 +122,20 @@ class _Search:
         found = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
         all_ways = [(candidates, self._working(candidates)) for candidates in found]
         least, working = min(all_ways, key=lambda way: (way[0].kept.num_bytes + way[1]).min())
-        refusal = explain_refusal(
+        explain = partial(
+            explain_refusal,
             self._model,
             self._hardware,
             self._setup,
             kept_bytes=least.kept.num_bytes,
             working_bytes=math.ceil(working.min()),
-            least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)),
         )
+        refusal = explain(least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)))
         if refusal is not None:
             all_ways = [(least, np.zeros_like(working))]  # a run that begins all the same comes nearest with it
         best = self._best_of(all_ways, ignores_drives=refusal is not None)
         if math.isinf(best.step_s):  # what fits the device does not fit the drives
-            refusal = explain_refusal(
-                self._model,
-                self._hardware,
-                self._setup,
-                kept_bytes=least.kept.num_bytes,
-                working_bytes=math.ceil(working.min()),
-                least_swapped_bytes=int(least.swapped_bytes[working.argmin()]),
-            )
+            refusal = explain(least_swapped_bytes=int(least.swapped_bytes[working.argmin()]))
             best = self._best_of([(least, np.zeros_like(working))], ignores_drives=True)
         return self._assemble(best, refusal)
 
