@@ -57,7 +57,7 @@ class BlockLoader(ABC):
         self._thread_ended_by: BaseException | None = None
         self._is_closed = False
         self._owner = Owner()
-        self.num_unforeseen = 0
+        self.num_urgent = 0
         self._thread: threading.Thread | None = None
 
     def _start(self) -> None:
@@ -107,7 +107,7 @@ class BlockLoader(ABC):
         """Caller holds the lock."""
         slot = self._ring.pin(block)
         if slot is None:
-            self.num_unforeseen += 1
+            self.num_urgent += 1
             self._order_urgent(block)
             slot = self._ring.pin(block)
             assert slot is not None

@@ -90,6 +90,8 @@ class LoadSchedule:
         self._again: list[int] = []
         self._used: list[Block] = []
         self._last_use: dict[Block, int] = {}
+        self.num_unforeseen = 0
+        """Uses that were not in the order foreseen for their pass."""
         self._waiting: tuple[_PassOrder, int, list[Block], dict[Block, int]] | None = None
         """A training pass between its forward and its backward, while one without gradients comes in between."""
 
@@ -115,6 +117,8 @@ class LoadSchedule:
         place = self.next_use(block)
         if place < len(self._order.own_uses):
             self._place = place + 1
+        else:
+            self.num_unforeseen += 1
 
     def use_for_operation(self, block: Block) -> None:
         """One operation needs the block now; with others of the kind it is one use."""

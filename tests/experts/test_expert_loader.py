@@ -83,7 +83,7 @@ def test_one_that_is_needed_by_itself_comes_at_once_though_others_are_expected(m
     slot = lane.loader.acquire(lane.layers[1][3])
     assert bool((slot.weights == 1003.0).all())
     lane.ring.unpin(lane.layers[1][3])
-    assert lane.loader.num_unforeseen == 1
+    assert lane.loader.num_urgent == 1
     assert {lane.loader.acquire_any()[0].name for _ in range(2)} == {"0.0", "0.1"}
 
 

@@ -93,7 +93,7 @@ def test_a_block_that_nobody_foresaw_goes_first(make_stream: StreamFactory) -> N
     stream.use(stream.blocks[0])
     stream.use(stream.blocks[5])  # the layers between were skipped
     stream.use(stream.blocks[2])
-    assert stream.prefetcher.num_unforeseen >= 1
+    assert stream.prefetcher.num_urgent >= 1
     stream.prefetcher.end_pass()
 
 
