@@ -82,7 +82,7 @@ PRIVATE_NAMES = {
 }  # fmt: skip
 """Of objects of others, that `compat` alone may name."""
 OTHERS_PRIVATE_MODULE = re.compile(r"(torch|transformers|accelerate|trl)\.(\w+\.)*_[a-z]")
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 600
 BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt/pypi|opt/wheels|tmp/\w)")
 
