@@ -110,7 +110,7 @@ def save_optimizer_states(engine: OffloadEngine, checkpoint: str | Path) -> None
             links.barrier(f"the states of {block.name} to be saved")  # no rank is silent for longer than that takes
     described = {name: [place.to_json() for place in places] for name, places in parameters.items()}
     joined: dict[str, list[dict[str, Any]]] = {}
-    for packed in links.gather("where each rank has saved its states", json.dumps(described).encode()):
+    for packed in links.all_gather("where each rank has saved its states", json.dumps(described).encode()):
         for name, places in json.loads(packed).items():
             joined.setdefault(name, []).extend(places)
     if links.ranks.rank == 0:

@@ -13,7 +13,7 @@ from pathlib import Path
 from hf_lohan.files import StorageError, write_failure
 from hf_lohan.files.directories import make_folders
 from hf_lohan.ranks import Links, Ranks
-from hf_lohan.ranks.commit_agreement import newest_of_all
+from hf_lohan.ranks.transport.agreements import newest_common_commit
 from hf_lohan.report.run_data import (
     CONFIG_NAME,
     FOLDER,
@@ -136,7 +136,7 @@ def last_step(output_dir: str | Path) -> int | None:
         {(commit.group_id, commit.number): commit for commit in kept_commits(own)}
         for own in ([rank_folder(path, rank, num_ranks) for path in paths] for rank in range(num_ranks))
     ]
-    commit = kept[0][newest_of_all([list(own) for own in kept])] if all(kept) else None
+    commit = kept[0][newest_common_commit([list(own) for own in kept])] if all(kept) else None
     if commit is None or not _is_resumable(commit):
         return None
     step = commit.facts.get("global_step")
@@ -153,11 +153,11 @@ def _last_of_all(kept: Sequence[Commit], links: Links, *, may_have_none: bool) -
     if not links.ranks.others:
         return kept[0] if kept else None
     by_number = {(commit.group_id, commit.number): commit for commit in kept}
-    came = links.gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
+    came = links.all_gather("the steps that each rank has committed", json.dumps([*by_number]).encode())
     held = [[(str(group), int(number)) for group, number in json.loads(said)] for said in came]
     if not any(held) or (may_have_none and not set(held[0]).intersection(*held[1:])):
         return None
-    return by_number[newest_of_all(held)]
+    return by_number[newest_common_commit(held)]
 
 
 def _resumable(commit: Commit | None, paths: Sequence[str], place: _Place) -> Commit:

@@ -76,7 +76,7 @@ def unfinished_together(links: Links, run_dir: str, name: str) -> Iterator[Path]
     """`unfinished_checkpoint` for all ranks of a run, whose bodies each write their part: rank 0 makes the folder, and
     publishes it when all have written. Raises ValueError where a rank does not see what rank 0 has made."""
     if links.ranks.rank == 0:
-        with unfinished_checkpoint(run_dir, name, show_life=links.show_life) as unfinished:
+        with unfinished_checkpoint(run_dir, name, show_life=links.send_heartbeat) as unfinished:
             links.barrier("rank 0 to make the folder of a checkpoint")
             yield unfinished
             links.barrier("all ranks to save their parts")

@@ -16,7 +16,7 @@ from hf_lohan.files.directories import make_folders
 from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.huggingface.export import described_model
 from hf_lohan.model import StoredForm, records_of_rank
-from hf_lohan.ranks import RanksDisagreeError, newest_of_all
+from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
 from hf_lohan.store import Commit, RecordSpec, Store
 from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
 from hf_lohan.store.resharding import NumberedAgreement, copy_records
@@ -123,7 +123,7 @@ def _commits_to_keep(old: Sequence[Store]) -> list[Commit]:
         empty = next(store for store, commits in zip(old, kept, strict=True) if not commits)
         raise ValueError(f"nothing is committed in {empty.paths[0].path}; there is no step to cut")
     try:
-        newest = newest_of_all([list(commits) for commits in kept])
+        newest = newest_common_commit([list(commits) for commits in kept])
     except RanksDisagreeError as error:
         raise ValueError(str(error)) from None
     for store, commits in zip(old, kept, strict=True):

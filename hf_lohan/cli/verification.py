@@ -11,7 +11,7 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
-from hf_lohan.ranks import RanksDisagreeError, newest_of_all
+from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
 from hf_lohan.store import Commit, Store, damaged_files, refuse_other_parts, verify
 from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import rank_folder, ranks_under
@@ -51,7 +51,7 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
     num_ranks = len(stores)
     kept = [_kept_by(store) for store in stores]
     try:
-        newest = newest_of_all([[(commit.group_id, commit.number) for commit in commits] for commits in kept])
+        newest = newest_common_commit([[(commit.group_id, commit.number) for commit in commits] for commits in kept])
     except RanksDisagreeError as error:
         newest, problem = None, str(error)
     are_right = True

@@ -11,9 +11,9 @@ from hf_lohan.ranks import (
     GRADIENTS_INT4,
     GRADIENTS_INT8,
     WEIGHTS_INT8,
-    CodedBytes,
-    CodedLane,
+    CodedTraffic,
     Links,
+    MeasuredCodec,
     RanksDisagreeError,
 )
 from hf_lohan.wording import format_bytes, percent
@@ -32,10 +32,10 @@ class CodedLanes:
         """All ranks call this together. Raises RanksDisagreeError where their settings differ."""
         self._links = links
         self._num_steps = 0
-        self.weights: CodedLane | None = None
-        self.changes: CodedBytes | None = None
+        self.weights: MeasuredCodec | None = None
+        self.changes: CodedTraffic | None = None
         """Of weights, where what a step changed is sent."""
-        self.gradients: CodedLane | None = None
+        self.gradients: MeasuredCodec | None = None
         if links.ranks.num_ranks > 1:
             _refuse_other_settings(collectives, links)
         if links.ranks.num_nodes == 1:
@@ -46,16 +46,16 @@ class CodedLanes:
                 )
             return
         if collectives.forward == "int8":
-            self.weights = CodedLane("weights", WEIGHTS_INT8)
+            self.weights = MeasuredCodec("weights", WEIGHTS_INT8)
         elif collectives.forward == "delta":
-            self.changes = CodedBytes("weights")
+            self.changes = CodedTraffic("weights")
             if collectives.backward == "world":
                 logger.info(
                     "collectives: with forward 'delta' each machine keeps all weights, and backward takes them from "
                     "there, as with backward 'node'"
                 )
         if collectives.gradients != "exact":
-            self.gradients = CodedLane("gradients", _GRADIENT_CODECS[collectives.gradients])
+            self.gradients = MeasuredCodec("gradients", _GRADIENT_CODECS[collectives.gradients])
         for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):
             if lane is not None and links.ranks.rank == 0:
                 logger.warning(
@@ -66,7 +66,7 @@ class CodedLanes:
                 )
 
     @property
-    def all(self) -> list[CodedBytes]:
+    def all(self) -> list[CodedTraffic]:
         return [lane for lane in (self.weights, self.changes, self.gradients) if lane is not None]
 
     def end_step(self) -> None:
@@ -109,7 +109,7 @@ class CodedLanes:
 
 def _refuse_other_settings(collectives: Collectives, links: Links) -> None:
     mine = json.dumps(collectives.to_setting())
-    for rank, its in enumerate(links.gather("the setting collectives", mine.encode())):
+    for rank, its in enumerate(links.all_gather("the setting collectives", mine.encode())):
         if its.decode() != mine:
             raise RanksDisagreeError(
                 f"rank {links.ranks.rank} has collectives={mine}, and rank {rank} {its.decode()}; give all ranks the "

@@ -155,7 +155,7 @@ class StepCommits:
             agreed = self._agreement.commits_next
             self.is_due = self._first_is_due if agreed is None else agreed
             num_before, before_s = (0, 0.0) if self.is_due else (self._steps_since + 1, since_s + step_s)
-            self._agreement.wish_commit(self._interval.is_over(num_before + 1, before_s + step_s))
+            self._agreement.request_commit(self._interval.is_over(num_before + 1, before_s + step_s))
         keeps_new = not self.is_due
         self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
 

@@ -19,7 +19,7 @@ def refuse_other_weights(weights: Iterable[tuple[str, Tensor]], links: Links) ->
     if not links.ranks.others:
         return
     named = [(name, weight) for name, weight in weights if weight.device.type != "meta"]
-    found = links.gather("the weights to be the same", b"".join(_digest(weight) for _, weight in named))
+    found = links.all_gather("the weights to be the same", b"".join(_digest(weight) for _, weight in named))
     for rank, digests in enumerate(found):
         if len(digests) != len(found[0]):
             raise RanksDisagreeError(

@@ -87,4 +87,4 @@ class LedReads:
 
     def _say(self, what: str) -> str:
         """What rank 0 says."""
-        return self._links.gather("the next weight to save", what.encode())[0].decode()
+        return self._links.all_gather("the next weight to save", what.encode())[0].decode()

@@ -115,7 +115,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         raise
     try:
         if links.ranks.others:
-            CommitAgreement(links).begin(store)  # before what is loaded takes the place of a commit that counts
+            CommitAgreement(links).restore_common_commit(store)  # before the store is written to
         store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None

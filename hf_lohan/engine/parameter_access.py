@@ -191,13 +191,13 @@ class ParameterAccess:
         if owner == links.ranks.rank:
             for start, piece in self.read_own(block, kind, first, last):
                 if links.ranks.others:
-                    links.share(piece, owner, tag)
+                    links.broadcast(piece, owner, tag)
                 yield start, piece
             return
         with self._buffers(1) as (landing,):
             for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(block.master.state_dtype(kind), stop - start)
-                links.share(piece, owner, tag)
+                links.broadcast(piece, owner, tag)
                 yield start, piece
 
     def read_own(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:

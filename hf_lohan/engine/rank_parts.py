@@ -76,4 +76,4 @@ def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> WeightLoan | None:
 
 def agree(links: Links, what: str, wish: bool) -> bool:
     """Whether all ranks wish it."""
-    return all(answer == _YES for answer in links.gather(what, _YES if wish else _NO))
+    return all(answer == _YES for answer in links.all_gather(what, _YES if wish else _NO))

@@ -118,7 +118,7 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         if engine is None or not engine.links.ranks.others or not isinstance(tensor, Tensor) or tensor.ndim:
             return super().gather(tensor)
         own = tensor.detach().cpu().reshape(1).view(torch.uint8).numpy().tobytes()
-        of_all = b"".join(engine.links.gather("a number of each rank", own))
+        of_all = b"".join(engine.links.all_gather("a number of each rank", own))
         return torch.frombuffer(bytearray(of_all), dtype=tensor.dtype).to(tensor.device)
 
     def clip_grad_norm_(

@@ -34,7 +34,7 @@ from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 from hf_lohan.huggingface.trl_models import begin_above
-from hf_lohan.ranks.rendezvous import SECRET_VARIABLE
+from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ from accelerate.utils import parse_flag_from_env
 from hf_lohan.compat.torch_private import default_process_group_store
 from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.rank_guards import check_joined
-from hf_lohan.ranks import ALONE, Links, Ranks, connect
+from hf_lohan.ranks import ONE_RANK, Links, Ranks, connect
 
 _FIRST_TIMEOUT_S = 600.0
 """Ranks start, import and load at different speeds."""
@@ -21,7 +21,7 @@ def ranks_here() -> Ranks:
     """Which rank this process is, by what its launcher said. Raises ValueError if that is not enough."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_launched == "1":
-        return ALONE
+        return ONE_RANK
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or num_gpus() == 0
     state = PartialState(cpu=on_cpu)  # the one that Trainer or an Accelerator has made, if there is one
     check_joined(state.num_processes)

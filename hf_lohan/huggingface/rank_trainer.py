@@ -73,7 +73,7 @@ class TrainsWithRanks(_TrainerBase):
 
     def _agree_on_resume(self, point: ResumePoint) -> None:
         """Raises RanksDisagreeError if ranks would go on from different places."""
-        found = self._links.gather("where to go on from", _place(point).encode())
+        found = self._links.all_gather("where to go on from", _place(point).encode())
         for rank, place in enumerate(found):
             if place != found[0]:
                 raise RanksDisagreeError(
@@ -87,7 +87,7 @@ class TrainsWithRanks(_TrainerBase):
         if isinstance(train_dataloader, Sized):
             with contextlib.suppress(TypeError):  # of a data set that has no length
                 num_batches = len(train_dataloader)
-        check_batches(int(num) for num in self._links.gather("the number of batches", str(num_batches).encode()))
+        check_batches(int(num) for num in self._links.all_gather("the number of batches", str(num_batches).encode()))
 
     def _save_optimizer_files(self, folder: str) -> None:
         """The small files that rank 0 saves, of every rank: each goes on from a journal of its own."""
@@ -115,7 +115,7 @@ class TrainsWithRanks(_TrainerBase):
         if before_s is not None and self._offload_config is not None:
             self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
             timeout_s = self._offload_config.net_timeout_s(self._slowest_step_s)
-            self._links.allow_silence(timeout_s)
+            self._links.set_timeout(timeout_s)
             if self._links.ranks.others:
                 set_collectives_timeout(timeout_s)
 

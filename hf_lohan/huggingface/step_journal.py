@@ -63,7 +63,7 @@ class Termination:
         """All ranks of a run end behind the same step."""
         self._agreement = agreement
         if self.is_requested:
-            agreement.wish_to_end()
+            agreement.request_end()
 
     def ends_here(self) -> bool:
         """Whether the run ends though there is more to do: behind the last step one of its ranks had been asked to."""
@@ -72,7 +72,7 @@ class Termination:
     def came_at_the_end(self) -> bool:
         """The last step is over, and no other one tells the other ranks: whether any was asked to end. All call this
         together."""
-        wishes = self._links.gather("whether the run was to end", _END if self.is_requested else b"")
+        wishes = self._links.all_gather("whether the run was to end", _END if self.is_requested else b"")
         return _END in wishes
 
     def __enter__(self) -> Termination:
@@ -97,7 +97,7 @@ class Termination:
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self.is_requested = True
         if self._agreement is not None:
-            self._agreement.wish_to_end()
+            self._agreement.request_end()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         logger.warning("SIGTERM: the run ends when the step in progress is committed; once more ends it at once")
 

@@ -68,7 +68,7 @@ def share_of_machine(
     ranks = links.ranks
     if not ranks.others:
         return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus()), tuple(paths)
-    offered = links.gather("what is free for each rank", _offer(config, device, paths).pack())
+    offered = links.all_gather("what is free for each rank", _offer(config, device, paths).pack())
     offers = [_Offer.unpack(packed) for packed in offered]
     _refuse_differences(offers)
     shares = [_share(offers, ranks.of_rank(rank)) for rank in range(ranks.num_ranks)]
@@ -103,7 +103,7 @@ def _drive(path: str) -> tuple[int, int, int]:
 
 
 def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:
-    own, box = offers[ranks.rank], [offers[rank] for rank in ranks.in_this_box]
+    own, box = offers[ranks.rank], [offers[rank] for rank in ranks.on_this_node]
     cpus = sum(1 / sum(cpu in other.cpus for other in box) for cpu in own.cpus)
     return Share(
         host_memory_bytes=min(offer.host_memory_bytes for offer in box) // ranks.num_local,
@@ -115,7 +115,7 @@ def _share(offers: Sequence[_Offer], ranks: Ranks) -> Share:
 def _capacity(offers: Sequence[_Offer], ranks: Ranks, number: int) -> int:
     """This rank's part of the free space behind one of its paths, the stores of all its ranks counted as free."""
     drive, free, _ = offers[ranks.rank].drives[number]
-    there = [found for rank in ranks.in_this_box for found in offers[rank].drives if found[0] == drive]
+    there = [found for rank in ranks.on_this_node for found in offers[rank].drives if found[0] == drive]
     return (free + sum(occupied for _, _, occupied in there)) // len(there)
 
 

@@ -1,37 +1,34 @@
 """Several ranks that train one model together: messages between them, and what follows from a rank that fails.
 
-One process is one rank. Each pair of ranks has a connection for each lane (`Links`), made once (`connect`). Ranks of
+One process is one rank. Each pair of ranks has a connection for each channel (`Links`), made once (`connect`). Ranks of
 one box share memory (`SharedRegion`), so that their messages only say where bytes lie. No collective of a process group
 is used: what is waited for, from whom and how long is known here, and an error names the rank. For slow links there are
 codecs (`BlockCodec`, and without loss `StepDelta`).
 """
 
-from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
-from hf_lohan.ranks.coded_lane import CodedBytes, CodedLane
-from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
-from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError, RankTimeoutError
-from hf_lohan.ranks.gradient_exchange import CompleteGradient, GradientExchange
-from hf_lohan.ranks.gradient_parts import GradientPart
-from hf_lohan.ranks.handlers import Handler
-from hf_lohan.ranks.links import Links
-from hf_lohan.ranks.messages import HEAD_BYTES, Kind, Lane, PayloadReader
-from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
-from hf_lohan.ranks.rendezvous import connect
-from hf_lohan.ranks.shared_region import SharedRegion
-from hf_lohan.ranks.step_agreement import StepAgreement
-from hf_lohan.ranks.step_delta import StepDelta
-from hf_lohan.ranks.topology import ALONE, Ranks
-from hf_lohan.ranks.turns import one_rank_at_a_time
+from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, BlockCodec, CodingError
+from hf_lohan.ranks.collectives.coded_lane import CodedTraffic, MeasuredCodec
+from hf_lohan.ranks.collectives.gradient_exchange import CompleteGradient, GradientExchange, GradientPart
+from hf_lohan.ranks.collectives.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.collectives.step_delta import StepDelta
+from hf_lohan.ranks.transport.agreements import CommitAgreement, StepAgreement, newest_common_commit
+from hf_lohan.ranks.transport.connection import Handler
+from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError, RankTimeoutError
+from hf_lohan.ranks.transport.links import Links, one_rank_at_a_time
+from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, Kind, PayloadReader
+from hf_lohan.ranks.transport.rendezvous import connect
+from hf_lohan.ranks.transport.shared_region import SharedRegion
+from hf_lohan.ranks.transport.topology import ONE_RANK, Ranks
 
 __all__ = [
-    "ALONE",
     "GRADIENTS_INT4",
     "GRADIENTS_INT8",
     "HEAD_BYTES",
+    "ONE_RANK",
     "WEIGHTS_INT8",
     "BlockCodec",
-    "CodedBytes",
-    "CodedLane",
+    "Channel",
+    "CodedTraffic",
     "CodingError",
     "CommitAgreement",
     "CompleteGradient",
@@ -39,8 +36,8 @@ __all__ = [
     "GradientPart",
     "Handler",
     "Kind",
-    "Lane",
     "Links",
+    "MeasuredCodec",
     "PayloadReader",
     "RankFailedError",
     "RankTimeoutError",
@@ -50,7 +47,7 @@ __all__ = [
     "StepAgreement",
     "StepDelta",
     "connect",
-    "newest_of_all",
+    "newest_common_commit",
     "one_rank_at_a_time",
     "sum_in_rank_order_",
 ]

@@ -174,10 +174,10 @@ class Agreement(Protocol):
 
     group_id: str
 
-    def tell(self, number: int) -> None:
+    def announce_commit(self, number: int) -> None:
         """This rank's commit is durable."""
 
-    def wait(self, number: int) -> None:
+    def wait_for_commit(self, number: int) -> None:
         """Return when every rank's is. Raises where one of them has failed."""
 
 
@@ -212,13 +212,13 @@ class CommitSequence:
     def _wait_for_all(self) -> None:
         if self._agreement is not None and not self._is_agreed:
             if self.last is not None:
-                self._agreement.wait(self.last.number)
+                self._agreement.wait_for_commit(self.last.number)
             self._is_agreed = True
 
     def tell_others(self) -> None:
         """The last commit is durable, and this rank will be at it."""
         if self._agreement is not None and self.last is not None:
-            self._agreement.tell(self.last.number)
+            self._agreement.announce_commit(self.last.number)
 
     @property
     def previous(self) -> Commit | None:

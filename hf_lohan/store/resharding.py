@@ -20,10 +20,10 @@ class NumberedAgreement:
     def __init__(self, group_id: str) -> None:
         self.group_id = group_id
 
-    def tell(self, number: int) -> None:
+    def announce_commit(self, number: int) -> None:
         """Nobody has to be told."""
 
-    def wait(self, number: int) -> None:
+    def wait_for_commit(self, number: int) -> None:
         """Nobody has to be waited for."""
 
 

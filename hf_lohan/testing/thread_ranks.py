@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Generic, Literal, TypeVar
 
-from hf_lohan.ranks import HEAD_BYTES, Lane, Links, RankFailedError, Ranks
-from hf_lohan.ranks.messages import Head
+from hf_lohan.ranks import HEAD_BYTES, Channel, Links, RankFailedError, Ranks
+from hf_lohan.ranks.transport.messages import Head
 
 _Result = TypeVar("_Result")
 LONGEST_DELAY_S = 0.003
@@ -36,8 +36,8 @@ class Fault:
     """`die`: its connections end; `hang`: it neither sends nor reads any more; `truncate`: it dies after half a head;
     `corrupt`: a bit of the head is wrong."""
     at_message: int
-    lane: Lane | None = None
-    """Counts messages of this lane only."""
+    channel: Channel | None = None
+    """Counts messages of this channel only."""
 
 
 @dataclass
@@ -128,14 +128,14 @@ class _World:
     def __init__(self, num_ranks: int, num_local: int, delays_seed: int | None, faults: Sequence[Fault]) -> None:
         self.num_local = num_local
         self.is_over = threading.Event()
-        self.sockets: list[dict[tuple[Lane, int], _RankSocket]] = [{} for _ in range(num_ranks)]
+        self.sockets: list[dict[tuple[Channel, int], _RankSocket]] = [{} for _ in range(num_ranks)]
         fates = [_Fate(self, [fault for fault in faults if fault.rank == rank]) for rank in range(num_ranks)]
-        for lane in Lane:
+        for channel in Channel:
             for first, second in combinations(range(num_ranks), 2):
                 ends = socket.socketpair()
                 for end, (rank, peer) in zip(ends, ((first, second), (second, first)), strict=True):
-                    delays = None if delays_seed is None else random.Random(f"{delays_seed} {rank} {peer} {lane}")
-                    self.sockets[rank][lane, peer] = _RankSocket(end, lane, fates[rank], delays)
+                    delays = None if delays_seed is None else random.Random(f"{delays_seed} {rank} {peer} {channel}")
+                    self.sockets[rank][channel, peer] = _RankSocket(end, channel, fates[rank], delays)
         for rank, fate in enumerate(fates):
             fate.sockets = list(self.sockets[rank].values())
 
@@ -155,18 +155,18 @@ class _Fate:
         self.sockets: list[_RankSocket] = []
         self.hangs = False
         self._faults = faults
-        self._num_sent: dict[Lane | None, int] = {}
+        self._num_sent: dict[Channel | None, int] = {}
         self._lock = threading.Lock()
 
-    def next_message(self, lane: Lane) -> str | None:
+    def next_message(self, channel: Channel) -> str | None:
         """What happens to the message that is about to be sent, if anything does."""
         with self._lock:
             happens = None
-            for counted in (None, lane):
+            for counted in (None, channel):
                 number = self._num_sent.get(counted, 0)
                 self._num_sent[counted] = number + 1
                 for fault in self._faults:
-                    if (fault.lane, fault.at_message) == (counted, number):
+                    if (fault.channel, fault.at_message) == (counted, number):
                         happens = fault.what
             return happens
 
@@ -182,9 +182,9 @@ class _Fate:
 class _RankSocket:
     """One end of a socket pair."""
 
-    def __init__(self, end: socket.socket, lane: Lane, fate: _Fate, delays: random.Random | None) -> None:
+    def __init__(self, end: socket.socket, channel: Channel, fate: _Fate, delays: random.Random | None) -> None:
         self._end = end
-        self._lane = lane
+        self._channel = channel
         self._fate = fate
         self._delays = delays
         self._delays_of_received = None if delays is None else random.Random(delays.random())
@@ -202,7 +202,7 @@ class _RankSocket:
         first = buffers[0]
         if not self._num_left and not self._head:
             self._delay(self._delays)
-            happens = self._fate.next_message(self._lane)
+            happens = self._fate.next_message(self._channel)
             if happens == "hang":
                 self._fate.hang()
             elif happens == "corrupt":

@@ -118,7 +118,7 @@ class GradientPipeline:
             self._thread.call(self._worker.give_rest)
             self._means.finish()
             self._thread.call(self._worker.measure_rest)
-            self.norms.take(self._agreement.apply(self.norms.measured()))
+            self.norms.take(self._agreement.apply_gradients(self.norms.measured()))
             self._is_agreed = True
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
@@ -153,7 +153,7 @@ class GradientPipeline:
         if self._agreement is not None and not self._is_agreed:
             self._thread.call(self._worker.give_rest)
             self._means.drop()
-            self._agreement.drop()
+            self._agreement.drop_gradients()
         self._thread.call(self._worker.abandon_step)
         self._guesses.forget()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.

@@ -9,8 +9,8 @@ from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
 from hf_lohan.model import Chunk
-from hf_lohan.ranks import CodedLane, CompleteGradient, GradientExchange, Links, SharedRegion
-from hf_lohan.ranks.step_agreement import END_OF_STEP
+from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCodec, SharedRegion
+from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.chunk_gradient import ChunkGradient
 from hf_lohan.updates.means import Apply
@@ -32,7 +32,7 @@ class RankMeans:
         buffers: BufferPool,
         memory: SharedRegion,
         chunks: Sequence[Chunk],
-        coded: CodedLane | None,
+        coded: MeasuredCodec | None,
         put: Callable[[Command], None],
         failed: Callable[[BaseException], None],
     ) -> None:
@@ -65,7 +65,7 @@ class RankMeans:
         )
         told = weakref.ref(self)  # the links outlive it
         self._failed = failed
-        links.when_failed(lambda error: _tell(told(), error))
+        links.add_failure_callback(lambda error: _tell(told(), error))
 
     def when_none_was_given(self, apply: Apply) -> None:
         """See `GradientMeans`."""
@@ -79,7 +79,7 @@ class RankMeans:
     def while_waiting(self, since_s: float) -> None:
         """See `GradientMeans`."""
         keepers = {chunk.owner for chunk in list(self._given)} - {self._rank}
-        self._links.refuse_silence("its gradients to be added up", keepers, since_s)
+        self._links.raise_if_silent("its gradients to be added up", keepers, since_s)
 
     def give(self, gradient: ChunkGradient, apply: Apply, unwanted: Callable[[], object]) -> None:
         """See `GradientMeans`."""

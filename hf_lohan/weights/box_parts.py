@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_lohan.model import Block, ranges
 from hf_lohan.planning import part_bytes
-from hf_lohan.ranks import CodedBytes, CodedLane, PayloadReader, Ranks, StepDelta
+from hf_lohan.ranks import CodedTraffic, MeasuredCodec, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
 from hf_lohan.weights.kept_parts import KeptParts
 
@@ -44,8 +44,8 @@ class BoxParts:
         ranks: Ranks,
         blocks: Sequence[Block],
         *,
-        coded: CodedLane | None = None,
-        changes: CodedBytes | None = None,
+        coded: MeasuredCodec | None = None,
+        changes: CodedTraffic | None = None,
         kept: KeptParts | None = None,
         version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
@@ -117,7 +117,7 @@ class BoxParts:
                 counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
 
     @staticmethod
-    def _round(part: Tensor, coded: CodedLane) -> Tensor:
+    def _round(part: Tensor, coded: MeasuredCodec) -> Tensor:
         """The message of a part, piece by piece. The part becomes what it brings."""
         message = torch.empty(coded.codec.message_bytes(part.numel()), dtype=torch.uint8)
         for piece, place in _pieces(part, coded):
@@ -148,7 +148,7 @@ class BoxParts:
             self._kept.write(block, rank, part)
 
 
-def _pieces(part: Tensor, coded: CodedLane) -> Iterator[tuple[Tensor, slice]]:
+def _pieces(part: Tensor, coded: MeasuredCodec) -> Iterator[tuple[Tensor, slice]]:
     """Of a part, and where the message of each lies in that of the part."""
     end = 0
     for start, stop in ranges(part.numel(), PIECE_NUMEL):

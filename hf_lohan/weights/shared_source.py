@@ -17,8 +17,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import Kind, Links, PayloadReader, RanksDisagreeError
-from hf_lohan.ranks import Lane as LinkLane
+from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RanksDisagreeError
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
@@ -118,10 +117,10 @@ class SharedWeights:
         }
         self._links.barrier("no weights are under way", sequence="weights")
         for kind in handlers:
-            self._links.off(kind)
+            self._links.remove_handler(kind)
         self._links.barrier("weights may come", sequence="weights")
         for kind, handler in handlers.items():
-            self._links.on(kind, handler)
+            self._links.set_handler(kind, handler)
 
     # The thread that carries out loads.
 
@@ -140,7 +139,7 @@ class SharedWeights:
         load = _Load(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
             self._loads[number] = load
-            self._not_taken[number] = set(self._ranks.in_this_box)
+            self._not_taken[number] = set(self._ranks.on_this_node)
             self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
             self._refuse_other_blocks(load)
             self._links.notify()  # parts from other boxes may wait for it
@@ -211,7 +210,7 @@ class SharedWeights:
             self._is_closed = True
             self._links.notify()
         for kind in (Kind.FILLED, Kind.TAKEN, Kind.WEIGHTS_PART):
-            self._links.on(kind, lambda _peer, _numbers, _payload: None)
+            self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
         self._copier.close()
         self._sender.close()
 
@@ -273,7 +272,7 @@ class SharedWeights:
 
     def _tell_filled(self, load: _Load) -> None:
         block_number = self._number_of[load.block]
-        for rank in self._ranks.in_this_box:
+        for rank in self._ranks.on_this_node:
             if rank != self._ranks.rank:
                 self._links.send(rank, Kind.FILLED, load.number, block_number)
         with self._links.lock:
@@ -316,7 +315,7 @@ class SharedWeights:
             del self._num_uses[number]
             self._not_taken[number].discard(self._ranks.rank)
         try:
-            for rank in self._ranks.in_this_box:
+            for rank in self._ranks.on_this_node:
                 if rank != self._ranks.rank:
                     self._links.send(rank, Kind.TAKEN, number)
         except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
@@ -347,7 +346,7 @@ class SharedWeights:
             return []
         if load.missing:
             return sorted(load.missing)
-        return [rank for rank in self._ranks.in_this_box if rank not in self._filled[load.number]]
+        return [rank for rank in self._ranks.on_this_node if rank not in self._filled[load.number]]
 
     def _take_news(self) -> bool:
         """Caller holds the links' lock."""
@@ -364,7 +363,7 @@ class SharedWeights:
     def _send_part_to(self, rank: int, load: _Load, form: int, message: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)
         try:
-            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, lane=LinkLane.WEIGHTS)
+            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, channel=Channel.WEIGHTS)
         except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
             self._links.fail(error)
             return

@@ -44,7 +44,7 @@ def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
         Path(store_of(run, rank)).mkdir(parents=True)
         paths = [StorePath(store_of(run, rank), 10**6)]
         with Store.open_or_create(paths, RECORDS, model=MODEL, engine=engine, durability="step") as store:
-            CommitAgreement(links).begin(store)
+            CommitAgreement(links).restore_common_commit(store)
             for number in range(num_commits[rank]):
                 facts = {"global_step": number, "is_resumable": number > 0, "durability": store.durability}
                 journal = {"trainer_state.json": b"{}"} if number else {}

@@ -30,7 +30,7 @@ class JointAccess:
         self.read.append(name)
         owner = NAMES.index(name) % self._links.ranks.num_ranks
         value = torch.full((7,), float(NAMES.index(name)) if owner == self._links.ranks.rank else -1.0)
-        self._links.share(value, owner, name)
+        self._links.broadcast(value, owner, name)
         return value
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 import hf_lohan
-from hf_lohan.ranks.exchanges import Exchanges
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_model
 
 ON_CUDA = os.environ.get("LOHAN_TEST_DEVICE") == "cuda"
@@ -84,13 +84,13 @@ class Exchanged(TrainerCallback):
 
     def __init__(self) -> None:
         self.tags: list[list[str]] = [[]]
-        gather = Exchanges.gather
+        all_gather = Links.all_gather
 
-        def noted(exchanges: Exchanges, tag: str, payload: bytes, sequence: str) -> list[bytes]:
+        def recorded(links: Links, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
             self.tags[-1].append(tag)
-            return gather(exchanges, tag, payload, sequence)
+            return all_gather(links, tag, payload, sequence=sequence)
 
-        Exchanges.gather = noted  # type: ignore[method-assign]
+        Links.all_gather = recorded  # type: ignore[method-assign]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.tags.append([])

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, SharedRegion
+from hf_lohan.ranks import Channel, CompleteGradient, GradientExchange, Links, SharedRegion
 
 BUFFER_BYTES = 4 * 600_000
 NUM_BUFFERS = 12
@@ -159,7 +159,7 @@ class RankOfExchange:
         self.links.barrier("all buffers to be back")
         self.exchange.close()
         self.sums.num_left = NUM_BUFFERS - self.free.qsize()
-        self.sums.sent_bytes = sum(self.links.sent_bytes_to(peer)[2] for peer in self.links.ranks.others)  # type: ignore[index]
+        self.sums.sent_bytes = self.links.sent_bytes[Channel.GRADIENTS]
         return self.sums
 
     def _take_back(self, buffer: object) -> None:

@@ -322,7 +322,7 @@ def test_triton_rounds_each_operation_by_itself_on_cuda(num_bits: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
-    from hf_lohan.ranks import triton_codec
+    from hf_lohan.ranks.collectives import triton_codec
 
     tensors = {"codes": ("*i8",) * 3, "scales": ("*bf16",) * 3, "factor": "fp32"}
     tensors |= {"out_codes": "*i8", "out_scales": "*bf16", "num_blocks": "i32"}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trained_boxes import Oracle, Trained, Training, gradient_numels, part_numel
 
-from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Lane, RanksDisagreeError
+from hf_lohan.ranks import GRADIENTS_INT4, GRADIENTS_INT8, WEIGHTS_INT8, Channel, RanksDisagreeError
 from hf_lohan.testing.thread_ranks import run_ranks
 
 BOXES = [(2, 1), (4, 2), (3, 1)]
@@ -60,7 +60,7 @@ def test_bytes_of_gradients(num_ranks: int, num_local: int, word: str, tmp_path:
             assert figures["exact_bytes"] == 2 * exact_bytes
             if numels:
                 assert 0.001 < figures["relative_rms_error"] < (0.05 if word == "int8" else 0.3)
-        assert ours.sent[Lane.GRADIENTS] == 2 * sent_bytes
+        assert ours.sent[Channel.GRADIENTS] == 2 * sent_bytes
         assert ours.figures["sent_bytes"]["gradients"] == 2 * sent_bytes
     trained_numel = sum(block.state_numel for block in trained[0].layout.blocks)
     all_numels = [sum(gradient_numels(training, trained[0].layout, rank)) for rank in range(num_ranks)]
@@ -85,7 +85,7 @@ def test_on_one_box_nothing_is_rounded(tmp_path: Path, caplog: pytest.LogCapture
         quantized = training.run(tmp_path / "quantized", "quantized")
     for ours, other in zip(quantized, exact, strict=True):
         assert all(torch.equal(ours.weights[name], weight) for name, weight in other.weights.items())
-        assert ours.sent[Lane.WEIGHTS] == ours.sent[Lane.GRADIENTS] == 0
+        assert ours.sent[Channel.WEIGHTS] == ours.sent[Channel.GRADIENTS] == 0
     assert "has no effect" in caplog.text
 
 
@@ -158,7 +158,7 @@ def test_bytes_of_weights(num_ranks: int, num_local: int, forward: str, backward
                 num_loads = ours.num_states[block.name]
             expected += num_loads * (training.num_boxes - 1) * message_bytes
             exact += num_loads * (training.num_boxes - 1) * numel * 4
-        assert ours.sent[Lane.WEIGHTS] == expected
+        assert ours.sent[Channel.WEIGHTS] == expected
         if forward == "int8":
             assert ours.figures["coded"]["weights"]["sent_bytes"] == expected
             assert ours.figures["coded"]["weights"]["exact_bytes"] == exact
@@ -179,12 +179,12 @@ def test_a_step_sends_what_it_changed(tmp_path: Path) -> None:
     changes = training.run(tmp_path / "changes", {"forward": "delta"})
     for ours, other in zip(changes, kept, strict=True):
         figures = ours.figures["coded"]["weights"]
-        assert figures["exact_bytes"] == other.sent[Lane.WEIGHTS]
-        assert figures["sent_bytes"] == ours.sent[Lane.WEIGHTS]
+        assert figures["exact_bytes"] == other.sent[Channel.WEIGHTS]
+        assert figures["sent_bytes"] == ours.sent[Channel.WEIGHTS]
         of_first = sum(2 * part_numel(block, ours.rank) for block in ours.layout.blocks)
-        of_later = other.sent[Lane.WEIGHTS] - of_first
+        of_later = other.sent[Channel.WEIGHTS] - of_first
         assert of_later > 0
-        assert ours.sent[Lane.WEIGHTS] - of_first < of_later / 3
+        assert ours.sent[Channel.WEIGHTS] - of_first < of_later / 3
 
 
 @pytest.mark.covering(1)

@@ -18,7 +18,7 @@ import pytest
 
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
-from hf_lohan.ranks.commit_agreement import CommitAgreement, newest_of_all
+from hf_lohan.ranks.transport.agreements import CommitAgreement, newest_common_commit
 from hf_lohan.store import Commit, ModelIdentity, RecordSpec, Store
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 from hf_lohan.testing.thread_ranks import Outcome, rank_outcomes, run_ranks
@@ -76,7 +76,7 @@ class TrainedRank:
             path_of(root, self.rank), RECORDS, model=MODEL, engine=engine, durability="step"
         )
         self.agreement = CommitAgreement(links)
-        self.began_at = self.agreement.begin(self.store)
+        self.began_at = self.agreement.restore_common_commit(self.store)
         self.began_with = content_of(self.store)
 
     def train(self, num_steps: int) -> None:
@@ -112,14 +112,14 @@ def calls_that_kill(kill: KilledAt) -> Iterator[None]:
     with ExitStack() as patched:
         for name in ("fsync", "fdatasync", "link", "replace", "unlink"):
             patched.enter_context(patch.object(os, name, passing(name, getattr(os, name))))
-        real_tell = CommitAgreement.tell
+        real_announce = CommitAgreement.announce_commit
 
-        def tell(agreement: CommitAgreement, number: int) -> None:
+        def announce_commit(agreement: CommitAgreement, number: int) -> None:
             thread = threading.current_thread()
             kill.pass_by(int(thread.name.removeprefix("rank-")), number, "tell")
-            real_tell(agreement, number)
+            real_announce(agreement, number)
 
-        patched.enter_context(patch.object(CommitAgreement, "tell", tell))
+        patched.enter_context(patch.object(CommitAgreement, "announce_commit", announce_commit))
         yield
 
 
@@ -246,7 +246,7 @@ def test_a_rank_with_an_empty_folder_is_named(tmp_path: Path, engine: IoEngine) 
         with Store.open_or_create(path_of(tmp_path, links.ranks.rank), RECORDS, model=MODEL, engine=engine) as store:
             before = store.committed
             with pytest.raises(RanksDisagreeError, match="that all ranks hold: rank 0 holds commit 2 of run"):
-                CommitAgreement(links).begin(store)
+                CommitAgreement(links).restore_common_commit(store)
             assert store.committed is before
 
     run_ranks(2, go_on)
@@ -261,7 +261,7 @@ def test_ranks_that_keep_different_numbers_of_versions_are_refused(tmp_path: Pat
         store = Store.create(paths, RECORDS, model=MODEL, engine=engine, num_homes=homes)
         said = r"rank 0 keeps two versions .* rank 1 one version: set durability"
         with store, pytest.raises(RanksDisagreeError, match=said):
-            CommitAgreement(links).begin(store)
+            CommitAgreement(links).restore_common_commit(store)
 
     run_ranks(2, begin)
 
@@ -274,7 +274,7 @@ def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engin
     def train(links: Links) -> None:
         rank = links.ranks.rank
         with Store.create(path_of(tmp_path, rank), RECORDS, model=MODEL, engine=engine, num_homes=1) as store:
-            assert CommitAgreement(links).begin(store) is None
+            assert CommitAgreement(links).restore_common_commit(store) is None
             for _ in range(2 if rank == 0 else 1):
                 store.write("a", "param", 0, aligned(RECORDS[0], 2048, Random(rank))).wait()
                 store.commit()
@@ -284,7 +284,7 @@ def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engin
     def go_on(links: Links) -> bool:
         paths = path_of(tmp_path, links.ranks.rank)
         with Store.open(paths, model=MODEL, engine=engine, allow_torn=True) as store:
-            assert CommitAgreement(links).begin(store) is None
+            assert CommitAgreement(links).restore_common_commit(store) is None
             assert store.committed is not None and store.committed.number == 2 - links.ranks.rank
             store.go_back_to(store.committed)
             return store.versions.is_torn
@@ -311,16 +311,16 @@ def test_stores_of_another_run_do_not_pass_for_those_of_this(tmp_path: Path, eng
     def go_on(links: Links) -> None:
         store = Store.open(path_of(tmp_path / "one", links.ranks.rank), model=MODEL, engine=engine)
         with store, pytest.raises(RanksDisagreeError, match="there is no commit that all ranks hold"):
-            CommitAgreement(links).begin(store)
+            CommitAgreement(links).restore_common_commit(store)
 
     run_ranks(2, go_on)
 
 
 def test_the_newest_that_all_hold() -> None:
-    assert newest_of_all([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
-    assert newest_of_all([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
+    assert newest_common_commit([[("a", 7), ("a", 6)], [("a", 6), ("a", 5)], [("a", 7), ("a", 6)]]) == ("a", 6)
+    assert newest_common_commit([[("a", 1), ("", 0)], [("", 0)]]) == ("", 0)
     with pytest.raises(RanksDisagreeError, match="rank 0 holds commit 7 of run a; rank 1 holds nothing"):
-        newest_of_all([[("a", 7)], [("", 0)]])
+        newest_common_commit([[("a", 7)], [("", 0)]])
 
 
 def test_one_rank_agrees_with_itself(tmp_path: Path, engine: IoEngine) -> None:

@@ -10,15 +10,15 @@ import torch
 from exchanged_gradients import NUM_BUFFERS, Backwards, OwnersSums, RankOfExchange, check, exchange_all
 
 from hf_lohan.ranks import (
+    Channel,
     CompleteGradient,
     GradientExchange,
-    Lane,
     Links,
     RankFailedError,
     RanksDisagreeError,
     SharedRegion,
-    box_sums,
 )
+from hf_lohan.ranks.collectives import node_sums
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 
 LAYOUTS = [(1, 1), (2, 2), (3, 3), (4, 4), (8, 8), (2, 1), (3, 1), (4, 2), (4, 1), (6, 2), (8, 2)]
@@ -53,36 +53,37 @@ def run_drawn(seed: int) -> None:
 
 
 def test_gradients_come_in_any_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 700)
+    monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 700)
     for seed in range(12):
         run_drawn(seed)
 
 
 @pytest.mark.slow
 def test_gradients_come_in_a_thousand_orders(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 5000)
+    monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 5000)
     for seed in range(12, 1012):
         run_drawn(seed)
 
 
 def test_within_a_box_no_gradient_is_sent() -> None:
     backwards = Backwards(4, 4, seed=9, max_numel=100_000)
-    lanes: list[dict[Lane, int]] = []
+    channels: list[dict[Channel, int]] = []
 
     def run(links: Links) -> OwnersSums:
         found = exchange_all(links, backwards)
-        lanes.append(links.sent_bytes)
+        channels.append(links.sent_bytes)
         return found
 
     check(backwards, run_ranks(4, run))
-    assert all(sent[Lane.GRADIENTS] == 0 and sent[Lane.WEIGHTS] == 0 and sent[Lane.CONTROL] < 5000 for sent in lanes)
+    assert all(sent[Channel.GRADIENTS] == sent[Channel.WEIGHTS] == 0 for sent in channels)
+    assert all(sent[Channel.CONTROL] < 5000 for sent in channels)
 
 
 @pytest.mark.parametrize(("num_ranks", "num_local"), [(3, 3), (4, 2), (4, 1), (8, 2)])
 def test_a_sum_may_take_the_place_of_the_owners_own_gradient(
     num_ranks: int, num_local: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(box_sums, "PIECE_NUMEL", 500)
+    monkeypatch.setattr(node_sums, "SUM_PIECE_NUMEL", 500)
     backwards = Backwards(num_ranks, num_local, seed=4, num_chunks=6, share_without=0.0)
 
     class InPlace(RankOfExchange):
@@ -196,7 +197,7 @@ def test_a_rank_that_dies_leaves_no_other_waiting(num_ranks: int, num_local: int
             rank.end()
         return rank.sums
 
-    fault = Fault(1, "die", 20 + at_message, Lane.CONTROL)
+    fault = Fault(1, "die", 20 + at_message, Channel.CONTROL)
     outcomes = rank_outcomes(num_ranks, run, num_local=num_local, faults=[fault], delays_seed=at_message)
     for rank in (0, *range(2, num_ranks)):
         error = outcomes[rank].error

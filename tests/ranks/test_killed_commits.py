@@ -62,7 +62,7 @@ def train_until_killed(links: Links, report: Report) -> None:
     engine = IoEngine(1, 16384, 1 << 20)
     store = opened(links, engine, os.environ[ROOT])
     try:
-        CommitAgreement(links).begin(store)
+        CommitAgreement(links).restore_common_commit(store)
         report(os.getpid())
         for step in train(store, links.ranks.rank):
             if links.ranks.rank == 0:
@@ -93,7 +93,7 @@ def test_wherever_one_of_three_is_killed_all_are_at_one_commit(tmp_path: Path) -
         def go_on(links: Links, engine: IoEngine = engine) -> tuple[int, int]:
             with opened(links, engine, str(tmp_path)) as store:
                 newest = store.committed.number if store.committed is not None else 0
-                commit = CommitAgreement(links).begin(store)
+                commit = CommitAgreement(links).restore_common_commit(store)
                 number = commit.number if commit is not None else 0
                 assert content_of(store)["a", "param"] == content_after(number, links.ranks.rank)
                 for step in train(store, links.ranks.rank):

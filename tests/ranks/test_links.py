@@ -8,8 +8,8 @@ import threading
 import pytest
 import torch
 
-from hf_lohan.ranks import Kind, Lane, Links, PayloadReader, RankFailedError, RanksDisagreeError
-from hf_lohan.ranks.messages import Head
+from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.transport.messages import Head
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 NUMBERS_OF_RANKS = [1, 2, 3, 4, 8]
@@ -19,7 +19,7 @@ NUMBERS_OF_RANKS = [1, 2, 3, 4, 8]
 def test_all_get_what_each_gave_in_rank_order(num_ranks: int) -> None:
     def gather_twice(links: Links) -> list[list[bytes]]:
         mine = bytes([links.ranks.rank]) * (1 + 1000 * links.ranks.rank)
-        return [links.gather("first", mine), links.gather("second", mine + b"!")]
+        return [links.all_gather("first", mine), links.all_gather("second", mine + b"!")]
 
     of_each = [bytes([rank]) * (1 + 1000 * rank) for rank in range(num_ranks)]
     expected = [of_each, [given + b"!" for given in of_each]]
@@ -46,8 +46,8 @@ def test_one_ranks_bytes_come_to_all_and_are_counted(num_ranks: int, numel: int)
 
     def share(links: Links) -> tuple[torch.Tensor, int, int]:
         tensor = whole.clone() if links.ranks.rank == owner else torch.full_like(whole, -1)
-        links.share(tensor, owner, "the embedding")
-        return tensor, links.sent_bytes[Lane.WEIGHTS], links.received_bytes[Lane.WEIGHTS]
+        links.broadcast(tensor, owner, "the embedding")
+        return tensor, links.sent_bytes[Channel.WEIGHTS], links.received_bytes[Channel.WEIGHTS]
 
     for rank, (tensor, sent_bytes, received_bytes) in enumerate(run_ranks(num_ranks, share)):
         assert torch.equal(tensor, whole)
@@ -57,7 +57,7 @@ def test_one_ranks_bytes_come_to_all_and_are_counted(num_ranks: int, numel: int)
 
 def test_sizes_that_differ_are_told_and_not_waited_for() -> None:
     def share(links: Links) -> None:
-        links.share(torch.zeros(4 + links.ranks.rank), 0, "the norm's weight")
+        links.broadcast(torch.zeros(4 + links.ranks.rank), 0, "the norm's weight")
 
     with pytest.raises(RanksDisagreeError, match=r"the norm's weight, rank \d has \d+ bytes of rank 0, and rank"):
         run_ranks(2, share)
@@ -67,7 +67,7 @@ def test_a_step_that_only_one_rank_runs_is_told_with_both_names() -> None:
     def step(links: Links) -> None:
         if links.ranks.rank == 1:
             links.barrier("a save that rank 1 alone runs")
-        links.gather("the norm of step 3", b"1.0")
+        links.all_gather("the norm of step 3", b"1.0")
         links.barrier("the end")
 
     outcomes = rank_outcomes(3, step)
@@ -85,12 +85,12 @@ def test_two_threads_gather_each_in_its_own_sequence() -> None:
 
         def aside() -> None:
             for step in range(20):
-                found.append(links.gather(f"commit {step}", b"c", sequence="commits"))
+                found.append(links.all_gather(f"commit {step}", b"c", sequence="commits"))
 
         thread = threading.Thread(target=aside)
         thread.start()
         for step in range(20):
-            assert links.gather(f"norm {step}", b"n") == [b"n"] * links.ranks.num_ranks
+            assert links.all_gather(f"norm {step}", b"n") == [b"n"] * links.ranks.num_ranks
         thread.join()
         return [given for gathered in found for given in gathered]
 
@@ -110,7 +110,7 @@ def test_messages_before_their_handler_wait_for_it_in_order() -> None:
             came.append((numbers[0], payload.bytes() if payload is not None else b""))
             links.notify()
 
-        links.on(Kind.PREPARED, take)
+        links.set_handler(Kind.PREPARED, take)
         links.wait_for(lambda: len(came) == 50, "50 messages", peers=[other])
         return came
 
@@ -119,7 +119,7 @@ def test_messages_before_their_handler_wait_for_it_in_order() -> None:
 
 
 def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
-    """Large payloads both ways at once, and answers by the thousand from handlers of the control lane."""
+    """Large payloads both ways at once, and answers by the thousand from handlers of the control channel."""
     num_messages, numel = 3_000, 1 << 20
 
     def flood(links: Links) -> tuple[int, torch.Tensor]:
@@ -144,12 +144,12 @@ def test_two_ranks_that_send_more_than_sockets_hold_still_read() -> None:
             has_landed = True
             links.notify()
 
-        links.on(Kind.TAKEN, count)
-        links.on(Kind.FILLED, answer)
+        links.set_handler(Kind.TAKEN, count)
+        links.set_handler(Kind.FILLED, answer)
         for number in range(num_messages):
             links.send(other, Kind.FILLED, number)
-        links.on(Kind.PIECE, land)
-        links.send(other, Kind.PIECE, payload=torch.full((numel,), 1.0 + links.ranks.rank), lane=Lane.GRADIENTS)
+        links.set_handler(Kind.PIECE, land)
+        links.send(other, Kind.PIECE, payload=torch.full((numel,), 1.0 + links.ranks.rank), channel=Channel.GRADIENTS)
         links.wait_for(lambda: answers == 4 * num_messages and has_landed, "the answers", peers=[other])
         links.barrier("all to have theirs")  # who leaves answers no more
         return answers, landed
@@ -172,11 +172,11 @@ def test_a_tensor_may_be_changed_when_it_was_sent() -> None:
             came.append(float(landing[0]))
             links.notify()
 
-        links.on(Kind.PIECE, land)
+        links.set_handler(Kind.PIECE, land)
         tensor = torch.empty(100_000)
         for value in range(20):
             tensor.fill_(value)
-            links.send(other, Kind.PIECE, payload=tensor, lane=Lane.GRADIENTS)
+            links.send(other, Kind.PIECE, payload=tensor, channel=Channel.GRADIENTS)
         links.wait_for(lambda: len(came) == 20, "20 tensors", peers=[other])
         return came
 
@@ -191,10 +191,10 @@ def test_a_handler_that_leaves_its_payload_loses_nothing_else() -> None:
             came.append(numbers[0])
             links.notify()
 
-        links.on(Kind.PIECE, take)
+        links.set_handler(Kind.PIECE, take)
         for number in range(5):
             payload = torch.ones(2_000_000, dtype=torch.uint8)
-            links.send(1 - links.ranks.rank, Kind.PIECE, number, payload=payload, lane=Lane.GRADIENTS)
+            links.send(1 - links.ranks.rank, Kind.PIECE, number, payload=payload, channel=Channel.GRADIENTS)
         links.wait_for(lambda: len(came) == 5, "5 messages", peers=[1 - links.ranks.rank])
         return came
 
@@ -206,7 +206,7 @@ def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
         """Rank 0 leaves first; the last waits for those before it only."""
         rank, num_ranks = links.ranks.rank, links.ranks.num_ranks
         came: list[int] = []
-        links.on(Kind.TAKEN, lambda peer, numbers, payload: (came.append(peer), links.notify()))
+        links.set_handler(Kind.TAKEN, lambda peer, numbers, payload: (came.append(peer), links.notify()))
         if rank > 0:
             links.wait_for(lambda: came, f"rank {rank - 1}", peers=[rank - 1])
         if rank + 1 < num_ranks:
@@ -229,12 +229,12 @@ def test_ranks_end_at_different_times_and_that_is_no_failure() -> None:
 def test_one_rank_alone_can_do_all_that_several_can() -> None:
     with Links.alone() as links:
         tensor = torch.arange(5)
-        links.share(tensor, 0, "a tensor")
+        links.broadcast(tensor, 0, "a tensor")
         links.barrier("here")
         links.send_all(Kind.PREPARED, 3)
-        assert links.gather("a norm", b"x") == [b"x"]
+        assert links.all_gather("a norm", b"x") == [b"x"]
         assert tensor.tolist() == [0, 1, 2, 3, 4]
-        assert links.sent_bytes == {Lane.CONTROL: 0, Lane.WEIGHTS: 0, Lane.GRADIENTS: 0}
+        assert links.sent_bytes == {Channel.CONTROL: 0, Channel.WEIGHTS: 0, Channel.GRADIENTS: 0}
         links.wait_for(lambda: True, "nothing")
 
 
@@ -243,14 +243,14 @@ def test_one_rank_alone_can_do_all_that_several_can() -> None:
 def test_an_absurd_size_is_refused_before_memory_is_taken(kind: Kind, num_bytes: int) -> None:
     def announce(links: Links) -> None:
         if links.ranks.rank == 1:
-            connection = links._peers[0].connections[Lane.CONTROL]
+            connection = links._peers[0].connections[Channel.CONTROL]
             with connection._lock:
-                head = Head(kind, Lane.CONTROL, connection.num_sent, (0, 1), num_bytes)
+                head = Head(kind, Channel.CONTROL, connection.num_sent, (0, 1), num_bytes)
                 connection._outgoing.append(memoryview(head.pack()))
                 connection.num_sent += 1
                 connection._flush()
         links.barrier("the next step")
 
-    told = rf"rank 1 \(.*\) sent a message of lane control that cannot be read: it announces {num_bytes:,} bytes"
+    told = rf"rank 1 \(.*\) sent a message of channel control that cannot be read: it announces {num_bytes:,} bytes"
     error = rank_outcomes(2, announce)[0].error
     assert isinstance(error, RankFailedError) and re.search(told, str(error)), error

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_lohan.ranks import HEAD_BYTES, Kind, Lane, PayloadReader
-from hf_lohan.ranks.messages import DamagedHeadError, Head, bytes_of
+from hf_lohan.ranks import HEAD_BYTES, Channel, Kind, PayloadReader
+from hf_lohan.ranks.transport.messages import DamagedHeadError, Head, memory_of
 
-HEAD = Head(Kind.CHUNK, Lane.GRADIENTS, 2**40, (1, -(2**63), 2**63 - 1), payload_bytes=2**50)
+HEAD = Head(Kind.CHUNK, Channel.GRADIENTS, 2**40, (1, -(2**63), 2**63 - 1), payload_bytes=2**50)
 
 
 def test_a_head_comes_back_as_it_was() -> None:
@@ -27,21 +27,21 @@ def test_a_single_wrong_bit_is_seen_wherever_it_is() -> None:
 
 def test_a_ninth_number_is_refused() -> None:
     with pytest.raises(ValueError, match="9 numbers; send at most 8"):
-        Head(Kind.CHUNK, Lane.CONTROL, 0, tuple(range(9))).pack()
+        Head(Kind.CHUNK, Channel.CONTROL, 0, tuple(range(9))).pack()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64, torch.bool])
 def test_a_tensors_bytes_are_its_memory(dtype: torch.dtype) -> None:
     tensor = torch.zeros(3, 5, dtype=dtype)
-    bytes_of(tensor)[-dtype.itemsize] = 1
+    memory_of(tensor)[-dtype.itemsize] = 1
     assert int(torch.count_nonzero(tensor.view(torch.uint8) if dtype != torch.bool else tensor)) == 1
-    assert len(bytes_of(torch.zeros(0, dtype=dtype))) == 0
-    assert len(bytes_of(torch.zeros((), dtype=dtype))) == dtype.itemsize
+    assert len(memory_of(torch.zeros(0, dtype=dtype))) == 0
+    assert len(memory_of(torch.zeros((), dtype=dtype))) == dtype.itemsize
 
 
 def test_memory_with_gaps_cannot_be_sent() -> None:
     with pytest.raises(ValueError, match="contiguous: False"):
-        bytes_of(torch.zeros(4, 4)[:, 1])
+        memory_of(torch.zeros(4, 4)[:, 1])
 
 
 def test_a_payload_is_read_in_parts_and_not_beyond_its_end() -> None:
@@ -60,5 +60,5 @@ def test_a_payload_is_read_in_parts_and_not_beyond_its_end() -> None:
     with pytest.raises(ValueError, match="7 bytes of a payload are wanted, of which 6 are left"):
         reader.read_into(torch.zeros(7, dtype=torch.uint8))
     assert reader.bytes() == bytes(range(4, 10))
-    reader.drop()
+    reader.skip_rest()
     assert position == 10

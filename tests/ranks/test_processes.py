@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from rank_processes import RankProcesses
 
-from hf_lohan.ranks import Lane, Links, SharedRegion
+from hf_lohan.ranks import Channel, Links, SharedRegion
 
 pytestmark = pytest.mark.usefixtures("fork_server")
 SOON_S = 1.0
@@ -28,7 +28,7 @@ def gather_until_the_end(links: Links, report: Report) -> None:
     links.barrier("the start")
     report(os.getpid())
     for step in range(1_000_000):
-        links.gather(f"the norm of step {step}", b"1")
+        links.all_gather(f"the norm of step {step}", b"1")
         time.sleep(0.001)
 
 
@@ -139,8 +139,8 @@ def test_who_waits_can_be_interrupted_and_go_on() -> None:
 
 def share_over_the_network(links: Links, report: Report) -> tuple[float, int]:
     tensor = torch.full((1_000_003,), float(links.ranks.rank))
-    links.share(tensor, 2, "a tensor")
-    return float(tensor.sum()), links.sent_bytes[Lane.WEIGHTS]
+    links.broadcast(tensor, 2, "a tensor")
+    return float(tensor.sum()), links.sent_bytes[Channel.WEIGHTS]
 
 
 @pytest.mark.parametrize("num_local", [4, 2, 1])

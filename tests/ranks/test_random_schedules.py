@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from hf_lohan.ranks import Kind, Lane, Links, PayloadReader
+from hf_lohan.ranks import Channel, Kind, Links, PayloadReader
 from hf_lohan.testing.thread_ranks import run_ranks
 
 
@@ -30,22 +30,22 @@ def run_schedule(seed: int) -> None:
                 landed[numbers[0], peer] = tensor
                 links.notify()
 
-        links.on(Kind.PIECE, land)
+        links.set_handler(Kind.PIECE, land)
         for step, (what, owner, numel) in enumerate(zip(plan, owners, numels, strict=True)):
             match what:
                 case "gather":
-                    gathered = links.gather(f"{step}", bytes([rank, step]))
+                    gathered = links.all_gather(f"{step}", bytes([rank, step]))
                     assert gathered == [bytes([other, step]) for other in range(num_ranks)]
                 case "barrier":
                     links.barrier(f"{step}")
                 case "share":
                     tensor = torch.full((numel,), float(rank))
-                    links.share(tensor, owner, f"{step}")
+                    links.broadcast(tensor, owner, f"{step}")
                     assert bool((tensor == owner).all())
                 case "send":
                     for other in others:
                         tensor = torch.full((numel,), float(rank + step))
-                        links.send(other, Kind.PIECE, step, numel, payload=tensor, lane=Lane.GRADIENTS)
+                        links.send(other, Kind.PIECE, step, numel, payload=tensor, channel=Channel.GRADIENTS)
                     links.wait_for(
                         lambda step=step: all((step, other) in landed for other in others),
                         f"the pieces of {step}",
@@ -53,7 +53,7 @@ def run_schedule(seed: int) -> None:
                     )
                     for other in others:
                         assert bool((landed[step, other] == other + step).all())
-        return links.sent_bytes[Lane.GRADIENTS]
+        return links.sent_bytes[Channel.GRADIENTS]
 
     sent_bytes = run_ranks(num_ranks, follow, delays_seed=seed)
     of_each = sum(4 * numel * (num_ranks - 1) for what, numel in zip(plan, numels, strict=True) if what == "send")

@@ -11,8 +11,9 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from hf_lohan.ranks import Kind, Lane, Links, RankFailedError, Ranks, RankTimeoutError
-from hf_lohan.ranks.messages import Head
+from hf_lohan.ranks import Channel, Kind, Links, RankFailedError, Ranks, RankTimeoutError
+from hf_lohan.ranks.transport.connection import Socket
+from hf_lohan.ranks.transport.messages import Head
 from hf_lohan.testing.thread_ranks import Fault, Outcome, rank_outcomes
 
 SOON_S = 1.0
@@ -20,7 +21,7 @@ SOON_S = 1.0
 
 def many_steps(links: Links) -> str:
     for step in range(200):
-        links.gather(f"the norm of step {step}", b"1")
+        links.all_gather(f"the norm of step {step}", b"1")
     return "done"
 
 
@@ -37,13 +38,13 @@ def errors_of(outcomes: list[Outcome[str]], but: int) -> list[BaseException]:
 @pytest.mark.parametrize(
     ("what", "told"),
     [
-        ("die", r"ended( in the middle of a message of lane \w+, after \d+ of \d+ bytes of a (head|payload))?"),
-        ("truncate", r"ended( in the middle of a message of lane control, after 46 of the 92 bytes of a head)?"),
-        ("corrupt", r"sent a message of lane control that cannot be read: its head is damaged .*"),
+        ("die", r"ended( in the middle of a message of channel \w+, after \d+ of \d+ bytes of a (head|payload))?"),
+        ("truncate", r"ended( in the middle of a message of channel control, after 46 of the 92 bytes of a head)?"),
+        ("corrupt", r"sent a message of channel control that cannot be read: its head is damaged .*"),
     ],
 )
 def test_others_name_the_rank_that_broke(what: str, told: str, at_message: int, num_ranks: int) -> None:
-    fault = Fault(1, what, at_message, Lane.CONTROL)  # type: ignore[arg-type]
+    fault = Fault(1, what, at_message, Channel.CONTROL)  # type: ignore[arg-type]
     outcomes = rank_outcomes(num_ranks, many_steps, faults=[fault], delays_seed=at_message)
     for rank, error in zip([0, *range(2, num_ranks)], errors_of(outcomes, but=1), strict=True):
         assert isinstance(error, RankFailedError)
@@ -54,7 +55,7 @@ def test_others_name_the_rank_that_broke(what: str, told: str, at_message: int, 
 
 
 def test_a_dead_rank_is_named_with_what_was_waited_for() -> None:
-    outcomes = rank_outcomes(3, many_steps, faults=[Fault(2, "die", 3 + 2 * 12, Lane.CONTROL)])
+    outcomes = rank_outcomes(3, many_steps, faults=[Fault(2, "die", 3 + 2 * 12, Channel.CONTROL)])
     names = [str(error) for error in errors_of(outcomes, but=2)]
     assert all(re.match(r"rank 2 \(pid \d+, \S+\) ended while rank \d ", name) for name in names)
     assert any(re.search(r"waited for the norm of step \d+$", name) for name in names)
@@ -77,9 +78,9 @@ def test_a_rank_that_hangs_while_it_is_sent_much_is_named_after_the_timeout() ->
     def send(links: Links) -> str:
         if links.ranks.rank == 0:
             for _ in range(100):
-                links.send(1, Kind.PIECE, payload=torch.zeros(1 << 20), lane=Lane.GRADIENTS)
+                links.send(1, Kind.PIECE, payload=torch.zeros(1 << 20), channel=Channel.GRADIENTS)
         else:
-            links.on(Kind.PIECE, lambda peer, numbers, payload: threading.Event().wait(2.0))
+            links.set_handler(Kind.PIECE, lambda peer, numbers, payload: threading.Event().wait(2.0))
             threading.Event().wait(2.0)
         return "done"
 
@@ -118,10 +119,11 @@ class SlowSocket:
 
 
 def test_other_lanes_that_end_first_do_not_hide_why() -> None:
-    """A rank that fails says so in the control lane, and its other connections may be seen to end before."""
-    ends = {lane: socket.socketpair() for lane in Lane}
-    waiting = {(lane, 1): SlowSocket(pair[0]) if lane is Lane.CONTROL else pair[0] for lane, pair in ends.items()}
-    failing = {(lane, 0): pair[1] for lane, pair in ends.items()}
+    """A rank that fails says so in the control channel, and its other connections may be seen to end before."""
+    ends = {channel: socket.socketpair() for channel in Channel}
+    waiting: dict[tuple[Channel, int], Socket] = {(channel, 1): pair[0] for channel, pair in ends.items()}
+    waiting[Channel.CONTROL, 1] = SlowSocket(ends[Channel.CONTROL][0])
+    failing = {(channel, 0): pair[1] for channel, pair in ends.items()}
     with Links(Ranks(0, 2, 0, 2), waiting, 20.0) as links:
         other = Links(Ranks(1, 2, 1, 2), failing, 20.0)
         other.fail(OSError("the drive is full"))
@@ -135,7 +137,7 @@ def test_a_handler_that_fails_is_the_failure_of_its_rank() -> None:
         def take(peer: int, numbers: tuple[int, ...], payload: object) -> None:
             raise LookupError(f"no block {numbers[0]}")
 
-        links.on(Kind.FILLED, take)
+        links.set_handler(Kind.FILLED, take)
         if links.ranks.rank == 0:
             links.send(1, Kind.FILLED, 7)
         links.wait_for(lambda: False, "the end")
@@ -175,18 +177,18 @@ class AnsweredSocket:
 
 def test_a_rank_that_leaves_says_so_on_all_lanes_though_the_first_to_hear_it_fails() -> None:
     """Else its last connections end without a farewell, as if it had died."""
-    ends = {lane: socket.socketpair() for lane in Lane}
+    ends = {channel: socket.socketpair() for channel in Channel}
     heard = threading.Event()
 
     def fail_because_of_it() -> None:
         staying.send(1, Kind.FAILED, 1, 0, payload=b"rank 1 had ended its run while rank 0 waited for the end")
         assert heard.wait(5.0)
 
-    leaving = {(lane, 0): pair[1] for lane, pair in ends.items()}
+    leaving = {(channel, 0): pair[1] for channel, pair in ends.items()}
     first = next(iter(leaving))
-    with Links(Ranks(0, 2, 0, 2), {(lane, 1): pair[0] for lane, pair in ends.items()}, 20.0) as staying:
+    with Links(Ranks(0, 2, 0, 2), {(channel, 1): pair[0] for channel, pair in ends.items()}, 20.0) as staying:
         other = Links(Ranks(1, 2, 1, 2), leaving | {first: AnsweredSocket(leaving[first], fail_because_of_it)}, 20.0)
-        other.when_failed(lambda error: heard.set())
+        other.add_failure_callback(lambda error: heard.set())
         other.close()
         with pytest.raises(RankFailedError, match=r"rank 1 \(.*\) had ended its run while rank 0 waited for the end"):
             staying.wait_for(lambda: False, "the end")
@@ -217,7 +219,7 @@ def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
     def ask(links: Links) -> int:
         told: list[RankFailedError] = []
         is_told = threading.Event()
-        links.when_failed(lambda error: (told.append(error), is_told.set()))
+        links.add_failure_callback(lambda error: (told.append(error), is_told.set()))
         all_listen.wait()
         if links.ranks.rank == 0:
             raise ValueError("no")
@@ -231,7 +233,7 @@ def test_who_asks_is_told_of_a_failure_without_waiting() -> None:
 def test_a_timeout_may_be_set_later() -> None:
     def wait(links: Links) -> str:
         links.barrier("the start")
-        links.allow_silence(0.3)
+        links.set_timeout(0.3)
         if links.ranks.rank == 0:
             threading.Event().wait(1.0)
             return "done"

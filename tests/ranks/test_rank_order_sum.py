@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.ranks import sum_in_rank_order_
-from hf_lohan.ranks.rank_order_sum import TILE_NUMEL
+from hf_lohan.ranks.collectives.rank_order_sum import SUM_TILE_NUMEL
 
-SIZES = [1, 7, TILE_NUMEL, TILE_NUMEL + 1, 3 * TILE_NUMEL - 5]
+SIZES = [1, 7, SUM_TILE_NUMEL, SUM_TILE_NUMEL + 1, 3 * SUM_TILE_NUMEL - 5]
 
 
 def gradients(num_ranks: int, numel: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:

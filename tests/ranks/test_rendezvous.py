@@ -16,8 +16,9 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from hf_lohan.ranks import Links, RankFailedError, Ranks, RankTimeoutError, connect, rendezvous
-from hf_lohan.ranks.rendezvous import outgoing_address
+from hf_lohan.ranks import Links, RankFailedError, Ranks, RankTimeoutError, connect
+from hf_lohan.ranks.transport import rendezvous
+from hf_lohan.ranks.transport.rendezvous import outgoing_address
 
 
 def connect_threads(num_ranks: int, num_local: int, store: dist.Store, timeout_s: float = 20.0) -> list[Links]:
@@ -75,7 +76,7 @@ def test_a_stranger_is_sent_away_and_keeps_nobody_out(
     store.wait(["lohan/1/address/0"], timedelta(seconds=20))
     address = json.loads(store.get("lohan/1/address/0"))["tcp"]
     with socket.create_connection(address) as silent, socket.create_connection(address) as stranger:
-        stranger.sendall(b"LOH1" + bytes(5 + 16 + 32))  # a greeting of rank 0, lane 0, without a proof
+        stranger.sendall(b"LOH1" + bytes(5 + 16 + 32))  # a greeting of rank 0, channel 0, without a proof
         stranger.settimeout(5)
         assert len(stranger.recv(16)) == 16
         assert stranger.recv(1) == b""  # sent away

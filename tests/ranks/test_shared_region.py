@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from hf_lohan.device import CpuDevice
-from hf_lohan.ranks import Links, SharedRegion, shared_region
+from hf_lohan.ranks import Links, SharedRegion
+from hf_lohan.ranks.transport import shared_region
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 

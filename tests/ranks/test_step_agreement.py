@@ -5,14 +5,15 @@ from __future__ import annotations
 from exchanged_gradients import Backwards, RankOfExchange
 
 from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError, StepAgreement
-from hf_lohan.ranks.step_agreement import END_OF_STEP
+from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
 
 def test_all_know_what_each_has_measured() -> None:
     def run(links: Links) -> list[bytes]:
         agreement = StepAgreement(links)
-        return [*agreement.apply(bytes([links.ranks.rank])), *agreement.apply(b"" if links.ranks.rank else b"more")]
+        measured = (bytes([links.ranks.rank]), b"" if links.ranks.rank else b"more")
+        return [of_rank for own in measured for of_rank in agreement.apply_gradients(own)]
 
     assert run_ranks(3, run, delays_seed=1) == [[b"\0", b"\1", b"\2", b"more", b"", b""]] * 3
 
@@ -24,11 +25,11 @@ def test_the_next_step_is_committed_where_all_wish_it() -> None:
         agreement, found = StepAgreement(links), []
         found.append(agreement.commits_next)
         for of_ranks in wishes:
-            agreement.wish_commit(of_ranks[links.ranks.rank])
-            agreement.apply(b"")
+            agreement.request_commit(of_ranks[links.ranks.rank])
+            agreement.apply_gradients(b"")
             found.append(agreement.commits_next)
-        agreement.wish_commit(False)
-        agreement.drop()  # a step that is dropped changes nothing
+        agreement.request_commit(False)
+        agreement.drop_gradients()  # a step that is dropped changes nothing
         found.append(agreement.commits_next)
         return found
 
@@ -40,9 +41,9 @@ def test_one_rank_that_is_asked_to_end_ends_all_behind_the_same_step() -> None:
         agreement, ends = StepAgreement(links), []
         for step in range(3):
             if (links.ranks.rank, step) == (1, 1):
-                agreement.wish_to_end()
+                agreement.request_end()
             ends.append(agreement.ends_run)  # what one rank alone knows counts for none
-            agreement.apply(b"")
+            agreement.apply_gradients(b"")
             ends.append(agreement.ends_run)
         return ends
 
@@ -53,7 +54,7 @@ def test_the_only_rank_ends_when_it_is_asked_to() -> None:
     with Links.alone() as links:
         agreement = StepAgreement(links)
         assert not agreement.ends_run
-        agreement.wish_to_end()
+        agreement.request_end()
         assert agreement.ends_run
 
 
@@ -61,8 +62,8 @@ def test_a_rank_that_drops_what_another_applies_is_named() -> None:
     def run(links: Links) -> None:
         agreement = StepAgreement(links)
         if links.ranks.rank == 1:
-            agreement.drop()
-        agreement.apply(b"")
+            agreement.drop_gradients()
+        agreement.apply_gradients(b"")
 
     errors = [outcome.error for outcome in rank_outcomes(2, run)]
     assert any(isinstance(error, RanksDisagreeError) for error in errors)

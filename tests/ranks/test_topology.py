@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from hf_lohan.ranks import ALONE, Ranks
+from hf_lohan.ranks import ONE_RANK, Ranks
 
 
 def test_ranks_are_numbered_box_by_box() -> None:
     ranks = Ranks(rank=5, num_ranks=6, local_rank=2, num_local=3)
     assert (ranks.node, ranks.num_nodes) == (1, 2)
     assert ranks.others == [0, 1, 2, 3, 4]
-    assert list(ranks.in_this_box) == [3, 4, 5]
+    assert list(ranks.on_this_node) == [3, 4, 5]
     assert ranks.rank_at(node=0, local_rank=2) == 2
     assert ranks.of_rank(1) == Ranks(1, 6, 1, 3)
 
 
 def test_one_rank_is_alone() -> None:
-    assert (ALONE.others, list(ALONE.in_this_box), ALONE.num_nodes) == ([], [0], 1)
+    assert (ONE_RANK.others, list(ONE_RANK.on_this_node), ONE_RANK.num_nodes) == ([], [0], 1)
 
 
 @pytest.mark.parametrize(

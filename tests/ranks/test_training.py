@@ -18,7 +18,6 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.ranks import Links
-from hf_lohan.ranks.exchanges import Exchanges
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
@@ -245,17 +244,17 @@ def test_weights_are_frozen_and_thawed_on_all_ranks(max_norm: float, tmp_path: P
 def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever it decides: the norms, the end of the backwards, whether it is skipped, the next commit."""
     done: dict[int, list[str]] = {0: [], 1: []}
-    gather = Exchanges.gather
+    all_gather = Links.all_gather
 
-    def noted(exchanges: Exchanges, tag: str, payload: bytes, sequence: str) -> list[bytes]:
+    def recorded(links: Links, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
         done[int(threading.current_thread().name.removeprefix("rank-"))].append(tag)
-        return gather(exchanges, tag, payload, sequence)
+        return all_gather(links, tag, payload, sequence=sequence)
 
     def begin_steps(engine: OffloadEngine, step: int) -> None:
         if step == 0:
             done[engine.links.ranks.rank].clear()
 
-    monkeypatch.setattr(Exchanges, "gather", noted)
+    monkeypatch.setattr(Links, "all_gather", recorded)
     steps = run_ranks(
         2,
         lambda links: train_rank(

@@ -10,8 +10,8 @@ import torch
 from hard_values import assert_same_bits, hard_values
 from torch import Tensor
 
-from hf_lohan.ranks import torch_codec, triton_codec
-from hf_lohan.ranks.block_operators import codes_numel, num_blocks_of
+from hf_lohan.ranks.collectives import torch_codec, triton_codec
+from hf_lohan.ranks.collectives.block_operators import codes_numel, num_blocks_of
 
 NUM_PARTS = 3
 

@@ -24,8 +24,7 @@ from hf_lohan.files import FileBackend, IoEngine, StorageError, StorePath
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.ranks import Lane as LinkLane
-from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+from hf_lohan.ranks import Channel, Links, RankFailedError, RanksDisagreeError
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, Store
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
@@ -198,7 +197,7 @@ class World:
             run_program(ops, blocks, prefetcher, ring, store)
             if not any(verb == "fault" for verb, _ in ops):
                 links.barrier("the end")
-            self.sent_bytes[rank] = links.sent_bytes[LinkLane.WEIGHTS]
+            self.sent_bytes[rank] = links.sent_bytes[Channel.WEIGHTS]
         self.read_bytes[rank] = store.read_bytes
 
     def plan(self, blocks: Sequence[Block]) -> PoolPlan:

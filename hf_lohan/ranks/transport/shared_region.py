@@ -21,9 +21,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_lohan.device import Device, available_host_memory_bytes, mapped_file
-from hf_lohan.ranks.connection import SLICE_S
-from hf_lohan.ranks.errors import RankTimeoutError
-from hf_lohan.ranks.links import Links
+from hf_lohan.ranks.transport.connection import SLICE_S
+from hf_lohan.ranks.transport.failures import RankTimeoutError
+from hf_lohan.ranks.transport.links import Links
 from hf_lohan.wording import format_bytes
 
 FILES_IN_RAM = "/dev/shm"
@@ -78,7 +78,7 @@ def _offer(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int],
         except (OSError, ValueError) as error:
             said["refused"] = str(error)
         of_all = _exchange(links, f"the memory of {name}", said)
-        in_box = [of_all[rank] for rank in ranks.in_this_box]
+        in_box = [of_all[rank] for rank in ranks.on_this_node]
         num_others = sum(other["pid"] != os.getpid() for other in in_box)
         _serve(links, listener, fd, token, num_others, name)
         _exchange(links, f"all to have the memory of {name}", {})
@@ -89,7 +89,7 @@ def _accept(links: Links, num_bytes: int, name: str, map_it: Callable[[int, int]
     """Get it from local rank 0."""
     ranks = links.ranks
     of_all = _exchange(links, f"the memory of {name}", {"pid": os.getpid(), "num_bytes": num_bytes})
-    offered = of_all[ranks.in_this_box[0]]
+    offered = of_all[ranks.on_this_node[0]]
     try:
         region = _of_this_process[offered["token"]] if offered["pid"] == os.getpid() else None
         if region is None:
@@ -119,7 +119,7 @@ def _fetch(offered: dict[str, Any], num_bytes: int, timeout_s: float, map_it: Ca
 
 def _exchange(links: Links, tag: str, said: dict[str, Any]) -> list[dict[str, Any]]:
     """What all ranks say. Raises where one of them was refused, and where those of a box want different sizes."""
-    of_all = [json.loads(packed) for packed in links.gather(tag, json.dumps(said).encode())]
+    of_all = [json.loads(packed) for packed in links.all_gather(tag, json.dumps(said).encode())]
     for its in of_all:
         if "refused" in its:
             raise ValueError(its["refused"])

@@ -48,7 +48,7 @@ class Ranks:
         return [self.rank_at(node, self.local_rank) for node in range(self.num_nodes) if node != self.node]
 
     @property
-    def in_this_box(self) -> range:
+    def on_this_node(self) -> range:
         """The ranks of this box, this one among them."""
         return range(self.node * self.num_local, (self.node + 1) * self.num_local)
 
@@ -60,4 +60,4 @@ class Ranks:
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
 
-ALONE = Ranks()
+ONE_RANK = Ranks()

@@ -2,7 +2,7 @@
 
 A rank publishes a chunk's gradient when it is complete there; in which order does not matter. The ranks of a box give
 theirs, by saying where it lies in the memory that they share, to the one among them that has the owner's local rank.
-That is the owner, or it sums for the owner's sake: what its box has is one sum (`box_sums`), sent when the owner wants
+That is the owner, or it sums for the owner's sake: what its box has is one sum (`node_sums`), sent when the owner wants
 it, so that nowhere is memory needed for what comes early. When the backward ends, each rank says what it had none of.
 """
 
@@ -12,23 +12,53 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks.box_sums import BoxSums
-from hf_lohan.ranks.coded_lane import CodedLane
-from hf_lohan.ranks.errors import RankFailedError, RanksDisagreeError
-from hf_lohan.ranks.gradient_parts import DTYPES, ChunkParts, GradientPart, packed_bits, unpacked_bits
-from hf_lohan.ranks.links import Links
-from hf_lohan.ranks.messages import Kind, PayloadReader
-from hf_lohan.ranks.rank_order_sum import sum_in_rank_order_
-from hf_lohan.ranks.shared_region import SharedRegion
+from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
+from hf_lohan.ranks.collectives.node_sums import DTYPES, NodeSums
+from hf_lohan.ranks.collectives.rank_order_sum import sum_in_rank_order_
+from hf_lohan.ranks.transport.failures import RankFailedError, RanksDisagreeError
+from hf_lohan.ranks.transport.links import Links
+from hf_lohan.ranks.transport.messages import Kind, PayloadReader
+from hf_lohan.ranks.transport.shared_region import SharedRegion
 
 logger = logging.getLogger(__name__)
 
 _Name = tuple[int, int]
 """Of a chunk: step and key."""
+
+
+_SMALL_BITS = 62
+"""So many bits go into a message's number."""
+
+
+@dataclass(frozen=True)
+class GradientPart:
+    """What one rank has of a chunk's gradient."""
+
+    rank: int
+    values: Tensor | None
+    """[numel], in memory that this rank reads; None if it has none."""
+    slice_bits: int
+    """Which parameters it has a gradient of. Elsewhere `values` are zero."""
+
+
+@dataclass(eq=False)
+class _ChunkParts:
+    """What has come of one."""
+
+    parts: dict[int, GradientPart] = field(default_factory=dict)
+    """Of the ranks of this box."""
+    boxes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """At the owner, by box: elements, or 0 where it has none, and slice bits."""
+    is_told: bool = False
+    """At the owner: `completed` was called. Elsewhere: the owner knows that this box is complete."""
+
+    def in_rank_order(self) -> list[GradientPart]:
+        return [self.parts[rank] for rank in sorted(self.parts)]
 
 
 class CompleteGradient:
@@ -64,7 +94,7 @@ class CompleteGradient:
         values = [part.values for part in self.parts if part.values is not None]
         if self._boxes == [exchange.ranks.node]:
             return sum_in_rank_order_(out, values, exchange.ranks.num_ranks)
-        exchange.sums.sum_boxes((self.step, self.key), out, values, self._boxes)
+        exchange.sums.sum_nodes((self.step, self.key), out, values, self._boxes)
         self._boxes = []  # those released what they had when they had sent it
         return out
 
@@ -85,7 +115,7 @@ class GradientExchange:
         completed: Callable[[CompleteGradient], object],
         release: Callable[[object], object],
         abandoned: Callable[[int, int], object] = lambda step, rank: None,
-        coded: CodedLane | None = None,
+        coded: MeasuredCodec | None = None,
     ) -> None:
         """`owners`: of all chunks, by a key, the same on all ranks. `region`: where this box's gradients lie that are
         not the publishing rank's own to sum. `completed` is called with what this rank owns, once it has come from all;
@@ -106,17 +136,17 @@ class GradientExchange:
         """Keys of this step of which the others were told."""
         self._buffers: dict[_Name, object] = {}
         """Published, and not released."""
-        self._chunks: dict[_Name, ChunkParts] = defaultdict(ChunkParts)
+        self._chunks: dict[_Name, _ChunkParts] = defaultdict(_ChunkParts)
         self._abandoned_steps: set[int] = set()
         self._complete: dict[int, set[int]] = defaultdict(set)
         """Keys by step, of what this rank owns."""
-        self.sums = BoxSums(links, self._box_was_sent, coded)
-        links.on(Kind.CHUNK, self._take_chunk)
-        links.on(Kind.NO_GRADIENT, self._take_none)
-        links.on(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop(numbers[0], peer))
-        links.on(Kind.RELEASE, self._take_release)
-        links.on(Kind.BOX_READY, self._take_box)
-        links.on(Kind.PULL, self._take_pull)
+        self.sums = NodeSums(links, self._box_was_sent, coded)
+        links.set_handler(Kind.CHUNK, self._take_chunk)
+        links.set_handler(Kind.NO_GRADIENT, self._take_none)
+        links.set_handler(Kind.BACKWARD_ABANDONED, lambda peer, numbers, payload: self._drop(numbers[0], peer))
+        links.set_handler(Kind.RELEASE, self._take_release)
+        links.set_handler(Kind.NODE_READY, self._take_box)
+        links.set_handler(Kind.PULL, self._take_pull)
 
     @property
     def step(self) -> int:
@@ -147,7 +177,7 @@ class GradientExchange:
                 f"the gradient of chunk {key} does not lie in the memory that the ranks of this box share, where rank "
                 f"{collector} could read it; take its buffer from there"
             )
-        small, large = packed_bits(slice_bits)
+        small, large = _pack_bits(slice_bits)
         numbers = (step, key, offset, flat.numel(), DTYPES.index(flat.dtype), *small)
         self._links.send(collector, Kind.CHUNK, *numbers, payload=large)
 
@@ -188,8 +218,8 @@ class GradientExchange:
         """Ranks without which a step does not go on here. Of other boxes, those that sum there."""
         ranks, found = self.ranks, set[int]()
         for key in self._own - self._complete[step]:
-            chunk = self._chunks.get((step, key), ChunkParts())
-            found.update(rank for rank in ranks.in_this_box if rank not in chunk.parts)
+            chunk = self._chunks.get((step, key), _ChunkParts())
+            found.update(rank for rank in ranks.on_this_node if rank not in chunk.parts)
             found.update(
                 ranks.rank_at(node, ranks.local_rank) for node in range(ranks.num_nodes) if node not in chunk.boxes
             )
@@ -211,8 +241,8 @@ class GradientExchange:
             self._release_buffer(buffer)
 
     def close(self) -> None:
-        for kind in (Kind.CHUNK, Kind.NO_GRADIENT, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.BOX_READY, Kind.PULL):
-            self._links.off(kind)
+        for kind in (Kind.CHUNK, Kind.NO_GRADIENT, Kind.BACKWARD_ABANDONED, Kind.RELEASE, Kind.NODE_READY, Kind.PULL):
+            self._links.remove_handler(kind)
         self.sums.close()
 
     # What comes from the ranks of this box
@@ -222,7 +252,7 @@ class GradientExchange:
         dtype = DTYPES[dtype_index]
         assert self._region is not None
         values = self._region.bytes[offset : offset + numel * dtype.itemsize].view(dtype)
-        self._take(step, key, GradientPart(peer, values, unpacked_bits(bits, payload)))
+        self._take(step, key, GradientPart(peer, values, _unpack_bits(bits, payload)))
 
     def _take_none(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         assert payload is not None
@@ -252,10 +282,10 @@ class GradientExchange:
         elif self._owners[key] == ranks.rank:
             self._take_sum_of_box(step, key, ranks.node, numel, bits)
         else:
-            small, large = packed_bits(bits)
-            self._links.send(self._owners[key], Kind.BOX_READY, step, key, numel, *small, payload=large)
+            small, large = _pack_bits(bits)
+            self._links.send(self._owners[key], Kind.NODE_READY, step, key, numel, *small, payload=large)
 
-    def _refuse_unequal(self, key: int, chunk: ChunkParts) -> None:
+    def _refuse_unequal(self, key: int, chunk: _ChunkParts) -> None:
         with_values = [part for part in chunk.parts.values() if part.values is not None]
         for part in with_values[1:]:
             ours, theirs = with_values[0].values, part.values
@@ -271,7 +301,7 @@ class GradientExchange:
 
     def _take_box(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key, numel, *bits = numbers
-        self._take_sum_of_box(step, key, self.ranks.of_rank(peer).node, numel, unpacked_bits(bits, payload))
+        self._take_sum_of_box(step, key, self.ranks.of_rank(peer).node, numel, _unpack_bits(bits, payload))
 
     def _take_sum_of_box(self, step: int, key: int, node: int, numel: int, bits: int) -> None:
         """Note, at the owner, that a box is complete."""
@@ -332,7 +362,7 @@ class GradientExchange:
 
     def _take_release(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
         step, key = numbers
-        if peer in self.ranks.in_this_box:
+        if peer in self.ranks.on_this_node:
             self._give_back_own(step, key)
         else:  # the owner has no use for what this box has
             self._box_was_sent((step, key))
@@ -359,3 +389,15 @@ class GradientExchange:
         if rank != self.ranks.rank:
             logger.info("rank %d broke off backward %d", rank, step)
             self._abandoned(step, rank)
+
+
+def _pack_bits(bits: int) -> tuple[tuple[int, ...], bytes]:
+    """As a number of a message if they are few, else as its payload."""
+    if bits < 1 << _SMALL_BITS:
+        return (bits,), b""
+    return (), bits.to_bytes(-(-bits.bit_length() // 8), "little")
+
+
+def _unpack_bits(numbers: list[int], payload: PayloadReader | None) -> int:
+    """What `_pack_bits` made of them."""
+    return int.from_bytes(payload.bytes(), "little") if payload is not None else numbers[0]

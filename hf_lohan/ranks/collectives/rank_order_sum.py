@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-TILE_NUMEL = 64 * 1024
+SUM_TILE_NUMEL = 64 * 1024
 """What is added at once stays in a core's cache."""
 
 
@@ -29,10 +29,10 @@ def sum_in_rank_order_(out: Tensor, parts: Sequence[Tensor], num_ranks: int) -> 
             overlaps = True
     scale = 1.0 / num_ranks
     numel = out.numel()
-    widened = torch.empty(min(TILE_NUMEL, numel), dtype=torch.float32)
+    widened = torch.empty(min(SUM_TILE_NUMEL, numel), dtype=torch.float32)
     total = torch.empty_like(widened) if overlaps else None
-    for start in range(0, numel, TILE_NUMEL):
-        stop = min(start + TILE_NUMEL, numel)
+    for start in range(0, numel, SUM_TILE_NUMEL):
+        stop = min(start + SUM_TILE_NUMEL, numel)
         goal = out[start:stop]
         tile = goal if total is None else total[: stop - start]
         tile.copy_(parts[0][start:stop]).mul_(scale)

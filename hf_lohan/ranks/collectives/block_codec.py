@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks.block_operators import check_format, codes_numel, num_blocks_of
+from hf_lohan.ranks.collectives.block_operators import check_format, codes_numel, num_blocks_of
 
 
 @dataclass(frozen=True, slots=True)

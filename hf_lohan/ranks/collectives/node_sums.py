@@ -15,24 +15,25 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
-from hf_lohan.ranks.coded_lane import CodedLane
-from hf_lohan.ranks.gradient_parts import DTYPES
-from hf_lohan.ranks.links import Links
-from hf_lohan.ranks.messages import Kind, Lane, PayloadReader
-from hf_lohan.ranks.rank_order_sum import overlap, sum_in_rank_order_
+from hf_lohan.ranks.collectives.block_codec import GRADIENTS_INT4, GRADIENTS_INT8
+from hf_lohan.ranks.collectives.coded_lane import MeasuredCodec
+from hf_lohan.ranks.collectives.rank_order_sum import overlap, sum_in_rank_order_
+from hf_lohan.ranks.transport.links import Links
+from hf_lohan.ranks.transport.messages import Channel, Kind, PayloadReader
 from hf_lohan.threads import FirstFailure, WorkThread
 
-PIECE_NUMEL = 256 * 1024
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Types of gradients. A message has the index of one."""
+SUM_PIECE_NUMEL = 256 * 1024
 _CODECS = (GRADIENTS_INT8, GRADIENTS_INT4)
 """How pieces may be: values of a type, or coded. A head has the place in both."""
 _Name = tuple[int, int]
 
 
-class BoxSums:
+class NodeSums:
     """Of one rank: sends the sums of its box, and adds up those of others."""
 
-    def __init__(self, links: Links, sent: Callable[[_Name], object], coded: CodedLane | None = None) -> None:
+    def __init__(self, links: Links, sent: Callable[[_Name], object], coded: MeasuredCodec | None = None) -> None:
         """`sent` is called when a sum has been sent, on a thread that does nothing else but send. With `coded`, sums
         go through its codec."""
         assert coded is None or coded.codec in _CODECS
@@ -44,14 +45,14 @@ class BoxSums:
         if links.ranks.num_nodes > 1:
             self._thread = WorkThread("lohan-box-sums", FirstFailure(links.fail), beside_kernels=True)
             self._thread.start()
-            links.on(Kind.PIECE, self._add_piece)
+            links.set_handler(Kind.PIECE, self._add_piece)
 
     def send(self, name: _Name, values: list[Tensor], owner: int) -> None:
         """Send the sum of what the ranks of this box have. Does not wait."""
         assert self._thread is not None
         self._thread.put(partial(self._send, name, values, owner))
 
-    def sum_boxes(self, name: _Name, out: Tensor, values: list[Tensor], boxes: list[int]) -> Tensor:
+    def sum_nodes(self, name: _Name, out: Tensor, values: list[Tensor], boxes: list[int]) -> Tensor:
         """Set `out` to the sum over `boxes`, of which this one has `values`."""
         links, ranks = self._links, self._links.ranks
         under_way = _Sum(out, boxes, ranks.node)
@@ -78,9 +79,9 @@ class BoxSums:
     def _add_own(self, under_way: _Sum, name: _Name, values: list[Tensor]) -> None:
         """At its turn, piece by piece."""
         numel = values[0].numel()
-        scratch = torch.empty(min(PIECE_NUMEL, numel))
-        for start in range(0, numel, PIECE_NUMEL):
-            parts = [value[start : start + PIECE_NUMEL] for value in values]
+        scratch = torch.empty(min(SUM_PIECE_NUMEL, numel))
+        for start in range(0, numel, SUM_PIECE_NUMEL):
+            parts = [value[start : start + SUM_PIECE_NUMEL] for value in values]
             piece = sum_in_rank_order_(scratch[: parts[0].numel()], parts, self._links.ranks.num_ranks)
             self._add_at_turn(under_way, name, self._links.ranks.node, start, piece)
 
@@ -98,16 +99,16 @@ class BoxSums:
 
     def close(self) -> None:
         if self._thread is not None:
-            self._links.off(Kind.PIECE)
+            self._links.remove_handler(Kind.PIECE)
             self._thread.close()
 
     def _send(self, name: _Name, values: list[Tensor], owner: int) -> None:
         """A single rank's part is not scaled here: it may have fewer bytes than the sum, and becomes the same there."""
-        scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(PIECE_NUMEL, values[0].numel()))
-        message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(PIECE_NUMEL)
+        scratch = torch.empty(0) if len(values) == 1 else torch.empty(min(SUM_PIECE_NUMEL, values[0].numel()))
+        message_bytes = 0 if self._coded is None else self._coded.codec.message_bytes(SUM_PIECE_NUMEL)
         message = torch.empty(message_bytes, dtype=torch.uint8)
-        for start in range(0, values[0].numel(), PIECE_NUMEL):
-            parts = [value[start : start + PIECE_NUMEL] for value in values]
+        for start in range(0, values[0].numel(), SUM_PIECE_NUMEL):
+            parts = [value[start : start + SUM_PIECE_NUMEL] for value in values]
             piece = parts[0]
             if len(parts) > 1:
                 piece = sum_in_rank_order_(scratch[: piece.numel()], parts, self._links.ranks.num_ranks)
@@ -115,7 +116,7 @@ class BoxSums:
             if self._coded is not None:
                 exact, piece = piece, self._coded.encode(piece, message)
                 self._coded.count(exact.nbytes, piece.nbytes)
-            self._links.send(owner, Kind.PIECE, *numbers, payload=piece, lane=Lane.GRADIENTS)
+            self._links.send(owner, Kind.PIECE, *numbers, payload=piece, channel=Channel.GRADIENTS)
         self._sent(name)
 
     def _form_of(self, piece: Tensor) -> int:

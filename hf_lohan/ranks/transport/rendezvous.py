@@ -26,10 +26,10 @@ from typing import Any, NoReturn, Protocol
 
 import psutil
 
-from hf_lohan.ranks.errors import RankTimeoutError
-from hf_lohan.ranks.links import Links
-from hf_lohan.ranks.messages import Lane
-from hf_lohan.ranks.topology import Ranks
+from hf_lohan.ranks.transport.failures import RankTimeoutError
+from hf_lohan.ranks.transport.links import Links
+from hf_lohan.ranks.transport.messages import Channel
+from hf_lohan.ranks.transport.topology import Ranks
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ _KEEPALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3), ("T
 """A box without power says nothing: its connections end after 20 s."""
 
 
-class Store(Protocol):
-    """What is used of a `torch.distributed.Store`."""
+class KeyValueStore(Protocol):
+    """What is used of a `torch.distributed.KeyValueStore`."""
 
     def set(self, key: str, value: str) -> object: ...
 
@@ -64,7 +64,7 @@ class Store(Protocol):
     def delete_key(self, key: str) -> bool: ...
 
 
-def connect(ranks: Ranks, store: Store, timeout_s: float) -> Links:
+def connect(ranks: Ranks, store: KeyValueStore, timeout_s: float) -> Links:
     """Connect with all other ranks; all call this equally often. `timeout_s`: how long one may take to come, and later
     be silent while it is waited for. Raises RankTimeoutError."""
     if ranks.num_ranks == 1:
@@ -88,7 +88,7 @@ def _end(links_ref: weakref.ref[Links]) -> None:
 class _Meeting:
     """One call of `connect`."""
 
-    def __init__(self, ranks: Ranks, store: Store, timeout_s: float) -> None:
+    def __init__(self, ranks: Ranks, store: KeyValueStore, timeout_s: float) -> None:
         self._ranks = ranks
         self._store = store
         self._timeout_s = timeout_s
@@ -96,7 +96,7 @@ class _Meeting:
         number = store.add(f"lohan/calls/{ranks.rank}", 1)
         self._prefix = f"lohan/{number}"
         self._lock = threading.Lock()
-        self._sockets: dict[tuple[Lane, int], socket.socket] = {}
+        self._sockets: dict[tuple[Channel, int], socket.socket] = {}
         self._is_over = threading.Event()
         self._greetings = threading.Semaphore(_MOST_GREETINGS)
 
@@ -112,8 +112,8 @@ class _Meeting:
                 threads[-1].start()
             for peer in range(ranks.rank):
                 address = json.loads(self._get(f"address/{peer}", peer, f"the address of rank {peer}"))
-                for lane in Lane:
-                    self._reach(peer, lane, address, secret)
+                for channel in Channel:
+                    self._reach(peer, channel, address, secret)
             self._wait_for_others()
         except BaseException:
             self._close_all()
@@ -157,7 +157,7 @@ class _Meeting:
 
     def _listen(self, listeners: list[socket.socket]) -> None:
         """Tell all where this rank is reached."""
-        backlog = len(Lane) * self._ranks.num_ranks
+        backlog = len(Channel) * self._ranks.num_ranks
         address: dict[str, Any] = {"unix": f"\0lohan-{secrets.token_hex(16)}"}  # a name that is no file
         listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         listeners[0].bind(address["unix"])
@@ -191,14 +191,14 @@ class _Meeting:
             greeting = _receive(sock, _GREETING.size, until_s)
             others_nonce = _receive(sock, _NONCE_BYTES, until_s)
             proof = _receive(sock, _PROOF_BYTES, until_s)
-            magic, rank, lane = _GREETING.unpack(greeting)
+            magic, rank, channel = _GREETING.unpack(greeting)
             if magic != _MAGIC or not hmac.compare_digest(proof, _proof(secret, nonce, greeting)):
                 raise ConnectionError("it does not know the secret of this run")
             sock.sendall(_proof(secret, others_nonce, b"welcome"))
             with self._lock:
-                if not self._ranks.rank < rank < self._ranks.num_ranks or (Lane(lane), rank) in self._sockets:
+                if not self._ranks.rank < rank < self._ranks.num_ranks or (Channel(channel), rank) in self._sockets:
                     raise ConnectionError(f"rank {rank} came again, or not to whom it should")
-                self._sockets[Lane(lane), rank] = sock
+                self._sockets[Channel(channel), rank] = sock
         except (OSError, ValueError) as error:
             logger.warning("a connection from %s was refused: %s", address or "this box", error)
             sock.close()
@@ -207,8 +207,8 @@ class _Meeting:
 
     # And this one goes to those of lower ranks
 
-    def _reach(self, peer: int, lane: Lane, address: dict[str, Any], secret: bytes) -> None:
-        is_local = peer in self._ranks.in_this_box
+    def _reach(self, peer: int, channel: Channel, address: dict[str, Any], secret: bytes) -> None:
+        is_local = peer in self._ranks.on_this_node
         while True:
             try:
                 if is_local:
@@ -223,20 +223,20 @@ class _Meeting:
                 time.sleep(_LOOK_S)
                 continue
             try:
-                self._introduce(sock, lane, secret)
+                self._introduce(sock, channel, secret)
             except OSError as error:
                 sock.close()
                 if isinstance(error, TimeoutError) and time.monotonic() < self._until_s:
                     continue  # it has too many others to greet
                 self._give_up(peer, f"its answer to a greeting ({error})")
             with self._lock:
-                self._sockets[lane, peer] = sock
+                self._sockets[channel, peer] = sock
             return
 
-    def _introduce(self, sock: socket.socket, lane: Lane, secret: bytes) -> None:
+    def _introduce(self, sock: socket.socket, channel: Channel, secret: bytes) -> None:
         until_s = time.monotonic() + min(_HANDSHAKE_S, self._timeout_s)
         nonce = _receive(sock, _NONCE_BYTES, until_s)
-        greeting, own_nonce = _GREETING.pack(_MAGIC, self._ranks.rank, lane), secrets.token_bytes(_NONCE_BYTES)
+        greeting, own_nonce = _GREETING.pack(_MAGIC, self._ranks.rank, channel), secrets.token_bytes(_NONCE_BYTES)
         sock.sendall(greeting + own_nonce + _proof(secret, nonce, greeting))
         if not hmac.compare_digest(_receive(sock, _PROOF_BYTES, until_s), _proof(secret, own_nonce, b"welcome")):
             raise ConnectionError("it does not know the secret of this run")
@@ -249,9 +249,13 @@ class _Meeting:
         return self._store.get(key).decode()
 
     def _wait_for_others(self) -> None:
-        expected = [(lane, rank) for rank in range(self._ranks.rank + 1, self._ranks.num_ranks) for lane in Lane]
+        expected = [
+            (channel, rank) for rank in range(self._ranks.rank + 1, self._ranks.num_ranks) for channel in Channel
+        ]
         for which in expected:
-            self._wait_until(partial(self._sockets.__contains__, which), which[1], f"its connection of lane {which[0]}")
+            self._wait_until(
+                partial(self._sockets.__contains__, which), which[1], f"its connection of channel {which[0]}"
+            )
         for sock in self._sockets.values():
             sock.settimeout(None)
             if sock.family != socket.AF_UNIX:

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from hf_lohan.ranks.torch_codec import HIGHEST_CODE
+from hf_lohan.ranks.collectives.torch_codec import HIGHEST_CODE
 
 _NUMEL_PER_PROGRAM = 2048
 _ROUNDER = tl.constexpr(12582912.0)

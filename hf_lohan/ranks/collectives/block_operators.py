@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks import torch_codec
-from hf_lohan.ranks.torch_codec import HIGHEST_CODE
+from hf_lohan.ranks.collectives import torch_codec
+from hf_lohan.ranks.collectives.torch_codec import HIGHEST_CODE
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ def check_format(num_bits: int, block_numel: int, scale_dtype: torch.dtype) -> N
 @cache
 def _triton_codec() -> ModuleType | None:
     try:
-        return import_module("hf_lohan.ranks.triton_codec")
+        return import_module("hf_lohan.ranks.collectives.triton_codec")
     except ImportError as error:
         logger.warning("quantizing with torch, which is slower on a GPU, as Triton cannot be imported: %s", error)
         return None

@@ -22,8 +22,8 @@ _MOST_BYTES_AT_ONCE = 1 << 28
 """Of a payload for which memory is taken when it comes: small figures of all ranks."""
 
 
-class Lane(enum.IntEnum):
-    """One connection to each peer. Messages of one lane arrive in the order in which they were sent."""
+class Channel(enum.IntEnum):
+    """One connection to each peer. Messages of one channel arrive in the order in which they were sent."""
 
     CONTROL = 0
     """Small ones, whose handlers never wait."""
@@ -38,13 +38,13 @@ class Kind(enum.IntEnum):
     """What a message says. Each kind has one handler on a rank."""
 
     HELLO = 1
-    """The first of each lane: who this is."""
+    """The first of each channel: who this is."""
     BYE = 2
-    """The last of each lane, if all is well."""
+    """The last of each channel, if all is well."""
     FAILED = 3
     """Numbers: the rank where it began, whether that is the sender. Payload: a sentence."""
     GATHER = 4
-    SHARE = 5
+    BROADCAST = 5
     CHUNK = 10
     """A rank's part of a chunk's gradient is complete."""
     RELEASE = 11
@@ -52,7 +52,7 @@ class Kind(enum.IntEnum):
     NO_GRADIENT = 12
     """A rank has none of some chunks in a backward."""
     BACKWARD_ABANDONED = 13
-    BOX_READY = 14
+    NODE_READY = 14
     """All parts of a chunk that one box has are complete."""
     PULL = 15
     """Their sum is wanted now."""
@@ -77,9 +77,9 @@ class Head:
     """Of one message."""
 
     kind: int
-    lane: Lane
+    channel: Channel
     sequence_number: int
-    """Of the lane: a message that was lost or came twice shows."""
+    """Of the channel: a message that was lost or came twice shows."""
     numbers: tuple[int, ...] = ()
     payload_bytes: int = 0
 
@@ -88,7 +88,7 @@ class Head:
             raise ValueError(f"a message has {len(self.numbers)} numbers; send at most {MAX_NUMBERS}")
         padded = (*self.numbers, *[0] * (MAX_NUMBERS - len(self.numbers)))
         packed = _HEAD.pack(
-            _MAGIC, self.lane, len(self.numbers), self.kind, self.sequence_number, *padded, self.payload_bytes
+            _MAGIC, self.channel, len(self.numbers), self.kind, self.sequence_number, *padded, self.payload_bytes
         )
         return packed + _CRC.pack(zlib.crc32(packed))
 
@@ -97,14 +97,14 @@ class Head:
         """Raises DamagedHeadError if it is none."""
         told_crc = _CRC.unpack_from(packed, _HEAD.size)[0]
         crc = zlib.crc32(packed[: _HEAD.size])
-        magic, lane, num_numbers, kind, sequence_number, *numbers, payload_bytes = _HEAD.unpack_from(packed)
+        magic, channel, num_numbers, kind, sequence_number, *numbers, payload_bytes = _HEAD.unpack_from(packed)
         if magic != _MAGIC or crc != told_crc:
             raise DamagedHeadError(
                 f"its head is damaged (begins with {bytes(magic)!r}, crc {crc:08x}, not {told_crc:08x})"
             )
         if payload_bytes > _MOST_PAYLOAD_BYTES:
             raise DamagedHeadError(f"it announces {payload_bytes:,} bytes, more than any message has")
-        return cls(kind, Lane(lane), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
+        return cls(kind, Channel(channel), sequence_number, tuple(numbers[:num_numbers]), payload_bytes)
 
     @property
     def name(self) -> str:
@@ -112,7 +112,7 @@ class Head:
         return Kind(self.kind).name if self.kind in Kind._value2member_map_ else f"kind {self.kind}"
 
 
-def bytes_of(tensor: Tensor) -> memoryview:
+def memory_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous CPU tensor."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous():
         raise ValueError(
@@ -132,7 +132,7 @@ class PayloadReader:
 
     def read_into(self, tensor: Tensor) -> None:
         """Fill a contiguous CPU tensor with the next bytes."""
-        self._read(bytes_of(tensor))
+        self._read(memory_of(tensor))
 
     def bytes(self) -> bytes:
         """All that is left. Raises DamagedHeadError where that is more than such a message ever has."""
@@ -144,8 +144,8 @@ class PayloadReader:
         self._read(memoryview(content))
         return bytes(content)
 
-    def drop(self) -> None:
-        """Read what is left, for nobody."""
+    def skip_rest(self) -> None:
+        """Read and discard the remaining bytes."""
         scratch = memoryview(bytearray(min(self._num_left, 1 << 20)))
         while self._num_left:
             self._read(scratch[: self._num_left])

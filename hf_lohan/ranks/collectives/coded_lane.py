@@ -7,10 +7,10 @@ import threading
 import torch
 from torch import Tensor
 
-from hf_lohan.ranks.block_codec import BlockCodec
+from hf_lohan.ranks.collectives.block_codec import BlockCodec
 
 
-class CodedBytes:
+class CodedTraffic:
     """Counts what a code makes of what one rank sends to all others. From any thread."""
 
     def __init__(self, name: str) -> None:
@@ -41,7 +41,7 @@ class CodedBytes:
         return None
 
 
-class CodedLane(CodedBytes):
+class MeasuredCodec(CodedTraffic):
     """A codec that counts, and measures what it does to the values."""
 
     def __init__(self, name: str, codec: BlockCodec) -> None:

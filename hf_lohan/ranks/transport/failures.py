@@ -1,0 +1,90 @@
+"""What ends the run of one rank because of another: the errors, and the first failure that a rank knows of."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hf_lohan.threads import raised_anew
+
+
+class RankFailedError(RuntimeError):
+    """A rank ended, failed or sent unreadable data, so the others cannot continue."""
+
+    def __init__(self, message: str, rank: int) -> None:
+        super().__init__(message)
+        self.rank = rank
+        """The rank where the failure began."""
+
+
+class RankTimeoutError(RankFailedError):
+    """A rank was silent for too long while another one waited for it."""
+
+
+class RanksDisagreeError(RuntimeError):
+    """Two ranks do different things where all ranks must do the same, or hold different data."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    rank: int
+    """The rank where it began."""
+    text: str
+    error: BaseException | None = None
+    """The exception, if this rank raised it."""
+
+
+class FirstRankFailure:
+    """The first failure of any rank, recorded once from any thread. Later failures follow from it and are ignored."""
+
+    def __init__(self, rank: int, changed: threading.Condition, lock: threading.RLock) -> None:
+        """``rank``: this rank. ``lock``: the lock of ``changed``."""
+        self._rank = rank
+        self._changed = changed
+        self._lock = lock
+        self._failure: Failure | None = None
+        self._callbacks: list[Callable[[RankFailedError], object]] = []
+        self.is_announced = False
+        """Whether this rank has told the other ranks."""
+
+    @property
+    def is_known(self) -> bool:
+        return self._failure is not None
+
+    def record_failure(self, failure: Failure) -> None:
+        """Does nothing if there was a failure before."""
+        with self._lock:
+            if self._failure is not None:
+                return
+            self._failure = failure
+            callbacks = list(self._callbacks)
+            self._changed.notify_all()
+        for callback in callbacks:
+            callback(RankFailedError(failure.text, failure.rank))
+
+    def add_callback(self, callback: Callable[[RankFailedError], object]) -> None:
+        """Call ``callback`` once, on any thread, when a failure is recorded; at once if there is one already."""
+        with self._lock:
+            self._callbacks.append(callback)
+            failure = self._failure
+        if failure is not None:
+            callback(RankFailedError(failure.text, failure.rank))
+
+    def to_announce(self) -> Failure | None:
+        """The failure that this rank still has to tell the others. Returned once."""
+        with self._lock:
+            if self.is_announced or self._failure is None:
+                return None
+            self.is_announced = True
+            return self._failure
+
+    def raise_if_known(self, action: str) -> None:
+        """Raise RankFailedError, or this rank's own exception. ``action`` completes "while rank 0 ..."."""
+        failure = self._failure
+        if failure is None:
+            return
+        if failure.error is not None:
+            raise raised_anew(failure.error)
+        joint = ";" if " while rank " in failure.text else " while"
+        raise RankFailedError(f"{failure.text}{joint} rank {self._rank} {action}", failure.rank)

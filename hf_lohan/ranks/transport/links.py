@@ -1,0 +1,517 @@
+"""One rank's connections to all others: messages with handlers, waits that end, and failures that name a rank.
+
+A thread for each peer and channel receives, and calls the handler of each message. A rank that dies is detected by the
+end of its connections, a rank that fails tells the others first, and a rank that hangs is detected by a timeout.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import TracebackType
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from hf_lohan.ranks.transport.connection import (
+    SLICE_S,
+    Connection,
+    ConnectionBrokenError,
+    CutOffError,
+    Handler,
+    MessageHandlers,
+    Socket,
+)
+from hf_lohan.ranks.transport.failures import (
+    Failure,
+    FirstRankFailure,
+    RankFailedError,
+    RanksDisagreeError,
+    RankTimeoutError,
+)
+from hf_lohan.ranks.transport.messages import Channel, DamagedHeadError, Head, Kind, PayloadReader, memory_of
+from hf_lohan.ranks.transport.topology import ONE_RANK, Ranks
+from hf_lohan.threads import Owner, start_thread
+
+BROADCAST_PIECE_BYTES = 4 << 20
+_VERDICT_S = 0.5
+"""How long the other channels wait for the control channel to say why a rank is gone."""
+_LAST_WORDS_S = 1.0
+"""How long `close` waits for the others to receive the last messages."""
+_HANDLER_ENDS_WITHIN_S = 5.0
+_MAX_TEXT_CHARS = 4000
+_LENGTHS = struct.Struct("<II")
+_SHAPE = struct.Struct("<qq")
+
+
+@dataclass(eq=False)
+class Peer:
+    """Another rank, with a connection for each channel."""
+
+    rank: int
+    connections: dict[Channel, Connection]
+    pid: int = 0
+    host: str = ""
+    channels_left: set[Channel] = field(default_factory=set)
+
+    @property
+    def has_left(self) -> bool:
+        """Whether it said goodbye, and all its messages were handled."""
+        return len(self.channels_left) == len(self.connections)
+
+    @property
+    def last_heard_s(self) -> float:
+        """By `time.monotonic`."""
+        return max(connection.last_heard_s for connection in self.connections.values())
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} (pid {self.pid}, {self.host})" if self.pid else f"rank {self.rank}"
+
+
+class Links:
+    """The connections of one rank. All methods but `close` may be called from any thread."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        sockets_by_channel_and_peer: Mapping[tuple[Channel, int], Socket],
+        timeout_s: float,
+    ) -> None:
+        """`timeout_s`: how long a rank may be silent while it is waited for."""
+        self.ranks = ranks
+        self.timeout_s = timeout_s
+        # Enter the lock itself, not the condition: see `IoEngine`.
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        """Notified when a predicate of `wait_for` may have become true."""
+        self._owner = Owner()
+        self._failure = FirstRankFailure(ranks.rank, self.changed, self.lock)
+        self._handlers = MessageHandlers(self.changed, self.lock, lambda: self._failure.is_known or self._is_closing)
+        self._is_closing = False
+        self._num_gathers: dict[str, int] = defaultdict(int)
+        """By sequence, how often this rank has called `all_gather`."""
+        self._gathered: dict[tuple[str, int], dict[int, tuple[str, bytes]]] = defaultdict(dict)
+        """By sequence and number in it, and by rank: tag and payload."""
+        self._broadcasts: dict[int, tuple[Tensor, int]] = {}
+        """By owner: the tensor that receives its bytes, and how many have arrived."""
+        self._handlers.set_handler(Kind.GATHER, self._on_gather)
+        self._handlers.set_handler(Kind.BROADCAST, self._on_broadcast)
+        self._peers = {
+            rank: Peer(
+                rank,
+                {channel: Connection(sockets_by_channel_and_peer[channel, rank], channel) for channel in Channel},
+            )
+            for rank in ranks.others
+        }
+        self._threads = [
+            start_thread(
+                partial(self._receive, peer, connection),
+                f"lohan-rank-{ranks.rank}-from-{peer.rank}-{channel}",
+                beside_kernels=channel is Channel.GRADIENTS,  # handlers there add
+            )
+            for peer in self._peers.values()
+            for channel, connection in peer.connections.items()
+        ]
+        for peer in self._peers.values():
+            for channel, connection in peer.connections.items():
+                host = socket.gethostname().encode() if channel is Channel.CONTROL else b""
+                connection.post(Kind.HELLO, (ranks.rank, ranks.num_ranks, os.getpid()), host)
+
+    @classmethod
+    def alone(cls) -> Links:
+        """Links of a single rank: every call works, and nothing is sent."""
+        return cls(ONE_RANK, {}, timeout_s=0.0)
+
+    def __enter__(self) -> Links:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.fail(error)
+        self.close()
+
+    # Messages
+
+    def send(
+        self,
+        peer: int,
+        kind: Kind,
+        *numbers: int,
+        payload: Tensor | bytes | None = None,
+        channel: Channel = Channel.CONTROL,
+    ) -> None:
+        """Send a message. A tensor is sent from its own memory, and may be changed when this returns; without a tensor
+        this does not wait. Nothing is sent to a rank that has left. Raises RankFailedError."""
+        self._refuse_in_child()
+        receiver = self._peers[peer]
+        if self._failure.is_known:
+            self._failure.raise_if_known(f"was about to send {kind.name} to rank {peer}")
+        connection = receiver.connections[channel]
+        if not isinstance(payload, Tensor):
+            connection.post(kind, numbers, payload or b"")
+            return
+
+        began_s = time.monotonic()
+
+        def refuse_to_wait() -> None:
+            self._failure.raise_if_known(f"sent {kind.name} to rank {peer}")
+            if time.monotonic() - max(began_s, receiver.last_heard_s, connection.last_accepted_s) > self.timeout_s:
+                self._raise_silent([receiver], f"it to take {kind.name}")
+
+        try:
+            connection.send(kind, numbers, memory_of(payload), refuse_to_wait)
+        except ConnectionBrokenError:
+            self._await_verdict(receiver, channel)
+            if not receiver.has_left:
+                self._failure.raise_if_known(f"sent {kind.name} to rank {peer}")
+
+    def send_all(
+        self, kind: Kind, *numbers: int, payload: Tensor | bytes | None = None, channel: Channel = Channel.CONTROL
+    ) -> None:
+        """Send the same message to every other rank."""
+        for peer in self._peers:
+            self.send(peer, kind, *numbers, payload=payload, channel=channel)
+
+    def set_handler(self, kind: Kind, handler: Handler) -> None:
+        """Call `handler` for every message of a kind, also for those that have arrived already. Replaces the handler
+        before it. An exception in it is this rank's failure."""
+        self._handlers.set_handler(kind, handler)
+
+    def remove_handler(self, kind: Kind) -> None:
+        """Messages of this kind wait for the next handler."""
+        self._handlers.remove_handler(kind)
+
+    @property
+    def sent_bytes(self) -> dict[Channel, int]:
+        """Bytes of payloads."""
+        return self._sum_by_lane(lambda connection: connection.sent_bytes)
+
+    @property
+    def received_bytes(self) -> dict[Channel, int]:
+        """Bytes of payloads."""
+        return self._sum_by_lane(lambda connection: connection.received_bytes)
+
+    @property
+    def num_sent(self) -> dict[Channel, int]:
+        """Messages. Each adds a head of `HEAD_BYTES` to its payload."""
+        return self._sum_by_lane(lambda connection: connection.num_sent)
+
+    # Collective calls
+
+    def all_gather(self, tag: str, payload: bytes = b"", *, sequence: str = "main") -> list[bytes]:
+        """The payloads of all ranks, in rank order. `tag` names the call in a few words. All ranks make the calls of
+        one sequence in the same order, one at a time."""
+        others = self.ranks.others
+        self.raise_if_failed(f"waited for {tag}")
+        with self.lock:
+            number = self._num_gathers[sequence]
+            self._num_gathers[sequence] += 1
+            received = self._gathered[sequence, number]
+        names = sequence.encode(), tag.encode()
+        packed = b"".join((_LENGTHS.pack(len(names[0]), len(names[1])), *names, payload))
+        self.send_all(Kind.GATHER, number, payload=packed)
+
+        def is_complete() -> bool:
+            self._check_order(tag, sequence, number)
+            return len(received) == len(others)
+
+        self.wait_for(is_complete, tag, peers=lambda: [other for other in others if other not in received])
+        with self.lock:
+            del self._gathered[sequence, number]
+        return [payload if rank == self.ranks.rank else received[rank][1] for rank in range(self.ranks.num_ranks)]
+
+    def barrier(self, tag: str, *, sequence: str = "main") -> None:
+        """Return when all ranks have called this."""
+        self.all_gather(tag, sequence=sequence)
+
+    def broadcast(self, tensor: Tensor, owner: int, tag: str, *, sequence: str = "main") -> None:
+        """Copy the bytes of the owner's tensor to the tensors of all other ranks. All are contiguous, on the CPU, and
+        have the same number of bytes."""
+        is_owner = owner == self.ranks.rank
+        num_bytes = len(memory_of(tensor))
+        content = tensor.detach().reshape(-1).view(torch.uint8)
+        if not is_owner:
+            with self.lock:  # the owner sends only after the gather, which says that all are ready
+                self._broadcasts[owner] = (content, 0)
+        shapes = self.all_gather(tag, _SHAPE.pack(owner, num_bytes), sequence=sequence)
+        for rank, shape in enumerate(shapes):
+            if shape != shapes[self.ranks.rank]:
+                others_owner, others_bytes = _SHAPE.unpack(shape)
+                raise RanksDisagreeError(
+                    f"for {tag}, rank {self.ranks.rank} has {num_bytes} bytes of rank {owner}, and rank {rank} "
+                    f"{others_bytes} bytes of rank {others_owner}; do the ranks load the same model?"
+                )
+        if is_owner:
+            for start in range(0, num_bytes, BROADCAST_PIECE_BYTES):
+                piece = content[start : start + BROADCAST_PIECE_BYTES]
+                self.send_all(Kind.BROADCAST, start, payload=piece, channel=Channel.WEIGHTS)
+        else:
+            self.wait_for(lambda: self._broadcasts[owner][1] == num_bytes, tag, peers=[owner])
+            with self.lock:
+                del self._broadcasts[owner]
+
+    def _check_order(self, tag: str, sequence: str, number: int) -> None:
+        """With the lock held. Raises RanksDisagreeError if another rank's call of this number has another tag."""
+        for other, (others_tag, _) in self._gathered.get((sequence, number), {}).items():
+            if others_tag != tag:
+                raise RanksDisagreeError(
+                    f"rank {self.ranks.rank} is at {tag!r} where rank {other} is at {others_tag!r} (number {number} of "
+                    f"{sequence!r}); all ranks have to do the same in the same order: look for a step, a callback or a "
+                    "save that only some of them run"
+                )
+
+    def _on_gather(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        assert payload is not None
+        packed = payload.bytes()
+        lengths = _LENGTHS.unpack_from(packed)
+        tag_start = _LENGTHS.size + lengths[0]
+        content_start = tag_start + lengths[1]
+        sequence, tag = packed[_LENGTHS.size : tag_start].decode(), packed[tag_start:content_start].decode()
+        with self.lock:
+            self._gathered[sequence, numbers[0]][peer] = (tag, packed[content_start:])
+            self.notify()
+
+    def _on_broadcast(self, peer: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        assert payload is not None
+        (start,) = numbers
+        with self.lock:
+            content, _ = self._broadcasts[peer]
+        stop = start + payload.num_bytes
+        payload.read_into(content[start:stop])
+        with self.lock:
+            self._broadcasts[peer] = (content, stop)
+            self.notify()
+
+    # Waiting and failing
+
+    def notify(self) -> None:
+        """Wake all waits, so that they test their predicates again."""
+        with self.lock:
+            self.changed.notify_all()
+
+    def wait_for(
+        self,
+        predicate: Callable[[], object],
+        what: str,
+        peers: Collection[int] | Callable[[], Collection[int]] | None = None,
+        *,
+        before: str = "",
+    ) -> None:
+        """Wait until `predicate`, called with `lock` held, is true. `what` completes "rank 0 waited for ...". `peers`:
+        the ranks that can still make it true; None for all. `before`: the tag of the next `all_gather`, made after this
+        wait. Raises RankFailedError or RankTimeoutError, and RanksDisagreeError where a rank is at another tag."""
+        began_s = time.monotonic()
+        with self.lock:
+            while not predicate():
+                self._refuse_in_child()
+                if before:
+                    self._check_order(before, "main", self._num_gathers["main"])
+                self._failure.raise_if_known(f"waited for {what}")
+                if self._is_closing:
+                    text = f"rank {self.ranks.rank} closed its connections while it waited for {what}"
+                    raise RankFailedError(text, self.ranks.rank)
+                awaited = self._peers if peers is None else peers() if callable(peers) else peers
+                waited_for = [self._peers[rank] for rank in awaited if rank in self._peers]
+                gone = [peer for peer in waited_for if peer.has_left]
+                if gone and (peers is not None or len(gone) == len(waited_for)):
+                    self._raise_left(gone[0], what)
+                silent = self._silent_peers(waited_for, began_s)
+                if silent and (peers is not None or len(silent) == len(waited_for)):
+                    self._raise_silent(silent, what)
+                self.changed.wait(SLICE_S)
+
+    def raise_if_silent(self, what: str, peers: Collection[int], since_s: float) -> None:
+        """For waits without `wait_for`: raise RankFailedError or RankTimeoutError if these ranks have failed or been
+        silent since `since_s` (`time.monotonic`)."""
+        with self.lock:
+            self._failure.raise_if_known(f"waited for {what}")
+            silent = self._silent_peers([self._peers[rank] for rank in peers], since_s)
+            if silent:
+                self._raise_silent(silent, what)
+
+    def raise_cause(self, what: str) -> None:
+        """Called when something that depends on other ranks has failed here. If one of them is known as the cause, now
+        or within half a second, raise as `wait_for` does."""
+        with self.lock:
+            self.changed.wait_for(lambda: not self._peers or self._failure.is_known, _VERDICT_S)
+        self.raise_if_silent(what, self._peers, since_s=0.0)
+        for peer in filter(lambda peer: peer.has_left, self._peers.values()):
+            self._raise_left(peer, what)
+
+    def raise_if_failed(self, what: str) -> None:
+        """Raise RankFailedError if another rank has failed, this rank's own exception if it has failed itself. `what`
+        completes "while rank 0 ..."."""
+        self._failure.raise_if_known(what)
+
+    def add_failure_callback(self, callback: Callable[[RankFailedError], object]) -> None:
+        """Call `callback` once, on any thread, when a rank has failed; at once if one has failed already."""
+        self._failure.add_callback(callback)
+
+    def set_timeout(self, timeout_s: float) -> None:
+        """From now on, how long a rank may be silent while it is waited for."""
+        with self.lock:
+            self.timeout_s = timeout_s
+
+    def send_heartbeat(self) -> None:
+        """Tell the others, who may wait for this rank, that it is at work. Call this before a long operation."""
+        if not self._failure.is_known:
+            self.send_all(Kind.HELLO, self.ranks.rank, self.ranks.num_ranks, os.getpid())
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all others that this rank cannot continue. Every later send and wait raises. Does nothing in a forked
+        child."""
+        if not self._owner.is_here:
+            return
+        origin, text = (error.rank, str(error)) if isinstance(error, RankFailedError) else (self.ranks.rank, "")
+        self._failure.record_failure(Failure(origin, text or f"{type(error).__name__}: {error}", error))
+        self._announce_failure()
+
+    def close(self) -> None:
+        """Say goodbye and end all threads. Without `fail` before, the other ranks may go on as long as they do not wait
+        for this one. Does nothing in a forked child."""
+        if not self._owner.is_here or self._is_closing:
+            return
+        self._is_closing = True
+        self._announce_failure()
+        connections = [connection for peer in self._peers.values() for connection in peer.connections.values()]
+        if (
+            not self._failure.is_known
+        ):  # asked once: a rank may fail as soon as it is told
+            for connection in connections:
+                connection.post(Kind.BYE, ())
+        until_s = time.monotonic() + _LAST_WORDS_S
+        for peer in self._peers.values():
+            for channel in peer.connections.keys() - peer.channels_left:
+                peer.connections[channel].wait_until_sent(until_s)
+        for connection in connections:
+            connection.cut()
+        self.notify()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_HANDLER_ENDS_WITHIN_S)
+        for connection in connections:
+            connection.close()
+
+    # Receiving threads
+
+    def _receive(self, peer: Peer, connection: Connection) -> None:
+        channel = connection.channel
+        try:
+            while (head := connection.receive()) is not None:
+                if head.kind == Kind.BYE:
+                    peer.channels_left.add(channel)
+                    self.notify()
+                    return
+                self._handle(peer, connection, head)
+            self._on_lost(peer, channel, "ended")
+        except CutOffError as error:
+            self._on_lost(peer, channel, f"ended in the middle of a message of channel {channel}, {error}")
+        except DamagedHeadError as error:
+            self._failure.record_failure(
+                Failure(peer.rank, f"{peer} sent a message of channel {channel} that cannot be read: {error}")
+            )
+        except BaseException as error:
+            if not self._is_closing:
+                self._failure.record_failure(Failure(self.ranks.rank, f"{type(error).__name__}: {error}", error))
+                self._announce_failure()
+
+    def _handle(self, peer: Peer, connection: Connection, head: Head) -> None:
+        reader = PayloadReader(head.payload_bytes, connection.receive_into) if head.payload_bytes else None
+        if head.kind == Kind.HELLO:
+            self._on_hello(peer, head.numbers, reader)
+        elif head.kind == Kind.FAILED:
+            assert reader is not None
+            (origin, is_senders_own), text = head.numbers, reader.bytes().decode()
+            self._failure.record_failure(Failure(origin, f"{peer} failed: {text}" if is_senders_own else text))
+        else:
+            self._handlers.handle_message(peer.rank, head, reader)
+        if reader is not None:
+            reader.skip_rest()
+
+    def _on_hello(self, peer: Peer, numbers: tuple[int, ...], reader: PayloadReader | None) -> None:
+        rank, num_ranks, pid = numbers
+        if (rank, num_ranks) != (peer.rank, self.ranks.num_ranks):
+            text = f"rank {rank} of {num_ranks} answered in place of {peer} of {self.ranks.num_ranks}"
+            self._failure.record_failure(Failure(peer.rank, text))
+        if reader is not None:
+            peer.pid, peer.host = pid, reader.bytes().decode()
+
+    def _on_lost(self, peer: Peer, channel: Channel, how: str) -> None:
+        """A connection ended without a goodbye. The control channel ends with all others, and knows best why."""
+        if self._is_closing or self._failure.is_announced:
+            return
+        if channel is not Channel.CONTROL:
+            self._await_verdict(peer, channel)
+        self._failure.record_failure(Failure(peer.rank, f"{peer} {how}"))
+
+    def _await_verdict(self, peer: Peer, channel: Channel) -> None:
+        """Give the thread that receives from the control channel time to learn why a connection broke."""
+        until_s = time.monotonic() + _VERDICT_S
+        with self.lock:
+            while not (self._failure.is_known or peer.has_left or self._is_closing) and time.monotonic() < until_s:
+                self.changed.wait(until_s - time.monotonic())
+        if not self._failure.is_known and not peer.has_left:
+            self._failure.record_failure(Failure(peer.rank, f"{peer} broke off channel {channel}"))
+
+    # Failures
+
+    def _announce_failure(self) -> None:
+        """Tell the others of a failure, once."""
+        failure = self._failure.to_announce()
+        if failure is None:
+            return
+        is_own = failure.error is not None and not isinstance(failure.error, RankFailedError)
+        payload = failure.text[:_MAX_TEXT_CHARS].encode()
+        for peer in self._peers.values():
+            peer.connections[Channel.CONTROL].post(Kind.FAILED, (failure.rank, is_own), payload)
+
+    def _silent_peers(self, peers: Collection[Peer], since_s: float) -> list[Peer]:
+        now_s = time.monotonic()
+        return [peer for peer in peers if now_s - max(peer.last_heard_s, since_s) > self.timeout_s]
+
+    def _raise_left(self, peer: Peer, what: str) -> NoReturn:
+        text = f"{peer} had ended its run while rank {self.ranks.rank} waited for {what}"
+        raise RankFailedError(text, peer.rank)
+
+    def _raise_silent(self, silent: Collection[Peer], what: str) -> NoReturn:
+        names = " and ".join(str(peer) for peer in silent)
+        raise RankTimeoutError(
+            f"{names} said nothing for {self.timeout_s:g} s while rank {self.ranks.rank} waited for {what}; see what "
+            "it does (py-spy dump), or raise net_timeout",
+            next(iter(silent)).rank,
+        )
+
+    def _refuse_in_child(self) -> None:
+        if not self._owner.is_here:
+            raise RuntimeError("this is a forked child of the process that trains; use the model in that process")
+
+    def _sum_by_lane(self, number: Callable[[Connection], int]) -> dict[Channel, int]:
+        return {channel: sum(number(peer.connections[channel]) for peer in self._peers.values()) for channel in Channel}
+
+
+@contextlib.contextmanager
+def one_rank_at_a_time(links: Links, tag: str) -> Iterator[None]:
+    """A context that all ranks enter. The ranks of a node run its body one after the other, in order, and all leave it
+    together, also where some fail in it."""
+    ranks = links.ranks
+    failure: BaseException | None = None
+    for turn in range(ranks.num_local):
+        if turn == ranks.local_rank:
+            try:
+                yield
+            except BaseException as error:
+                failure = error
+        links.barrier(f"{tag} of local rank {turn}")
+    if failure is not None:
+        raise failure
