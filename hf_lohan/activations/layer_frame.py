@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from hf_lohan.activations import anchor_name
 from hf_lohan.activations.swapped_tensor import SwappedTensor, alias_of, is_swappable, storage_of
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.compat.torch_private import (
@@ -22,7 +23,6 @@ from hf_lohan.compat.torch_private import (
     version_of,
 )
 from hf_lohan.device import Device
-from hf_lohan.model import anchor_name
 from hf_lohan.planner import INPUT, LayerPlacements, Placement
 
 

@@ -14,9 +14,9 @@ from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
 from hf_lohan.huggingface.progress import long_work
 from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
-from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import PlannedStep, StepShape, check_together, lay_out, plan_step, why_in_turn
+from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
 

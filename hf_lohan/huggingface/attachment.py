@@ -17,6 +17,7 @@ from accelerate.state import GradientState
 from torch import nn
 from transformers import PreTrainedModel
 
+from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
@@ -43,7 +44,7 @@ from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
 from hf_lohan.huggingface.rank_links import links_to_other_ranks
 from hf_lohan.huggingface.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
 from hf_lohan.huggingface.state_dicts import is_of_diffusers, save_diffusers_model
-from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
+from hf_lohan.model import Rules
 from hf_lohan.planning import (
     OffloadLayout,
     PlannedStep,

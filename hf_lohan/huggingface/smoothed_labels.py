@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_pt_utils import LabelSmoother
 
+from hf_lohan.activations import ChunkedHead, Smoothing
 from hf_lohan.huggingface.attachment import chunked_head_at
 from hf_lohan.huggingface.guards import ids_within_vocabulary
-from hf_lohan.model import ChunkedHead, Smoothing
 
 if TYPE_CHECKING:
     from transformers import Trainer as _TrainerBase

@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_lohan.activations import ChunkedLoss
 from hf_lohan.config import OffloadConfig, ssd_paths
 from hf_lohan.device import Device
 from hf_lohan.model import (
     Block,
     Chunk,
-    ChunkedLoss,
     Rules,
     StoredForm,
     adamw_everywhere,

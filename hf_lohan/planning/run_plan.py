@@ -16,7 +16,6 @@ from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
-from hf_lohan.model import TracedModel
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
     Durability,
@@ -29,6 +28,7 @@ from hf_lohan.planner import (
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
+from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes

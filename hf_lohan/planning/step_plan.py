@@ -10,16 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig, interval_s
-from hf_lohan.model import (
-    ChunkedLoss,
-    ModelBlocks,
-    TracedModel,
-    chunked_head_of,
-    discover_blocks,
-    signature_of,
-    trace_model,
-)
+from hf_lohan.model import ModelBlocks, discover_blocks
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
@@ -38,6 +31,7 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
 from hf_lohan.planning.rank_setup import choice_of, of_one_rank
+from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64

@@ -14,8 +14,7 @@ from mixtures import all_in, random_mixture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_lohan.activations import layer_frame
-from hf_lohan.model import anchor_name
+from hf_lohan.activations import anchor_name, layer_frame
 from hf_lohan.planner import Placement
 from hf_lohan.testing.models import tiny_batch
 

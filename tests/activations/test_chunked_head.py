@@ -12,9 +12,9 @@ from architectures import model_of
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_lohan.activations.chunked_head import ChunkedLoss, Smoothing, chunked_head_of, head_as_it_is
 from hf_lohan.compat.torch_private import TorchDispatchMode
-from hf_lohan.model.chunked_head import ChunkedLoss, Smoothing, chunked_head_of, head_as_it_is
-from hf_lohan.model.operations import LiveBytes
+from hf_lohan.planning.tracing.operations import LiveBytes
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 SMALL_CHUNKS = ChunkedLoss(over_bytes=0, chunk_bytes=5 * 256 * 4)

@@ -14,16 +14,16 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, head_as_it_is
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
-from hf_lohan.model.chunked_head import ChunkedLoss, chunked_head_of, head_as_it_is
 from hf_lohan.model.discovery import ModelBlocks
 from hf_lohan.model.experts import find_experts
-from hf_lohan.model.operations import BlockTrace
-from hf_lohan.model.trace import ModelTrace
 from hf_lohan.planner import ExpertsProfile, SizeClass
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planning.tracing.operations import BlockTrace
+from hf_lohan.planning.tracing.trace import ModelTrace
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,8 +20,8 @@ from hf_lohan.compat.torch_private import (
     tree_map_only,
 )
 from hf_lohan.model.experts import FusedExperts
-from hf_lohan.model.experts_on_paper import forward_on_paper
-from hf_lohan.model.operations import BlockTrace, LiveBytes, OperationTrace, tensors_in
+from hf_lohan.planning.tracing.experts_on_paper import forward_on_paper
+from hf_lohan.planning.tracing.operations import BlockTrace, LiveBytes, OperationTrace, tensors_in
 
 logger = logging.getLogger(__name__)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from hf_lohan.activations.kernel_names import Operation, anchor_name
 from hf_lohan.compat.torch_private import (
     FakeTensor,
     FakeTensorMode,
@@ -25,9 +26,8 @@ from hf_lohan.compat.torch_private import (
     tree_leaves,
 )
 from hf_lohan.hardware import MatrixShape
-from hf_lohan.model.experts_on_paper import NAME, ExpertsTrace
-from hf_lohan.model.kernel_names import Operation, anchor_name
 from hf_lohan.planner.model_profile import OperationProfile
+from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
 
 aten = torch.ops.aten
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import handle_torch_function, has_torch_function
 
+from hf_lohan.activations.pending_logits import Pending, PendingLogits, Step
 from hf_lohan.compat.torch_private import version_of
-from hf_lohan.model.pending_logits import Pending, PendingLogits, Step
 
 
 @dataclass(frozen=True, slots=True)
