@@ -124,7 +124,7 @@ def test_scripts_name_tests_that_are_there() -> None:
     """pytest runs none of its arguments where one of them is not found."""
     named = {
         match
-        for script in (ROOT / "scripts").glob("*.sh")
+        for script in (ROOT / "scripts").rglob("*.sh")
         for match in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", script.read_text(encoding="utf-8"))
     }
     assert len(named) > 4

@@ -36,8 +36,8 @@ def module(path: Path) -> ModuleType:
 @pytest.fixture
 def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
+    for folder in (".", "benchmarks", "development"):
+        monkeypatch.syspath_prepend(str(ROOT / "scripts" / folder))
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -54,17 +54,17 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
 
 
 def test_the_settings_page_is_that_of_the_code(from_root: None) -> None:
-    renewed = module(ROOT / "scripts" / "renew_docs.py").settings_page()
-    assert (DOCS / "settings.md").read_text(encoding="utf-8") == renewed, "run scripts/renew_docs.py"
+    renewed = module(ROOT / "scripts" / "development" / "renew_docs.py").settings_page()
+    assert (DOCS / "settings.md").read_text(encoding="utf-8") == renewed, "run scripts/development/renew_docs.py"
 
 
 @pytest.mark.slow
 def test_quoted_plans_are_what_the_program_says(from_root: None) -> None:
-    renewal = module(ROOT / "scripts" / "renew_docs.py")
+    renewal = module(ROOT / "scripts" / "development" / "renew_docs.py")
     quoted = [one for document in DOCUMENTS for one in renewal.quoted_plans(document.read_text(encoding="utf-8"))]
     assert len(quoted) >= 6
     for command, said in quoted:
-        assert renewal.answer(command) == said, f"{command}: run scripts/renew_docs.py"
+        assert renewal.answer(command) == said, f"{command}: run scripts/development/renew_docs.py"
 
 
 # Error messages.

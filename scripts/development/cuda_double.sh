@@ -2,14 +2,14 @@
 # The CUDA path without a GPU: PyTorch's CUDA build on the double of tests/cuda_double, in an environment of its own
 # (.venv-cuda-double, 2 GB). Without arguments it runs tests/gpu, the double's own tests and some of tests/exactness, with
 # streams that run late, poisoned memory and the race finder. Other arguments go to pytest:
-#   bash scripts/cuda_double.sh
-#   bash scripts/cuda_double.sh tests/gpu -k experts
-#   CUDA_DOUBLE_COPY_DELAY_US=2000 CUDA_DOUBLE_SEED=7 bash scripts/cuda_double.sh   # copies that come late, by a seed
-#   bash scripts/cuda_double.sh --require                  # fail where the double cannot be had, in place of a sentence
+#   bash scripts/development/cuda_double.sh
+#   bash scripts/development/cuda_double.sh tests/gpu -k experts
+#   CUDA_DOUBLE_COPY_DELAY_US=2000 CUDA_DOUBLE_SEED=7 bash scripts/development/cuda_double.sh   # copies that come late, by a seed
+#   bash scripts/development/cuda_double.sh --require                  # fail where the double cannot be had, in place of a sentence
 # Environment: PYTHON, the interpreter that makes the environment; WORKERS, how many processes run tests (0: pytest itself);
 # CUDA_DOUBLE_*, what the device is: tests/cuda_double/README.md.
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 torch_version=2.14.1  # tests/cuda_double/kernels is written for this one
 headers=(nvidia-cuda-runtime==13.0.96 nvidia-cuda-crt==13.0.88)

@@ -1,6 +1,6 @@
 """Renew what the documents quote of the program: answers of `lohan plan` and the list of settings.
 
-    python scripts/renew_docs.py
+    python scripts/development/renew_docs.py
 An answer stands in a code block behind its command, `$ lohan plan ...`. What it quotes are the lines that
 `shortened` leaves or, behind `# begins:`, those of `beginning`. `docs/settings.md` is made of `OffloadConfig` alone.
 """
@@ -20,14 +20,14 @@ from typer.testing import CliRunner
 from hf_lohan.cli import app
 from hf_lohan.config import OffloadConfig
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 QUOTED = re.compile(r"^```\n\$ (lohan plan [^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
 _BEGINS = "# begins:"
 _WIDTH = 110
 
 SETTINGS_HEAD = """# Settings, one by one
 
-Made from `OffloadConfig` by `scripts/renew_docs.py`; how to write a configuration, with examples, is in
+Made from `OffloadConfig` by `scripts/development/renew_docs.py`; how to write a configuration, with examples, is in
 [Configuration](configuration.md). Sizes are bytes, or text such as `24GiB` and `24GB`.
 
 | setting | type | default |

@@ -5,7 +5,7 @@
 # PYTHON, the interpreter (default: .venv's, else python3); LIMIT (default 600).
 # Exit status: 0 all well; 1 a test or a benchmark failed; 3 no CUDA.
 set -uo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
 out=${OUT:-docs/benchmarks}
 limit=${LIMIT:-600}

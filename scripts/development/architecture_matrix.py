@@ -1,7 +1,7 @@
 """Every causal-LM class of the installed transformers, tiny and offloaded, against the same class in memory.
 
-    python scripts/architecture_matrix.py                       # all of them; writes docs/architectures.md
-    python scripts/architecture_matrix.py --only 'Qwen|Zamba'   # these alone, printed; the page stays as it is
+    python scripts/development/architecture_matrix.py                      # all; writes docs/architectures.md
+    python scripts/development/architecture_matrix.py --only 'Qwen|Zamba'  # these alone, printed
 
 Two steps with clipping from equal weights over equal batches: losses, the gradients' norms and the weights afterwards
 must be those of torch's AdamW in memory, to the bit. Classes are tried in child processes, so that what one of them
@@ -27,7 +27,7 @@ from typing import Annotated, Any
 
 import typer
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "architectures.md"
 NUM_STEPS = 2
 MAX_NORM = 1.0
@@ -297,7 +297,8 @@ def page_of(outcomes: list[Outcome]) -> str:
     text = f"""# Architectures
 
 All {len(outcomes)} classes that `AutoModelForCausalLM` of transformers {transformers.__version__} can give, as
-`scripts/architecture_matrix.py` found them with torch {torch.__version__.partition("+")[0]}: a tiny model of each takes
+`scripts/development/architecture_matrix.py` found them with torch {torch.__version__.partition("+")[0]}:
+a tiny model of each takes
 {NUM_STEPS} clipped steps offloaded, every block on its way between files and slots and every layer recomputed, and the
 same steps under torch's AdamW in memory, without recomputation. *Exact*: losses, norms of the gradients and weights
 afterwards are equal to the bit, in float32 on a CPU, with what dropout a class has.
