@@ -12,9 +12,9 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, Trans
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
-from hf_lohan.store import Commit, Store, damaged_files, refuse_other_parts, verify
+from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
-from hf_lohan.store.rank_folders import rank_folder, ranks_under
+from hf_lohan.store.rank_folders import rank_folder, ranks_under, refuse_other_parts
 
 _PIECE_BYTES = 4 << 20
 
@@ -87,12 +87,12 @@ def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     store.look_at(commit)
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
-        for verified in verify(store):
-            progress.advance(task, verified.record.num_bytes)
-            for error in verified.errors:
+        for record, errors in store.verify_records():
+            progress.advance(task, record.num_bytes)
+            for error in errors:
                 num_damaged += 1
                 _say(console, f"{who}{error}")
-    files = damaged_files(store) or _useless_journal(store, commit)
+    files = store.verify_files() or _useless_journal(store, commit)
     for damage in files:
         _say(console, f"{who}{damage}")
     if files:

@@ -22,7 +22,6 @@ from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import DATA_NAMES, committed_log, kept_commits, last_commit
-from hf_lohan.store.verification import damaged_files, refuse_other_parts, verify
 from hf_lohan.store.versions import Checksums
 
 __all__ = [
@@ -41,10 +40,7 @@ __all__ = [
     "StoreLayout",
     "checksums",
     "committed_log",
-    "damaged_files",
     "granules_of",
     "kept_commits",
     "last_commit",
-    "refuse_other_parts",
-    "verify",
 ]

@@ -18,7 +18,7 @@ from hf_lohan.store.layout import RecordSpec, StoreLayout
 MANIFEST_NAME = "manifest.json"
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
 """The name of the folder of one of several ranks."""
-FORMAT_VERSION = 4
+MANIFEST_VERSION = 4
 _OLDEST_VERSION = 3
 """Which did not say whose rank's store it is. Such stores are opened, and stay as they are."""
 _MAX_BYTES = 64 << 20
@@ -54,7 +54,7 @@ class Manifest:
     def to_json(self) -> dict[str, Any]:
         return sealed(
             {
-                "format_version": FORMAT_VERSION,
+                "format_version": MANIFEST_VERSION,
                 "store_id": self.store_id,
                 "created": self.created,
                 "model": asdict(self.model),
@@ -175,7 +175,7 @@ def read_manifest(directory: str) -> Manifest | None:
     try:
         fields = json.loads(read_whole(file, _MAX_BYTES))
         version = int(fields["format_version"])
-        if _OLDEST_VERSION <= version <= FORMAT_VERSION:
+        if _OLDEST_VERSION <= version <= MANIFEST_VERSION:
             return Manifest.from_json(fields)
     except FileNotFoundError:
         return None
@@ -183,9 +183,9 @@ def read_manifest(directory: str) -> Manifest | None:
         raise ForeignStoreError(
             f"{file} is damaged or not a store's manifest ({error}): choose another directory or delete this one"
         ) from error
-    advice = "upgrade hf_lohan" if version > FORMAT_VERSION else "delete the store (checkpoints still resume)"
+    advice = "upgrade hf_lohan" if version > MANIFEST_VERSION else "delete the store (checkpoints still resume)"
     raise ForeignStoreError(
-        f"{file} has format version {version}, this hf_lohan knows {FORMAT_VERSION}: {advice} or choose another "
+        f"{file} has format version {version}, this hf_lohan knows {MANIFEST_VERSION}: {advice} or choose another "
         "directory"
     )
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from hf_lohan.files import ForeignStoreError, StorageError
 from hf_lohan.store.commits import COMMIT_NAME, read_commit
 from hf_lohan.store.manifest import MANIFEST_NAME, RANK_FOLDER, read_manifest
+from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import names_in
 
 
@@ -112,3 +113,19 @@ def refuse_other_ranks(directory: str, num_ranks: int) -> None:
 
 def _ranks(num_ranks: int) -> str:
     return "1 rank" if num_ranks == 1 else f"{num_ranks} ranks"
+
+
+def refuse_other_parts(stores: Sequence[Store]) -> None:
+    """Raise `ForeignStoreError` unless the stores, in the order of their ranks, are the parts of one model."""
+    stops: dict[tuple[str, str], int] = {}
+    for store in stores:
+        for record in store.records:
+            stop = stops.get((record.block, record.kind), 0)
+            if record.first != stop:
+                where = " and ".join(store.paths[0].path for store in stores)
+                raise ForeignStoreError(
+                    f"{where} are not the parts of one model, in the order of ranks: {record.kind} of {record.block} "
+                    f"goes on with element {record.first} in {store.paths[0].path}, after {stop} elements before it; "
+                    "bring back the folders of all ranks as the run left them"
+                )
+            stops[record.block, record.kind] = record.first + record.numel

@@ -9,7 +9,7 @@ import numpy as np
 from hf_lohan.files import IoRequest
 from hf_lohan.store.layout import granules_of
 
-Check = Callable[[int, int], None]
+VerifyGranules = Callable[[int, int], None]
 """Raises `CorruptionError` if one of the granules [first, stop) of what was read is not what was written."""
 
 
@@ -20,7 +20,9 @@ class RecordRead:
     part: hashing costs least where the bytes are needed next. Parts may be verified on several threads.
     """
 
-    def __init__(self, request: IoRequest, numel: int = 0, granule_numel: int = 1, check: Check | None = None) -> None:
+    def __init__(
+        self, request: IoRequest, numel: int = 0, granule_numel: int = 1, check: VerifyGranules | None = None
+    ) -> None:
         """Without a ``check`` there is nothing to verify."""
         self._request = request
         self.granule_numel = granule_numel

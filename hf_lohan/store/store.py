@@ -6,14 +6,16 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from hf_lohan.files import ForeignStoreError, IoEngine, StorePath, TornStoreError
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.files.directories import resolve_capacities, validate_directories
 from hf_lohan.files.durable_file import read_whole
 from hf_lohan.files.lock import DirectoryLock
@@ -51,7 +53,7 @@ from hf_lohan.store.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-Durability = Literal["auto", "step", "checkpoint"]
+_VERIFIED_AT_ONCE_BYTES = 4 << 20
 
 
 class Store(RecordFiles):
@@ -177,7 +179,7 @@ class Store(RecordFiles):
         *,
         model: ModelIdentity,
         engine: IoEngine,
-        durability: Durability = "auto",
+        durability: Literal["auto", "step", "checkpoint"] = "auto",
         scratch: Sequence[RecordSpec] = (),
     ) -> Store:
         """The model's store in ``paths``, with what is committed in it; where there is none, a new one.
@@ -345,6 +347,40 @@ class Store(RecordFiles):
             home.forget_failures()
         self.versions.drop()
         self.ram.drop()
+
+    def verify_records(self) -> Iterator[tuple[RecordSpec, list[CorruptionError]]]:
+        """Read one record after the other, and yield each with an error for each damaged granule. Raises `StorageError`
+        if a drive fails to read."""
+        memory = mapped_empty(_VERIFIED_AT_ONCE_BYTES)
+        for record in self.records:
+            errors: list[CorruptionError] = []
+            granule_numel, end = record.granule_numel, record.first + record.numel
+            piece_numel = _VERIFIED_AT_ONCE_BYTES // record.granule_bytes * granule_numel
+            for start in range(record.first, end, piece_numel):
+                stop = min(start + piece_numel, end)
+                if self._damage_in(record, start, stop, memory) is not None:
+                    for first in range(start, stop, granule_numel):
+                        error = self._damage_in(record, first, min(first + granule_numel, stop), memory)
+                        errors += [error] if error is not None else []
+            yield record, errors
+
+    def _damage_in(self, record: RecordSpec, start: int, stop: int, memory: Tensor) -> CorruptionError | None:
+        out = memory[: (stop - start) * record.itemsize].view(getattr(torch, record.dtype))
+        try:
+            self.read(record.block, record.kind, start, out).wait()
+        except CorruptionError as error:
+            return error
+        return None
+
+    def verify_files(self) -> list[StorageError]:
+        """What is wrong with the other files that the last commit names: its log and the model's files."""
+        errors: list[StorageError] = []
+        for read in (lambda: self.log, lambda: self.model_folder):
+            try:
+                read()
+            except StorageError as error:
+                errors.append(error)
+        return errors
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
         """More preallocated records, in ``<name>.bin`` on the same paths, deleted when closed.

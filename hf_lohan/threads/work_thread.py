@@ -12,7 +12,7 @@ from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner
 
 Command = Callable[[], object]
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _LOOK_S = 1.0
 """How often who waits for the thread looks whether it is still there."""
 
@@ -50,9 +50,9 @@ class WorkThread:
         if self._failure.error is not None:
             raise raised_anew(self._failure.error)
 
-    def call(self, command: Callable[[], Result]) -> Result:
+    def call(self, command: Callable[[], _Result]) -> _Result:
         """Run `command` after those before it, and return what it returns. Raises what failed."""
-        results: list[Result] = []
+        results: list[_Result] = []
         self.put(lambda: results.append(command()))
         self.barrier()
         return results[0]
@@ -88,7 +88,7 @@ class WorkThread:
                 break
         return self._commands.get()
 
-    def _try(self, work: Callable[[], Result]) -> Result | None:
+    def _try(self, work: Callable[[], _Result]) -> _Result | None:
         try:
             return work()
         except BaseException as error:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, damaged_files, last_commit
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, committed_log, last_commit
 from hf_lohan.testing.storage_doubles import FlippingBackend
 from hf_lohan.testing.stored_state import Content, aligned, content_of
 
@@ -246,7 +246,7 @@ def checked(paths: list[StorePath], engine: IoEngine) -> str:
         last_commit([path.path for path in paths])
         committed_log([path.path for path in paths])
         with Store.open(paths, model=None, engine=engine, allow_torn=True) as store:
-            return "; ".join(map(str, damaged_files(store)))
+            return "; ".join(map(str, store.verify_files()))
     except (StorageError, ForeignStoreError) as error:
         return str(error)
 
