@@ -15,7 +15,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
-from hf_lohan.engine.expert_parts import caught_up_records, expert_loader, routing_of, streamed_experts
+from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
@@ -75,7 +75,7 @@ class OffloadEngine:
         """What ranks say and decide of each step."""
         agreement = None if is_alone else self.agreement
         chunks = layout.chunks()
-        self.records = caught_up_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
+        self.records = up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
         self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, self._links)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)

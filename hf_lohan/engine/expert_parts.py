@@ -27,18 +27,18 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.planner.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.updates import CaughtUpRecords, Delivery, MissedSteps
+from hf_lohan.updates import Delivery, MissedSteps, UpToDateRecords
 from hf_lohan.weights import LocalWeights, RecordReader, SlotRing
 
 
-def caught_up_records(
+def up_to_date_records(
     tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool | Literal["auto"]
-) -> CaughtUpRecords:
+) -> UpToDateRecords:
     """The store's as the last step left them, and what of them is steps behind: experts, if these may be lazy."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
     from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
     missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
-    return CaughtUpRecords(tiers.store, layout.blocks, missed)
+    return UpToDateRecords(tiers.store, layout.blocks, missed)
 
 
 def expert_loader(

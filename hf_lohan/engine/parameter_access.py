@@ -16,7 +16,7 @@ from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
 from hf_lohan.ranks import Links
 from hf_lohan.store import RecordRead, RecordSpec, Store
-from hf_lohan.updates import CaughtUpRecords
+from hf_lohan.updates import UpToDateRecords
 
 
 class Sliceable(Protocol):
@@ -51,7 +51,7 @@ class ParameterAccess:
     """
 
     def __init__(
-        self, store: Store | CaughtUpRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
+        self, store: Store | UpToDateRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
     ) -> None:
         """``store``: what reads and writes its records; where some may be steps behind, as the last step left them."""
         self._store = store

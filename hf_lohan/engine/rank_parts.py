@@ -13,7 +13,7 @@ from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import Links
-from hf_lohan.updates import Delivery, GradientMeans, OwnGradients, RankMeans, WeightLoan
+from hf_lohan.updates import BorrowedSlot, Delivery, GradientMeans, GradientReduction, OwnGradients
 from hf_lohan.weights import (
     BlockLoader,
     BoxParts,
@@ -63,11 +63,17 @@ def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., Gradi
     if tiers.shared_gradients is None:
         return OwnGradients
     return partial(
-        RankMeans, tiers.links, tiers.device, tiers.gradients, tiers.shared_gradients, chunks, tiers.coded.gradients
+        GradientReduction,
+        tiers.links,
+        tiers.device,
+        tiers.gradients,
+        tiers.shared_gradients,
+        chunks,
+        tiers.coded.gradients,
     )
 
 
-def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> WeightLoan | None:
+def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> BorrowedSlot | None:
     """The weights of a chunk's block for its update, if that is this rank's and they are not rounded. Another rank's
     backward may come to the block later; it waits for no load but those before the block's."""
     is_own = chunk.owner == tiers.links.ranks.rank

@@ -29,7 +29,7 @@ from hf_lohan.model import StoredForm, stored_form
 from hf_lohan.optim import MomentDtype, UpdateRule
 from hf_lohan.store import Store
 from hf_lohan.store.rank_folders import ranks_under
-from hf_lohan.updates import MISSED_STEPS_NAME, CaughtUpRecords, MissedSteps
+from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, UpToDateRecords
 
 _BUFFER_BYTES = 4 << 20
 _NUM_BUFFERS = 4
@@ -151,7 +151,7 @@ def _export_store(store: Store, out: Path, dtype: str) -> None:
     blocks = form.model_blocks.blocks
     missed = MissedSteps(blocks, [chunk for block in blocks for chunk in block.cut(_BUFFER_BYTES)])
     missed.restore(store.committed.journal.get(MISSED_STEPS_NAME))
-    access = ParameterAccess(CaughtUpRecords(store, blocks, missed), blocks, pool)
+    access = ParameterAccess(UpToDateRecords(store, blocks, missed), blocks, pool)
     base = model.get_base_model() if hasattr(model, "peft_config") else model
     base.config.dtype = form.master.working_dtype
     stored_model = StoredModel(model, lambda: access, dtypes=_saved_dtypes(form, _read_facts(folder), dtype))

@@ -31,7 +31,7 @@ _SMALLEST_DIVISOR = 1e-36
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RoundedSpan:
     """Elements [start, stop) of a tile that one parameter's, or several parameters', ``step`` has changed."""
 
     start: int
@@ -54,13 +54,13 @@ class BFloat16Moments:
         exp_avg_sq.copy_(records["exp_avg_sq"])
 
     def encode_(
-        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: RoundedSpan, scratch: Tensor
     ) -> None:
         part = slice(span.start, span.stop)
         self._encode_(exp_avg[part], records["exp_avg"][part], span, _AVG)
         self._encode_(exp_avg_sq[part], records["exp_avg_sq"][part], span, _AVG_SQ)
 
-    def _encode_(self, values: Tensor, rounded: Tensor, span: Span, stream: int) -> None:
+    def _encode_(self, values: Tensor, rounded: Tensor, span: RoundedSpan, stream: int) -> None:
         # A GPU's NaN is all ones, which the noise would carry over into a zero: it becomes an ordinary one.
         values.nan_to_num_(nan=float("nan"), posinf=self._LARGEST, neginf=-self._LARGEST)
         values.clamp_(-self._LARGEST, self._LARGEST)
@@ -99,7 +99,7 @@ class Int8Moments:
         _blocks(exp_avg_sq).mul_(scales[:, _AVG_SQ, None])
 
     def encode_(
-        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: RoundedSpan, scratch: Tensor
     ) -> None:
         start, stop = span.start, -(-span.stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL
         assert start % SCALE_BLOCK_NUMEL == 0, "a parameter begins in the middle of a scale block"

@@ -6,6 +6,7 @@ Each calls torch's own function for one tensor after the other (`foreach=False, 
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,17 +20,15 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from hf_lohan.compat.torch_private import adjusted_muon_lr, newton_schulz
-from hf_lohan.optim.adafactor import factors_fit, torch_adafactor_, transformers_adafactor_
-from hf_lohan.optim.adamw import AdamWGroup, adamw_
-from hf_lohan.optim.segments import Segment
+from hf_lohan.compat.torch_private import adafactor, adjusted_muon_lr, newton_schulz
+from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_
 
-TILE_NUMEL = 64 * 1024
+RULE_TILE_NUMEL = 64 * 1024
 """What is made in between is as large as a tile, and stays in a core's cache."""
 _MUST_BE_OFF = ("amsgrad", "maximize", "differentiable", "capturable")
-"""Settings of torch's optimizers that no rule has."""
+"""RuleSettings of torch's optimizers that no rule has."""
 
-Settings = tuple[tuple[str, Any], ...]
+RuleSettings = tuple[tuple[str, Any], ...]
 """Names and values, as torch's functions take them."""
 States = Mapping[str, Tensor]
 """By kind, of the elements that are updated."""
@@ -175,8 +174,8 @@ _Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
 def _in_tiles(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment]], None]:
     def update_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
         for segment in segments:
-            for start in range(segment.start, segment.stop, TILE_NUMEL):
-                part = slice(start, min(start + TILE_NUMEL, segment.stop))
+            for start in range(segment.start, segment.stop, RULE_TILE_NUMEL):
+                part = slice(start, min(start + RULE_TILE_NUMEL, segment.stop))
                 of_part = {kind: state[part] for kind, state in states.items()}
                 step_(master[part], gradient[part], of_part, segment.step, _as_keywords(segment.group))
 
@@ -188,7 +187,7 @@ def _as_keywords(settings: Any) -> dict[str, Any]:
     return dict(settings)
 
 
-def _settings(*names: str) -> Callable[[Mapping[str, Any]], Settings]:
+def _settings(*names: str) -> Callable[[Mapping[str, Any]], RuleSettings]:
     """Those of a param group, and its learning rate, which may be a tensor there."""
     return lambda group: (("lr", float(group["lr"])), *((name, _hashable(group[name])) for name in names))
 
@@ -243,7 +242,7 @@ def _rmsprop_(master: Tensor, gradient: Tensor, states: States, step: int, setti
     )
 
 
-def _radam_settings(group: Mapping[str, Any]) -> Settings:
+def _radam_settings(group: Mapping[str, Any]) -> RuleSettings:
     beta1, beta2 = group["betas"]
     names = ("eps", "weight_decay", "decoupled_weight_decay")
     return (*_settings(*names)(group), ("beta1", beta1), ("beta2", beta2))
@@ -265,7 +264,7 @@ def _lion_(master: Tensor, gradient: Tensor, states: States, step: int, settings
 # Muon: matrix by matrix.
 
 
-def _muon_settings(group: Mapping[str, Any]) -> Settings:
+def _muon_settings(group: Mapping[str, Any]) -> RuleSettings:
     names = ("weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
     return (*_settings(*names)(group), ("ns_coefficients", tuple(group["ns_coefficients"])))
 
@@ -287,15 +286,16 @@ def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[
         matrix.add_(update, alpha=-adjusted_muon_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
-# Adafactor: parameter by parameter.
+# Adafactor: parameter by parameter. A parameter with two or more dimensions keeps row and column averages. They lie one
+# behind the other at the beginning of a record that has an element for each element of the parameter.
 
 
-def _torch_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+def _torch_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
     eps1, eps2 = group["eps"]
     return (*_settings("d", "beta2_decay", "weight_decay")(group), ("eps1", eps1), ("eps2", eps2))
 
 
-def _transformers_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+def _transformers_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
     names = ("clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step", "warmup_init")
     lr = None if group["lr"] is None else float(group["lr"])
     return (("lr", lr), ("eps", tuple(group["eps"])), *((name, group[name]) for name in names))
@@ -315,6 +315,82 @@ def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment],
             step_(weight, of_weight, of_part, segment.step, _as_keywords(segment.group))
 
     return update_
+
+
+def factors_fit(shape: tuple[int, ...]) -> bool:
+    """Whether the record has room for rows and columns."""
+    return len(shape) < 2 or math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] <= math.prod(shape)
+
+
+def _factors(variance: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Views: rows [..., m, 1] and columns [..., 1, n] of [..., m, n]."""
+    num_rows, num_columns = math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1]
+    rows = variance[:num_rows].view(*shape[:-1], 1)
+    return rows, variance[num_rows : num_rows + num_columns].view(*shape[:-2], 1, shape[-1])
+
+
+def torch_adafactor_(
+    weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
+) -> None:
+    """A step of `torch.optim.Adafactor`. ``weight`` and ``gradient`` are float32 of the parameter's shape, its states
+    flat."""
+    variance, shape = states["variance"], tuple(weight.shape)
+    rows, columns = _factors(variance, shape) if len(shape) > 1 else (None, None)
+    adafactor(
+        [weight],
+        [gradient],
+        [rows],
+        [columns],
+        [variance.view(shape) if rows is None else None],
+        [torch.tensor(float(step - 1))],
+        foreach=False,
+        maximize=False,
+        **settings,
+    )
+
+
+def transformers_adafactor_(
+    weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
+) -> None:
+    """A step of `transformers.Adafactor`, which has no function for it: the same operations in the same order."""
+    shape, beta1 = tuple(weight.shape), settings["beta1"]
+    lr = _learning_rate(weight, step, settings)
+    beta2t = 1.0 - math.pow(step, settings["decay_rate"])
+    update = (gradient**2) + settings["eps"][0]
+    if len(shape) > 1:
+        rows, columns = _factors(states["variance"], shape)
+        row, column = rows.squeeze(-1), columns.squeeze(-2)
+        row.mul_(beta2t).add_(update.mean(dim=-1), alpha=1.0 - beta2t)
+        column.mul_(beta2t).add_(update.mean(dim=-2), alpha=1.0 - beta2t)
+        row_factor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+        update = torch.mul(row_factor, column.unsqueeze(-2).rsqrt()).mul_(gradient)
+    else:
+        variance = states["variance"].view(shape)
+        variance.mul_(beta2t).add_(update, alpha=1.0 - beta2t)
+        update = variance.rsqrt().mul_(gradient)
+    update.div_((_rms(update) / settings["clip_threshold"]).clamp_(min=1.0))
+    update.mul_(lr)
+    if beta1 is not None:
+        exp_avg = states["exp_avg"].view(shape)
+        update = exp_avg.mul_(beta1).add_(update, alpha=1 - beta1)
+    if settings["weight_decay"] != 0:
+        weight.add_(weight, alpha=-settings["weight_decay"] * lr)
+    weight.add_(-update)
+
+
+def _learning_rate(weight: Tensor, step: int, settings: Mapping[str, Any]) -> Any:
+    relative: Any = settings["lr"]
+    if settings["relative_step"]:
+        smallest = 1e-6 * step if settings["warmup_init"] else 1e-2
+        relative = min(smallest, 1.0 / math.sqrt(step))
+    if not settings["scale_parameter"]:
+        return 1.0 * relative
+    return max(settings["eps"][1], _rms(weight)) * relative
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    rms: Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
+    return rms
 
 
 _FAMILIES: dict[str, _Family] = {

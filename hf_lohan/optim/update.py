@@ -1,5 +1,5 @@
 """An optimizer's step on the records of some parameters, in whatever form they are stored: as they are, through a
-master that is joined and split again, or tile by tile in float32."""
+master that is joined and split again, or tile by tile in float32. Steps with a gradient of zeros are taken here too."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_lohan.optim.adamw import adamw_
-from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
+from hf_lohan.optim.adamw import Segment, adamw_, within
+from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, RoundedSpan
 from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
 from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
 from hf_lohan.optim.rules import Aside, here
-from hf_lohan.optim.segments import Segment, within
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
 """A tile's float32 tensors fit a core's cache, just, and its dozens of calls cost little beside what they do."""
@@ -101,7 +100,7 @@ def adamw_in_tiles_(
         if form.has_residual:
             encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
         for segment in inside:
-            span = Span(segment.start, segment.stop, segment.step, position + start + segment.start)
+            span = RoundedSpan(segment.start, segment.stop, segment.step, position + start + segment.start)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
 
 
@@ -111,3 +110,72 @@ def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
         return gradient
     out.copy_(gradient)
     return out.mul_(scale) if scale != 1.0 else out
+
+
+Steps = Sequence[Sequence[Segment]]
+"""What each of several steps updates, in their order."""
+
+
+@torch.no_grad()
+def replay_(
+    records: Mapping[str, Tensor],
+    missed: Steps,
+    form: MasterFormat,
+    *,
+    position: int,
+    private: Sequence[Tensor],
+    gradient: Tensor | None = None,
+    segments: Sequence[Segment] = (),
+    scale: float = 1.0,
+) -> None:
+    """Update the records of ``form``, by kind, in place: by the ``missed`` steps, whose gradients were zeros, and then,
+    if there is one, by a ``gradient`` [numel] as `update_records_` does. Nothing outside the segments changes.
+
+    ``position`` and ``private`` are those of `update_records_`. Any cut at a multiple of 32 elements, segments
+    beginning at such, changes no bit. The rule must not need parameters whole.
+    """
+    assert not form.rule.needs_whole, f"{form.rule} updates parameters whole, and a tile has none"
+    numel = records["param"].numel()
+    zeros = torch.zeros(min(MAX_TILE_NUMEL, numel))
+    for start in range(0, numel, MAX_TILE_NUMEL):
+        stop = min(start + MAX_TILE_NUMEL, numel)
+        tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
+        own = [buffer[4 * start :] for buffer in private] if form.moment_codec is None else private
+        of_tile = [inside for step in missed if (inside := within(step, start, stop))]
+        _take_zero_steps_(tile, of_tile, zeros[: stop - start], form, position=position + start, private=own)
+        if gradient is not None:
+            update_records_(
+                tile,
+                gradient[start:stop],
+                within(segments, start, stop),
+                form,
+                position=position + start,
+                private=own,
+                scale=scale,
+            )
+
+
+def _take_zero_steps_(
+    tile: Mapping[str, Tensor],
+    steps: Steps,
+    zeros: Tensor,
+    form: MasterFormat,
+    *,
+    position: int,
+    private: Sequence[Tensor],
+) -> None:
+    if not steps:
+        return
+    if form.moment_codec is not None:
+        # Moments are rounded in each step, so each takes the whole way. The split of a master loses nothing.
+        for segments in steps:
+            adamw_in_tiles_(tile, zeros, segments, form, position=position, workspace=private[0])
+        return
+    master = tile["param"]
+    if form.has_residual:
+        master, scratch = (buffer[: zeros.nbytes].view(torch.float32) for buffer in private)
+        decode_master_(master, tile["param"], tile["master_residual"])
+    for segments in steps:
+        form.rule.update_(master, zeros, tile, segments)
+    if form.has_residual:
+        encode_master_(master, tile["param"], tile["master_residual"], scratch.view(torch.int32))

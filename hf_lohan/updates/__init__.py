@@ -11,24 +11,18 @@ norm. Knows no model and no slots.
 """
 
 from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.caught_up import CaughtUpRecords
-from hf_lohan.updates.chunk_gradient import ArrivedChunk
-from hf_lohan.updates.groups import ParamGroups
-from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
-from hf_lohan.updates.loan import WeightLoan
-from hf_lohan.updates.means import GradientMeans, OwnGradients
-from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps
-from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
+from hf_lohan.updates.gradient_reduction import GradientMeans, GradientReduction, OwnGradients
+from hf_lohan.updates.gradients import ArrivedChunk, GradientNorms, NonFiniteGradientError
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, UpdatesDroppedError
+from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCounts, UpToDateRecords
 from hf_lohan.updates.pipeline import GradientPipeline
-from hf_lohan.updates.rank_means import RankMeans
-from hf_lohan.updates.setup import StepCounts, UpdateSetup
-from hf_lohan.updates.speculation import ClipHistory, ClipWay
-from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
+from hf_lohan.updates.setup import ParamGroups, UpdateSetup
+from hf_lohan.updates.step import ClipHistory, ClipWay, SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
     "MISSED_STEPS_NAME",
     "ArrivedChunk",
-    "CaughtUpRecords",
+    "BorrowedSlot",
     "ClipHistory",
     "ClipWay",
     "Delivery",
@@ -36,16 +30,16 @@ __all__ = [
     "GradientMeans",
     "GradientNorms",
     "GradientPipeline",
+    "GradientReduction",
     "MissedSteps",
     "NonFiniteGradientError",
     "OwnGradients",
     "ParamGroups",
-    "RankMeans",
     "SkippedSteps",
     "StepCounts",
     "StepResult",
     "StepTransaction",
+    "UpToDateRecords",
     "UpdateSetup",
     "UpdatesDroppedError",
-    "WeightLoan",
 ]

@@ -12,8 +12,8 @@ from hf_lohan.device import BufferPool, Device, Lane
 from hf_lohan.model import Block, Chunk, ChunkPiece, ParamSlice
 from hf_lohan.planner import SizeClass
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.updates.chunk_gradient import ArrivedChunk
-from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.gradients import ArrivedChunk
+from hf_lohan.updates.handover import BorrowedSlot
 from hf_lohan.updates.pipeline import GradientPipeline
 
 
@@ -35,7 +35,7 @@ class GradientArrivals:
         measures: bool = True,
         is_final_backward: Callable[[], bool] = lambda: True,
         before_updates: Callable[[], None] = lambda: None,
-        lend: Callable[[Chunk], WeightLoan | None] = lambda _chunk: None,
+        lend: Callable[[Chunk], BorrowedSlot | None] = lambda _chunk: None,
     ) -> None:
         """`keeps_dtypes`: see `UpdateSetup`; `measures`: norms are of what arrives here, and not of a mean of several
         ranks; `is_final_backward` is asked in backward whether the step's last one is

@@ -22,11 +22,10 @@ from hf_lohan.optim import Aside, MasterFormat, Segment, Steps, here, replay_, u
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
-from hf_lohan.updates.chunk_gradient import ChunkGradient
-from hf_lohan.updates.handover import IN_RAM, Handover, HoldsParams, NewParams
-from hf_lohan.updates.loan import WeightLoan, give_back
-from hf_lohan.updates.missed_steps import Settings, segments_of
-from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
+from hf_lohan.updates.gradients import ChunkGradient
+from hf_lohan.updates.handover import IN_RAM, BorrowedSlot, Handover, HoldsParams, NewParams, give_back
+from hf_lohan.updates.missed_steps import GroupOf, StepCounts, StepSettings, segments_of
+from hf_lohan.updates.setup import UpdateSetup
 
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
 
@@ -77,7 +76,7 @@ class ChunkUpdater:
         gradient: ChunkGradient,
         reads: list[RecordRead],
         *,
-        loan: WeightLoan | None,
+        loan: BorrowedSlot | None,
         is_guess: bool,
         buffers: list[Buffer] | None,
     ) -> ChunkUpdate:
@@ -275,7 +274,7 @@ def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: Step
         pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
         return [_whole(piece, group_of, step_counts) for piece in pieces]
 
-    def settings_of(part: ParamSlice) -> Settings | None:
+    def settings_of(part: ParamSlice) -> StepSettings | None:
         return (group_of(part), step_counts[part] + 1) if part in gradient.slices else None
 
     return segments_of(gradient.chunk, settings_of)

@@ -1,4 +1,5 @@
-"""New parameters go to whoever needs their block while they are in RAM: nobody has to wait for the SSD."""
+"""Weights that are not read from the SSD: updated weights go from RAM to whoever needs the block, and an update in
+backward borrows the old weights from the slot."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from typing import TypeAlias
 from torch import Tensor
 
 from hf_lohan.device import Buffer, Device, Event, Lane
+from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, Chunk
+from hf_lohan.store import RecordRead
 from hf_lohan.threads import raised_anew
 
 Ended = Callable[[BaseException | None], None]
@@ -220,3 +223,49 @@ class Handover:
             self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], param)
             delivery.copying.append((self._device.record(Lane.H2D), buffer))
         return delivery
+
+
+class BorrowedSlot:
+    """Of a slot that is not overwritten until the loan is given back, or what was read of it has arrived."""
+
+    def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
+        """``weights``: the block's [numel], on the device."""
+        self._device = device
+        self._weights = weights
+        self._give_back: Callable[[], None] | None = give_back
+
+    def read(self, start_numel: int, out: Tensor) -> RecordRead:
+        """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on: once, when a gradient of the
+        block has arrived, so that the block has, too."""
+        give_back, self._give_back = self._give_back, None
+        assert give_back is not None, "the loan is over"
+        self._device.copy(Lane.D2H_ASIDE, out, self._weights[start_numel : start_numel + out.numel()])
+        return _LoanedRead(self._device.record(Lane.D2H_ASIDE), give_back)
+
+    def give_back(self) -> None:
+        """The weights are not wanted, or read already."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+def give_back(loan: BorrowedSlot | None) -> None:
+    """If there is one."""
+    if loan is not None:
+        loan.give_back()
+
+
+class _LoanedRead(RecordRead):
+    """Of what a slot holds, which was verified when it was brought there."""
+
+    def __init__(self, copied: Event, give_back: Callable[[], None]) -> None:
+        super().__init__(IoRequest.finished())
+        self._copied = copied
+        self._give_back: Callable[[], None] | None = give_back
+
+    def arrive(self) -> None:
+        """See `RecordRead.arrive`. Called by one thread."""
+        self._copied.synchronize()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

@@ -15,13 +15,12 @@ from hf_lohan.model import Chunk
 from hf_lohan.optim import widen_in_place
 from hf_lohan.store import RecordFiles, RecordRead
 from hf_lohan.threads import use_all_cores
-from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
-from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient, GradientNorms
 from hf_lohan.updates.setup import UpdateSetup
 
 logger = logging.getLogger(__name__)
 
-Key: TypeAlias = tuple[int, int]
+_Key: TypeAlias = tuple[int, int]
 """A chunk's place in the forward: its block's, and its own in it."""
 
 
@@ -42,11 +41,11 @@ class HeldGradients:
         self._norms = norms
         self._blocks = setup.blocks
         self._position = {block: index for index, block in enumerate(setup.blocks)}
-        self._held: dict[Key, ChunkGradient] = {}
-        self._unmeasured: set[Key] = set()
-        self._in_buffers: set[Key] = set()
+        self._held: dict[_Key, ChunkGradient] = {}
+        self._unmeasured: set[_Key] = set()
+        self._in_buffers: set[_Key] = set()
         """Of those that are held, where there is other RAM for them."""
-        self._may_be_spilled: list[Key] = []
+        self._may_be_spilled: list[_Key] = []
         """A heap of the negated keys of those in buffers that have room on the SSD, and of some that are gone."""
 
     def add(self, arrived: ArrivedChunk) -> ChunkGradient:
@@ -117,7 +116,7 @@ class HeldGradients:
         elif block.name in self._spilled_blocks:
             self._write(gradient, self._spill)
 
-    def _hold_where_there_is_room(self, key: Key, *, is_final: bool) -> None:
+    def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
         """In a buffer, else in what activations leave, else one is spilled: the one that is needed last. Activations
         leave more the later it is, so buffers take what comes first, and give it up for what comes later."""
         gradient = self._held[key]
@@ -136,14 +135,14 @@ class HeldGradients:
         else:
             self._write(gradient, self._spill)
 
-    def _stay_in_buffer(self, key: Key) -> None:
+    def _stay_in_buffer(self, key: _Key) -> None:
         if not self._in_buffers:
             self._may_be_spilled.clear()
         self._in_buffers.add(key)
         if self._held[key].chunk.block.name in self._spilled_blocks:
             heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
 
-    def _last_in_buffers(self) -> Key | None:
+    def _last_in_buffers(self) -> _Key | None:
         """Of those that may be spilled, the one that is needed last. Others are no more than may stay, so where all
         that may stay are in buffers, and one of those others comes, there is one."""
         while self._may_be_spilled:
@@ -186,7 +185,7 @@ class HeldGradients:
             self._spill_of_sums = self._open_spill_of_sums()
         return self._spill_of_sums
 
-    def _take(self, key: Key) -> ChunkGradient | None:
+    def _take(self, key: _Key) -> ChunkGradient | None:
         self._unmeasured.discard(key)
         self._in_buffers.discard(key)
         return self._held.pop(key, None)
@@ -261,5 +260,5 @@ class HeldGradients:
         for read in self.bring_back(gradient):
             read.wait()
 
-    def _key(self, chunk: Chunk) -> Key:
+    def _key(self, chunk: Chunk) -> _Key:
         return self._position[chunk.block], chunk.index

@@ -1,30 +1,38 @@
 """Steps with a gradient of zeros that were not taken yet: which chunks are behind, by which steps, and with which
 hyperparameters these are to be taken.
 
-What is behind is caught up when its update comes (`ChunkUpdater`) and where somebody reads it (`CaughtUpRecords`). Such
+What is behind is caught up when its update comes (`ChunkUpdater`) and where somebody reads it (`UpToDateRecords`). Such
 a step is the same whenever it is taken, if its hyperparameters and its number are those that it had.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import suppress
 from functools import partial
-from threading import Lock
-from typing import Any
+from threading import Lock, RLock
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from safetensors.numpy import load, save
+from torch import Tensor
 
-from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice
-from hf_lohan.optim import AdamWGroup, Segment
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import Extent
+from hf_lohan.model import PARAM_ALIGN_NUMEL, Block, Chunk, ParamSlice, round_up
+from hf_lohan.optim import AdamWGroup, Segment, replay_, within
 from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND
+from hf_lohan.store import RecordRead, Store, StoreLayout
 
-GroupOf = Callable[[ParamSlice], Hashable]
-StepCounts = Mapping[ParamSlice, int]
-Settings = tuple[Hashable, int]
-"""A param group's, and the number of the step."""
+GroupOf: TypeAlias = Callable[[ParamSlice], Hashable]
+"""A parameter's hyperparameters, as its block's rule has them."""
+StepCounts: TypeAlias = dict[ParamSlice, int]
+"""How many optimizer steps each parameter has taken: torch's `step`. One without a gradient skips a step."""
+StepSettings: TypeAlias = tuple[Hashable, int]
+"""Hyperparameters of one step, and its number."""
 
 MISSED_STEPS_NAME = "missed_steps.safetensors"
 """What `MissedSteps.packed` makes, beside the records of a commit."""
@@ -60,7 +68,7 @@ class MissedSteps:
         self._lock = Lock()
         self._now = 0
         """The last step that counts."""
-        self._history: dict[int, dict[str, Settings]] = {}
+        self._history: dict[int, dict[str, StepSettings]] = {}
         """By step and name, of parameters of which some part missed it."""
         self._applied: dict[Chunk, int] = {}
         """The last step that is in the records of those that are behind."""
@@ -107,7 +115,7 @@ class MissedSteps:
         """The step counts, and `of_zeros` have a gradient of zeros in it; `others` have one that is not. Returns what
         of the former takes its step now, what else is to catch up now, and the parameters whose step is missed."""
         with self._lock:
-            step, of_step, added = self._now + 1, dict[str, Settings](), list[Chunk]()
+            step, of_step, added = self._now + 1, dict[str, StepSettings](), list[Chunk]()
             eager: list[Chunk] = []
             missed: set[ParamSlice] = set()
             zeros = list(of_zeros)
@@ -141,7 +149,7 @@ class MissedSteps:
             before = share if self._left_out_share is None else self._left_out_share
             self._left_out_share = (before + share) / 2
 
-    def _note(self, chunk: Chunk, of_step: dict[str, Settings], group_of: GroupOf, step_counts: StepCounts) -> bool:
+    def _note(self, chunk: Chunk, of_step: dict[str, StepSettings], group_of: GroupOf, step_counts: StepCounts) -> bool:
         """Whether its parameters take the very step that other parts of them take."""
         for part in (piece.param_slice for piece in chunk.pieces if _is_trained(piece.param_slice)):
             number = step_counts[part] + 1
@@ -241,7 +249,7 @@ class MissedSteps:
                 self._applied.pop(chunk, None)
 
 
-def _named(of_step: Mapping[str, Settings], part: ParamSlice) -> Settings | None:
+def _named(of_step: Mapping[str, StepSettings], part: ParamSlice) -> StepSettings | None:
     return of_step.get(part.name)
 
 
@@ -261,7 +269,7 @@ def _settings(numbers: Sequence[float]) -> AdamWGroup:
     return AdamWGroup(lr, beta1, beta2, eps, weight_decay, bool(decays_weights))
 
 
-def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], Settings | None]) -> list[Segment]:
+def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], StepSettings | None]) -> list[Segment]:
     """Runs of neighbouring parameters with equal settings. Parameters without any are left out.
 
     A run ends behind a parameter that is no whole number of vectors: its last elements are rounded as scalars are, in
@@ -281,3 +289,135 @@ def segments_of(chunk: Chunk, settings_of: Callable[[ParamSlice], Settings | Non
             segments.append(Segment(piece.start_in_chunk, piece.stop_in_chunk, *settings))
         joins = piece.stop_in_chunk % PARAM_ALIGN_NUMEL == 0
     return segments
+
+
+_REPLAY_NUMEL = 1 << 16
+"""What is caught up at once for a reader: it fits a core's cache. A granule, where that is larger."""
+
+
+class UpToDateRecords:
+    """Reads as `Store` does, and has what is behind take its missed steps on the way: in memory of its own, for the
+    pools' buffers are those of who may wait for the reader. The store stays as it is, so that no step that reads it is
+    harder to undo.
+
+    Reading is for any thread; writing for who has waited for all updates.
+    """
+
+    def __init__(self, store: Store, blocks: Sequence[Block], missed: MissedSteps) -> None:
+        self._store = store
+        self.missed = missed
+        """Which are behind."""
+        self._block = {block.name: block for block in blocks}
+        self._lock = RLock()
+        """Of the memory."""
+        self._rows: list[Tensor] = []
+
+    @property
+    def layout(self) -> StoreLayout:
+        """That of the store."""
+        return self._store.layout
+
+    def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
+        """See `RecordFiles.extents`; None also where the files are behind."""
+        return None if self._is_behind(block) else self._store.extents(block, kind)
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
+        """See `RecordFiles.read`. What is behind is there when this returns."""
+        if not self._is_behind(block):
+            return self._store.read(block, kind, start_numel, out, is_urgent=is_urgent)
+        self._fill(block, kind, start_numel, out, is_urgent=is_urgent)
+        return RecordRead.of_memory()
+
+    def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
+        """See `RecordFiles.read_unaligned`."""
+        if self._is_behind(block):
+            self._fill(block, kind, start_numel, out)
+        else:
+            self._store.read_unaligned(block, kind, start_numel, out, bounce)
+
+    def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
+        """See `RecordFiles.write_unaligned`. A block that is behind takes its missed steps first, for good: they are of
+        what it was before."""
+        if self._is_behind(block):
+            self._catch_up(self._block[block])
+        self._store.write_unaligned(block, kind, start_numel, source, bounce)
+
+    def _is_behind(self, block: str) -> bool:
+        return self.missed.behind(self._block[block])
+
+    def _fill(self, name: str, kind: str, start: int, out: Tensor, *, is_urgent: bool = False) -> None:
+        block = self._block[name]
+        form = block.master
+        ratio = form.params_per_element(kind)
+        first, last = start * ratio, (start + out.numel()) * ratio
+        with self._lock:
+            for chunk, low, high in self._pieces(block, kind, first, last):
+                records = self._caught_up(block, chunk, (kind,), low, high, is_urgent=is_urgent)
+                begin, end = max(low, first), min(high, last)
+                source = slice((begin - low) // ratio, (end - low) // ratio)
+                out[(begin - first) // ratio : (end - first) // ratio].copy_(records[kind][source])
+
+    def _pieces(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[Chunk | None, int, int]]:
+        """(chunk, start, stop) of whole granules that cover parameters [first, last) of the block. What is in no chunk
+        has no states."""
+        granule = block.granule_numel
+        step = max(_REPLAY_NUMEL, granule) // granule * granule
+        chunks = sorted(self.missed.chunks(block), key=lambda chunk: chunk.start)
+        edge = chunks[-1].stop if chunks else 0
+        record = self._store.layout.record(block.name, kind)
+        end = (record.first + record.numel) * block.master.params_per_element(kind)
+        rest: list[tuple[Chunk | None, int, int]] = [(None, edge, end)]
+        for chunk, start, stop in [*((chunk, chunk.start, chunk.stop) for chunk in chunks), *rest]:
+            low = max(start, first // granule * granule)
+            high = min(stop, round_up(last, granule))
+            while low < high:
+                yield chunk, low, min(low + step, high)
+                low += step
+
+    def _caught_up(
+        self, block: Block, chunk: Chunk | None, kinds: Sequence[str], start: int, stop: int, *, is_urgent: bool = False
+    ) -> dict[str, Tensor]:
+        """Records, of ``kinds`` or more, of parameters [start, stop), which are the chunk's. Valid until the next."""
+        form = block.master
+        missed = self.missed.steps(chunk) if chunk is not None else []
+        wanted = ("param", *form.state_kinds) if missed else kinds
+        rows = self._memory(block)
+        records: dict[str, Tensor] = {}
+        reads: list[RecordRead] = []
+        try:
+            for row, kind in zip(rows, wanted, strict=False):
+                first, last = form.elements(kind, start, stop)
+                dtype = form.state_dtype(kind)
+                records[kind] = row[: (last - first) * dtype.itemsize].view(dtype)
+                reads.append(self._store.read(block.name, kind, first, records[kind], is_urgent=is_urgent))
+            for read in reads:
+                read.wait()
+        except BaseException:
+            for read in reads:  # the others still write into the memory
+                with suppress(Exception):
+                    read.arrive()
+            raise
+        if chunk is not None and missed:
+            own = [within(step, start - chunk.start, stop - chunk.start) for step in missed]
+            replay_(records, own, form, position=start, private=rows[len(wanted) :][: form.num_private_buffers])
+        return records
+
+    def _memory(self, block: Block) -> list[Tensor]:
+        """A row of uint8 for each kind and each private buffer of a piece."""
+        form = block.master
+        num_rows = 1 + len(form.state_kinds) + form.num_private_buffers
+        num_bytes = torch.float32.itemsize * max(_REPLAY_NUMEL, block.granule_numel)
+        if len(self._rows) < num_rows or self._rows[0].numel() < num_bytes:
+            self._rows = [mapped_empty(num_bytes) for _ in range(num_rows)]
+        return self._rows
+
+    def _catch_up(self, block: Block) -> None:
+        with self._lock:
+            for chunk, low, high in self._pieces(block, "param", 0, block.state_numel):
+                if chunk is None or not self.missed.is_behind(chunk):
+                    continue
+                records = self._caught_up(block, chunk, (), low, high)
+                for kind, values in records.items():
+                    first, _ = block.master.elements(kind, low, high)
+                    self._store.write(block.name, kind, first, values).wait()
+            self.missed.forget(block)

@@ -10,14 +10,12 @@ from torch import Tensor
 from hf_lohan.device import Event
 from hf_lohan.model import Block, Chunk, ParamSlice
 from hf_lohan.threads import FirstFailure, WorkThread
-from hf_lohan.updates.chunk_gradient import ArrivedChunk
-from hf_lohan.updates.handover import Delivery, Handover
-from hf_lohan.updates.loan import WeightLoan
-from hf_lohan.updates.means import GradientMeans
-from hf_lohan.updates.norms import GradientNorms
-from hf_lohan.updates.setup import GroupOf, UpdateSetup
-from hf_lohan.updates.speculation import GuessedBlocks
-from hf_lohan.updates.worker import Applied, UpdateWorker
+from hf_lohan.updates.gradient_reduction import GradientMeans
+from hf_lohan.updates.gradients import ArrivedChunk, GradientNorms
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, Handover
+from hf_lohan.updates.missed_steps import GroupOf
+from hf_lohan.updates.setup import UpdateSetup
+from hf_lohan.updates.worker import Applied, SpeculativeBlocks, UpdateWorker
 
 
 class GradientPipeline:
@@ -60,12 +58,12 @@ class GradientPipeline:
         self._means = setup.means(self._thread.put, self._failure.note)
         made.append(self._means)
         self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
-        self._guesses = GuessedBlocks(self._thread)
+        self._guesses = SpeculativeBlocks(self._thread)
         self._thread.start(idle=self._worker.work_off)
 
     # In backward.
 
-    def submit(self, arrived: ArrivedChunk, *, is_final: bool, loan: WeightLoan | None = None) -> None:
+    def submit(self, arrived: ArrivedChunk, *, is_final: bool, loan: BorrowedSlot | None = None) -> None:
         """Take over an arrived chunk. `is_final`: no later backward of this step adds to it; `loan`: of the block's
         weights, if the optimizer is to have them from the device."""
         self._announced.add(arrived.chunk)

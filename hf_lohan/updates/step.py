@@ -4,18 +4,72 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.updates.norms import NonFiniteGradientError
+from hf_lohan.planner import MOST_WRONG_GUESSES
+from hf_lohan.updates.gradients import NonFiniteGradientError
+from hf_lohan.updates.missed_steps import GroupOf
 from hf_lohan.updates.pipeline import GradientPipeline
-from hf_lohan.updates.setup import GroupOf
-from hf_lohan.updates.speculation import ClipHistory, ClipWay
 from hf_lohan.updates.worker import Applied
+
+WINDOW_STEPS = 16
+"""What is older says little about the present clip rate."""
+
+ClipWay = Literal["defer", "speculate"]
+
+
+class ClipHistory:
+    """How the next step clips, and what came of the last ones. Used by the computing thread."""
+
+    def __init__(self, way: ClipWay, *, always: bool = False) -> None:
+        """`always`: guess however often the norm clips. Else the first step waits for its norm, and so does each that
+        comes behind steps of which more than `MOST_WRONG_GUESSES` clipped."""
+        self.way: ClipWay = "speculate" if always else way
+        """As planned; whether a step does guess: `speculates`."""
+        self._always = always
+        self._may_guess = True
+        self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
+        self.num_speculated = 0
+        self.num_redone = 0
+
+    @property
+    def clip_rate(self) -> float:
+        """Fraction of the last steps that clipped."""
+        return sum(self._clipped) / len(self._clipped) if self._clipped else 0.0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step guesses, if it can be undone."""
+        return self.way == "speculate" and self._may_guess and (self._always or self._rarely_clips)
+
+    @property
+    def _rarely_clips(self) -> bool:
+        return bool(self._clipped) and self.clip_rate <= MOST_WRONG_GUESSES
+
+    def clip_by(self, way: ClipWay) -> None:
+        """From the next step on."""
+        self.way = way
+
+    def never_speculate(self) -> None:
+        """The loop does something between backward and step that has guesses taken back every time."""
+        self._may_guess = False
+
+    def note_step(self, applied: str | None, *, clipped: bool) -> None:
+        """A step ended; `applied`: see `StepResult`."""
+        self._clipped.append(clipped)
+        self.num_speculated += applied in ("accepted", "redone")
+        if applied == "redone":
+            self.num_redone += 1
+            if not clipped:
+                self.never_speculate()  # the loop changes hyperparameters between backward and step
+
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
-from hf_lohan.updates import WeightLoan
+from hf_lohan.updates import BorrowedSlot
 from hf_lohan.weights.absence import GradientsAway
 from hf_lohan.weights.absent_parameter import AbsentParameter
 from hf_lohan.weights.stand_ins import StandIns
@@ -108,7 +108,7 @@ class SlotRing:
             slot = self._holder.get(block)
             return self.pin(block) if slot is not None and slot.ready is not None else None
 
-    def lend(self, block: Block) -> WeightLoan | None:
+    def lend(self, block: Block) -> BorrowedSlot | None:
         """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
         must be left to it, and one block at a time is lent."""
         slots = self.slots[block.size_class]
@@ -119,7 +119,7 @@ class SlotRing:
             if any(other.num_loans for other in slots if other is not slot):
                 return None
             slot.num_loans += 1
-            return WeightLoan(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
+            return BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
 
     def _take_back(self, slot: Slot) -> None:
         with self.lock:

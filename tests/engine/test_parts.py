@@ -24,7 +24,7 @@ from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.gradients import GradientNorms
 from hf_lohan.weights import SlotRing
 
 NAME = "model.embed_tokens.weight"

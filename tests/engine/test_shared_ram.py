@@ -29,7 +29,8 @@ from hf_lohan.planner import Placement
 from hf_lohan.planner.shared_ram import held_beside
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.updates.held import ChunkGradient, HeldGradients
+from hf_lohan.updates.gradients import ChunkGradient
+from hf_lohan.updates.held import HeldGradients
 
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.optim import AdamWGroup, MomentDtype, master_format
-from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, Span, moment_codec
+from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, RoundedSpan, moment_codec
 
 DTYPES: tuple[MomentDtype, ...] = ("bfloat16", "int8")
 NUMEL = 4096
@@ -37,7 +37,7 @@ def new_records(dtype: MomentDtype, numel: int = NUMEL) -> Records:
 
 def encoded(dtype: MomentDtype, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, position: int = 0) -> Records:
     records, numel = new_records(dtype, exp_avg.numel()), exp_avg.numel()
-    span, scratch = Span(0, numel, step, position), torch.empty(NUM_SCRATCH, numel)
+    span, scratch = RoundedSpan(0, numel, step, position), torch.empty(NUM_SCRATCH, numel)
     codec_of(dtype).encode_(records, exp_avg.clone(), exp_avg_sq.clone(), span, scratch)
     return records
 

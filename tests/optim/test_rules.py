@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import Adafactor
 
 from hf_lohan.optim import RULE_KEY, Segment, UpdateRule, master_format, rule_for, update_records_
-from hf_lohan.optim.rules import TILE_NUMEL
+from hf_lohan.optim.rules import RULE_TILE_NUMEL
 
-NUMELS = (1, 33, 64, 7, 300, TILE_NUMEL + 1000)
+NUMELS = (1, 33, 64, 7, 300, RULE_TILE_NUMEL + 1000)
 ALIGN = 32
 STARTS = tuple(itertools.accumulate((-(-numel // ALIGN) * ALIGN for numel in NUMELS), initial=0))
 CHUNK_NUMEL = STARTS[-1]

@@ -15,7 +15,7 @@ from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.optim import AdamWGroup, MasterFormat
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
-from hf_lohan.updates import ArrivedChunk, CaughtUpRecords, GradientPipeline, MissedSteps, StepCounts, UpdateSetup
+from hf_lohan.updates import ArrivedChunk, GradientPipeline, MissedSteps, StepCounts, UpdateSetup, UpToDateRecords
 from hf_lohan.updates.worker import Applied
 
 NUM_EXPERTS = 4
@@ -53,7 +53,7 @@ class LazyBench:
         self.missed = MissedSteps(self.blocks, self.chunks, lazy, most=most, from_share=from_share)
         self.io = IoEngine(2, 1 << 20, 1 << 26)
         self.store = self._opened_store()
-        self.records = CaughtUpRecords(self.store, self.blocks, self.missed)
+        self.records = UpToDateRecords(self.store, self.blocks, self.missed)
         self.step_counts: StepCounts = {part: 0 for block in self.blocks for part in block.slices}
         self.gradients = _pool("gradients", 2 * len(self.chunks), chunk_numel)
         self.states = _pool("states", 2 * form.num_state_buffers_per_chunk, chunk_numel)

@@ -18,7 +18,7 @@ from hf_lohan.optim import AdamWGroup
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
-from hf_lohan.updates.means import GradientMeans, OwnGradients
+from hf_lohan.updates.gradient_reduction import GradientMeans, OwnGradients
 from hf_lohan.updates.worker import Applied
 
 CHUNK_NUMEL = GRANULE_NUMEL

@@ -15,9 +15,8 @@ from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
 from hf_lohan.updates.chunk_update import merge_segments
-from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient, GradientNorms
 
 CHUNK_NUMEL = GRANULE_NUMEL
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)

@@ -16,7 +16,7 @@ from hf_lohan.store import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
-from hf_lohan.updates.loan import WeightLoan
+from hf_lohan.updates.handover import BorrowedSlot
 
 
 class Lender:
@@ -31,7 +31,7 @@ def test_a_loan_ends_when_what_was_read_of_it_is_there() -> None:
     device, lender = AsyncDevice(max_delay_s=5e-3), Lender()
     weights = device.empty(32).view(torch.float32)
     weights.copy_(torch.arange(8.0))
-    loan = WeightLoan(device, weights, lender.take_back)
+    loan = BorrowedSlot(device, weights, lender.take_back)
     out = torch.empty(4)
     read = loan.read(2, out)
     loan.give_back()  # it is read already: only its arrival ends it
@@ -49,13 +49,13 @@ def test_a_loan_does_not_wait_for_gradients_that_are_still_to_be_computed() -> N
     device.take_flops(100.0)
     device.wait(Lane.D2H, device.record(Lane.COMPUTE))
     device.copy(Lane.D2H, torch.empty(4), torch.ones(4))
-    WeightLoan(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).arrive()
+    BorrowedSlot(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).arrive()
     assert device.clock.now_s() - began_s == pytest.approx(16 / 1e3)
 
 
 def test_a_loan_that_nobody_reads_is_given_back_once() -> None:
     lender = Lender()
-    loan = WeightLoan(CpuDevice(), torch.zeros(4), lender.take_back)
+    loan = BorrowedSlot(CpuDevice(), torch.zeros(4), lender.take_back)
     loan.give_back()
     loan.give_back()
     assert lender.num_returns == 1

@@ -18,8 +18,8 @@ from hf_lohan.device import PoolAborted
 from hf_lohan.files import IoRequest
 from hf_lohan.model import ParamSlice
 from hf_lohan.store import Checksums
-from hf_lohan.updates.chunk_gradient import ChunkGradient
-from hf_lohan.updates.means import OwnGradients
+from hf_lohan.updates.gradient_reduction import OwnGradients
+from hf_lohan.updates.gradients import ChunkGradient
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
