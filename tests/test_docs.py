@@ -97,7 +97,7 @@ def anchors(document: Path) -> set[str]:
     [
         ("tests/test_docs.py", True),
         ("hf_lohan/nowhere.py", False),
-        ("bench_step.py", True),
+        ("bench_io.py", True),
         ("bench_nothing.py", False),
         ("config/offload_config", True),
         ("docs/*.md", True),

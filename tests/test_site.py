@@ -58,6 +58,14 @@ def test_the_settings_page_is_that_of_the_code(from_root: None) -> None:
     assert (DOCS / "settings.md").read_text(encoding="utf-8") == renewed, "run scripts/development/renew_docs.py"
 
 
+def test_the_table_of_benchmarks_is_made_from_the_figures(from_root: None) -> None:
+    renewal = module(ROOT / "scripts" / "development" / "renew_benchmarks.py")
+    page = (DOCS / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    table = page.split(renewal.BEGIN)[1].split(renewal.END)[0]
+    assert table == renewal.table(), "run scripts/development/renew_benchmarks.py --table-only"
+    assert len([line for line in table.splitlines() if line.startswith("|")]) == 2 + 12
+
+
 @pytest.mark.slow
 def test_quoted_plans_are_what_the_program_says(from_root: None) -> None:
     renewal = module(ROOT / "scripts" / "development" / "renew_docs.py")

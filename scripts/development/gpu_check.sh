@@ -38,8 +38,8 @@ failed=()
 timeout "$limit" "$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")  # on 24 GB: tests/gpu/conftest.py
 
 # bench_rivals compares on the CPU; bench_io knows no device, and measures the drive.
-for name in gpu_step bench_step bench_io bench_micro_batches bench_planner bench_optimizer bench_schedules \
-    bench_durability bench_scaling bench_large bench_codecs; do
+for name in gpu_step bench_io bench_micro_batches bench_planner bench_optimizer bench_durability \
+    bench_large bench_codecs; do
     echo "== $name"
     timeout "$limit" "$python" "scripts/benchmarks/$name.py" --device cuda --output "$out" || failed+=("$name")
 done
