@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import hf_lohan
 
+if TYPE_CHECKING:
+    from hf_lohan.huggingface.text_generation import GenerationFigures
+
 _ANY_LENGTH = 10_000
+_GENERATION_STORES = Path("lohan_generate")
+"""In the working directory: a store for each model that generates, unless a path is given."""
 
 
 class _Commands(TyperGroup):
@@ -235,8 +242,8 @@ def generate(
 ) -> None:
     """Print what a model says, also one that fits neither RAM nor the device: its weights are read token by token."""
     with one_line_errors():
-        from hf_lohan.cli.generation import run_generate
-        from hf_lohan.huggingface.text_generation import TextRequest
+        from hf_lohan.config import OffloadConfig
+        from hf_lohan.huggingface.text_generation import TextRequest, generate_text
 
         request = TextRequest(
             prompt=prompt,
@@ -246,7 +253,44 @@ def generate(
             seed=seed,
             num_beams=num_beams,
         )
-        run_generate(model, request, offload, {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory})
+        settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
+        loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
+        default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
+        figures = generate_text(model, request, loaded, write=_write, default_ssd_path=default_ssd_path)
+        typer.echo()
+        for line in generation_summary(figures):
+            typer.echo(line, err=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def generation_summary(figures: GenerationFigures) -> list[str]:
+    """How fast the text came, and what bounded it."""
+    from hf_lohan.wording import format_bytes, gb_per_s, percent, seconds, times
+
+    tokens = times(figures.num_prompt_tokens, "token")
+    lines = [f"ready after {seconds(figures.load_s)}; the prompt's {tokens} took {seconds(figures.first_pass_s)}"]
+    if not figures.pass_s:
+        return lines
+    passes = times(figures.num_passes - 1, "further token")
+    lines.append(f"{passes} at {1 / figures.pass_s:.3g} tokens/s ({seconds(figures.pass_s)} each)")
+    if figures.num_expert_loads:
+        share = percent(figures.num_experts_from_ram / figures.num_expert_loads)
+        lines.append(f"experts were loaded {times(figures.num_expert_loads, 'time')}, {share} of them from RAM")
+    if not figures.missing_bytes:
+        return [*lines, "all weights stay on the device or in RAM: a token reads nothing from the drives"]
+    lines.append(
+        f"read a token: {format_bytes(figures.read_bytes)}; missing on the device and in RAM: "
+        f"{format_bytes(figures.missing_bytes)}"
+    )
+    lines.append(
+        f"the bound: {seconds(figures.bound_s)} a token, for these bytes at the {gb_per_s(figures.drive_bytes_per_s)} "
+        f"that the drives were measured to read; reached {percent(figures.bound_s / figures.pass_s)} of it"
+    )
+    return lines
 
 
 @app.command()
@@ -289,7 +333,7 @@ def reshard(
 ) -> None:
     """Cut the last step of a run for another number of ranks: new stores beside the old ones, which stay."""
     with one_line_errors():
-        from hf_lohan.cli.resharding import reshard as reshard_stores
+        from hf_lohan.cli.stores import reshard_stores
 
         reshard_stores(stores, ranks, removes_old=remove_old)
 
@@ -302,6 +346,6 @@ def verify(
 ) -> None:
     """Read all that a store has committed and check every checksum; exit status 1 if one is wrong."""
     with one_line_errors():
-        from hf_lohan.cli.verification import verify_store
+        from hf_lohan.cli.stores import verify_stores
 
-        raise typer.Exit(0 if verify_store(stores) else 1)
+        raise typer.Exit(0 if verify_stores(stores) else 1)

@@ -24,7 +24,7 @@ from hf_lohan.experts import (
 )
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
-from hf_lohan.planner.expert_costs import LAZY_FROM_SHARE
+from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.updates import Delivery, MissedSteps, UpToDateRecords

@@ -14,7 +14,6 @@ from typing import Any, Literal, TypeAlias
 from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
-from hf_lohan.planner.shared_ram import BlockGradient
 
 MOST_LOST_S = 600.0
 """No more time is between two commits, if nobody asks for that."""
@@ -46,6 +45,15 @@ LayerPlacements: TypeAlias = Mapping[str, Placement]
 
 ActivationPlacements: TypeAlias = Mapping[str, LayerPlacements]
 """By layer, the block's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGradient:
+    """Of one block, as it is held."""
+
+    block: str
+    num_bytes: int
+    num_chunks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

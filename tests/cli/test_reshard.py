@@ -159,7 +159,7 @@ def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
     code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "is what a reshard that was cut off has left (nothing is committed in" in said
+    assert code == 2 and "was left by a reshard that was interrupted (nothing is committed in" in said
     assert "delete the folders rank-*-of-2 on each ssd path, and call this again" in said
     with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
         hf_lohan.last_step(run)

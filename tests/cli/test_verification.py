@@ -14,13 +14,13 @@ import pytest
 from typer.testing import CliRunner
 
 import hf_lohan
+from hf_lohan.checkpoint.resharding import NumberedAgreement
 from hf_lohan.cli import app
 from hf_lohan.files import CorruptionError, IoEngine, StorePath
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, kept_commits
 from hf_lohan.store.commits import PREVIOUS_NAME, write_commit
 from hf_lohan.store.manifest import sealed
 from hf_lohan.store.rank_folders import rank_folder
-from hf_lohan.store.resharding import NumberedAgreement
 from hf_lohan.testing.stored_state import aligned, content_of
 
 pytestmark = pytest.mark.storm

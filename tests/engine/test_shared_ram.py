@@ -26,7 +26,7 @@ from hf_lohan.files import FileBackend, StorageError
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
-from hf_lohan.planner.shared_ram import held_beside
+from hf_lohan.planner.search.candidate_memory import held_beside
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.updates.gradients import ChunkGradient

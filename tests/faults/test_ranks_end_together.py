@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
-from hf_lohan.cli.verification import verify_store
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.store import kept_commits
 from hf_lohan.store.commits import write_commit
 from hf_lohan.store.manifest import sealed
@@ -79,7 +79,7 @@ def test_killed_between_commits_of_records_in_ram(
     for _ in range(FAULTS_A_RUN):
         ended = run.befall("killed", random.randrange(2), random)
         if hf_lohan.last_step(run.run.output_dir) is not None:
-            assert verify_store([str(run.run.output_dir)])
+            assert verify_stores([str(run.run.output_dir)])
         said = capsys.readouterr().out
         with capsys.disabled():
             print(f"after step {ended.after_step}: {'one rank ahead' if 'is ahead' in said else 'none ahead'}")
@@ -161,7 +161,7 @@ def test_a_harmed_store_of_one_rank_is_refused_by_both_or_harms_nothing(
         run.befall("killed", 1, random)
     harm(run)
     if not told:
-        assert verify_store([str(run.run.output_dir)])
+        assert verify_stores([str(run.run.output_dir)])
         run.check_against(undisturbed_in_ram)
         return
     result = CliRunner().invoke(app, ["verify", str(run.run.output_dir)])

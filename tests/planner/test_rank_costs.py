@@ -32,9 +32,9 @@ from hf_lohan.planner import (
     plan_offload,
     plan_over_ranks,
 )
+from hf_lohan.planner.costs.rank_costs import RankStepCosts, step_costs
+from hf_lohan.planner.costs.step_costs import Choice, StepCosts
 from hf_lohan.planner.offload_plan import ClipMode
-from hf_lohan.planner.rank_costs import RankStepCosts, step_costs
-from hf_lohan.planner.step_costs import Choice, StepCosts
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 P = 100

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import OffloadPlan, StepPrediction, TrainingSetup
-from hf_lohan.planner.plan_search import plan_offload
+from hf_lohan.planner.search.plan_search import plan_offload
 
 DAY_S = 24 * 60 * 60
 ONE_MORE_SSD, TWICE_THE_RAM = "one more SSD like the first", "twice the RAM"

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from hf_lohan.planner.activation_choices import ActivationChoices, Candidates, Kept
-from hf_lohan.planner.compute_costs import operation_s
-from hf_lohan.planner.device_memory import FullestMoment
-from hf_lohan.planner.expert_costs import ExpertCosts
+from hf_lohan.planner.collectives import ChosenCollectives, TriedWay
+from hf_lohan.planner.costs.expert_costs import ExpertCosts
+from hf_lohan.planner.costs.rank_costs import step_costs
+from hf_lohan.planner.costs.step_costs import Choice, StepCosts, Values, operation_s
 from hf_lohan.planner.fitting import (
     allocator_bytes,
     explain_refusal,
@@ -32,12 +33,12 @@ from hf_lohan.planner.offload_plan import (
     ClipMode,
     OffloadPlan,
     Placement,
+    StepPrediction,
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.rank_costs import step_costs
-from hf_lohan.planner.shared_ram import held_beside, put_away_through
-from hf_lohan.planner.step_costs import Choice, Values
+from hf_lohan.planner.search.activation_choices import ActivationChoices, Candidates, Kept
+from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside, put_away_through
 
 COMMIT_FRACTION = 0.02
 """Commits may make steps so much longer, on average, than none would."""
@@ -335,3 +336,70 @@ class _Search:
             }
             for index, layer in enumerate(layers)
         }
+
+
+_DECIDED = ("num_tokens", "model_flops", "case", "kept_bytes", "recomputed_flops", "tier_bytes", "fits")
+"""Figures that do not depend on the hardware."""
+
+
+def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> StepPrediction:
+    """The prediction for ``plan`` as it is."""
+    before = plan.prediction
+    recomputed = [
+        (layer, operation)
+        for layer in model.layers
+        for operation in layer.operations
+        if plan.activations[layer.name][operation.name] is Placement.RECOMPUTE
+    ]
+    recompute_s = sum(operation_s(operation, hardware) for _, operation in recomputed)
+    experts = ExpertCosts(model, hardware, setup)
+    reloaded_bytes = sum(experts.reload_bytes(layer) for layer, operation in recomputed if operation.loads_experts)
+    choice = Choice(
+        swapped_bytes=np.array([float(before.swapped_bytes)]),
+        spilled_bytes=np.array([float(before.spilled_bytes)]),
+        recompute_s=np.array([recompute_s]),
+        spilled_gradient_bytes=np.array([float(before.spilled_gradient_bytes)]),
+        reloaded_bytes=np.array([float(reloaded_bytes)]),
+    )
+    own = replace(setup, commit_every_steps=plan.commit_every_steps)
+    decided = {name: getattr(before, name) for name in _DECIDED}
+    return StepCosts(model, hardware, own).predict(choice, plan.clip, **decided)
+
+
+def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
+    """The prediction with its step as long as it was found to be."""
+    factor = step_s / prediction.step_s
+    return replace(prediction, forward_s=factor * prediction.forward_s, backward_s=factor * prediction.backward_s)
+
+
+WORTH_ANOTHER_WAY = 0.99
+"""Of the step of a way that rounds less, or needs no copy."""
+
+
+def with_ways(model: ModelProfile, setup: TrainingSetup, ways: ChosenCollectives) -> TrainingSetup:
+    """The setup for ranks that send like this. A copy in RAM takes the room of copied records."""
+    changed = replace(setup, cluster=replace(setup.cluster, collectives=ways))
+    room_bytes = setup.record_cpu_bytes - ram_copy_bytes(model, changed)
+    return replace(changed, record_cpu_bytes=max(0, room_bytes))
+
+
+def plan_over_ranks(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, ways: Iterable[ChosenCollectives]
+) -> tuple[OffloadPlan, TrainingSetup]:
+    """The best plan, and the setup that it is for. Where nothing fits, that of the first way."""
+    tried = [with_ways(model, setup, way) for way in ways]
+    plans = [plan_offload(model, hardware, own) for own in tried]
+    best = 0
+    for index, plan in enumerate(plans):
+        if _is_better(plan, plans[best]):
+            best = index
+    steps = tuple(
+        TriedWay(plan.cluster.collectives, plan.prediction.step_s, plan.fits) for plan in plans if len(plans) > 1
+    )
+    return replace(plans[best], tried_ways=steps), tried[best]
+
+
+def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
+    if plan.fits != than.fits:
+        return plan.fits
+    return plan.prediction.step_s < WORTH_ANOTHER_WAY * than.prediction.step_s

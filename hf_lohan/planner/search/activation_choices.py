@@ -14,9 +14,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import numpy.typing as npt
 
+from hf_lohan.planner.costs.step_costs import Values
 from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import Activations
-from hf_lohan.planner.step_costs import Values
 
 MAX_MIXTURES = 4096
 """Below this number of ways to mix the kinds all are tried; with more the ranked ones come as close as one output."""

@@ -1,5 +1,4 @@
-"""`lohan verify`: read a store to its end, with a bar, and tell what is wrong; of several ranks, at the commit that all
-hold."""
+"""`lohan verify` and `lohan reshard`: read the stores of a run, with a progress bar, and print what came of it."""
 
 from __future__ import annotations
 
@@ -9,31 +8,69 @@ from contextlib import ExitStack
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
+from hf_lohan.checkpoint.resharding import reshard
 from hf_lohan.checkpoint.resume_point import store_paths_of
 from hf_lohan.files import IoEngine, StorageError, StorePath
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, Store
 from hf_lohan.store.manifest import rank_of
 from hf_lohan.store.rank_folders import rank_folder, ranks_under, refuse_other_parts
+from hf_lohan.wording import times
 
 _PIECE_BYTES = 4 << 20
 
 
-def verify_store(given: Sequence[str]) -> bool:
-    """Whether every checksum is right of what a resume goes on from. Raises ValueError if there is nothing to check."""
-    paths = [str(path) for path in (store_paths_of(given[0]) if len(given) == 1 else given)]
+def _ssd_paths(stores: Sequence[str]) -> list[str]:
+    """The ssd paths of a run, from its output folder or as they were given."""
+    return [str(path) for path in (store_paths_of(stores[0]) if len(stores) == 1 else stores)]
+
+
+def _progress(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Progress(*columns, console=console, transient=True)
+
+
+def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) -> None:
+    """Copy the last step of a run for another number of ranks, and print where it is. Raises as `reshard`."""
+    from hf_lohan.huggingface.export import described_model  # imports transformers
+
+    with _progress(Console(stderr=True)) as progress:
+        task = progress.add_task("copying", total=None)
+        resharded = reshard(
+            _ssd_paths(stores),
+            num_ranks,
+            form_of=lambda store: described_model(store)[1],
+            removes_old=removes_old,
+            on_copied=lambda num_bytes, total_bytes: progress.update(task, total=total_bytes, advance=num_bytes),
+        )
+    step = resharded.global_step
+    what = f"commit {resharded.commit_number}" if step is None else f"step {step}"
+    text = f"{what} of {times(resharded.num_ranks_before, 'rank')} is in {', '.join(resharded.folders)}"
+    if not removes_old:
+        text += (
+            "; the old stores stay. While both are there nothing goes on from last_step: delete "
+            f"{resharded.old_files} to go on with {times(num_ranks, 'rank')} (--remove-old does), or "
+            f"{resharded.new_files} to go on as before, on each ssd path"
+        )
+    _print(Console(), text)
+
+
+def verify_stores(stores: Sequence[str]) -> bool:
+    """Print whether every checksum is right of what a resume goes on from, and return it. Raises ValueError if there is
+    nothing to check."""
+    paths = _ssd_paths(stores)
     num_ranks = ranks_under(paths[0])
     console = Console()
     io = IoEngine(num_threads=2, piece_bytes=_PIECE_BYTES, max_inflight_bytes=4 * _PIECE_BYTES)
     try:
         with ExitStack() as stack:
-            stores = []
+            opened = []
             for rank in range(num_ranks):
-                own = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
-                stores.append(stack.enter_context(Store.open(own, model=None, engine=io)))
+                store_paths = [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
+                opened.append(stack.enter_context(Store.open(store_paths, model=None, engine=io)))
             if rank_of(paths[0]) == (0, 1):  # not the folder of one rank alone
-                refuse_other_parts(stores)
-            return _verify_one(stores[0], console) if num_ranks == 1 else _verify_ranks(stores, console)
+                refuse_other_parts(opened)
+            return _verify_one(opened[0], console) if num_ranks == 1 else _verify_ranks(opened, console)
     finally:
         io.close()
 
@@ -41,7 +78,7 @@ def verify_store(given: Sequence[str]) -> bool:
 def _verify_one(store: Store, console: Console) -> bool:
     commit = _kept_by(store)[0]
     verdict = _damage(store, commit, console, "")
-    _say(console, f"{_what(store, commit)}: {verdict or 'every checksum is right'}")
+    _print(console, f"{_what(store, commit)}: {verdict or 'every checksum is right'}")
     return not verdict
 
 
@@ -59,16 +96,16 @@ def _verify_ranks(stores: Sequence[Store], console: Console) -> bool:
         who = f"rank {rank} of {num_ranks}"
         taken = next((commit for commit in commits if (commit.group_id, commit.number) == newest), commits[0])
         verdict = _damage(store, taken, console, f"{who}: ")
-        _say(console, f"{who}: {_what(store, taken)}: {verdict or 'every checksum is right'}")
+        _print(console, f"{who}: {_what(store, taken)}: {verdict or 'every checksum is right'}")
         are_right &= not verdict
         if newest is not None and taken is not commits[0]:
             verdict = _damage(store, commits[0], console, f"{who}, commit {commits[0].number}: ")
-            _say(
+            _print(
                 console,
                 f"{who} is ahead with commit {commits[0].number}, which a resume gives up: "
                 + (f"{verdict}, which harms no resume" if verdict else "every checksum is right"),
             )
-    _say(console, f"all {num_ranks} ranks hold commit {newest[1]}" if newest is not None else problem)
+    _print(console, f"all {num_ranks} ranks hold commit {newest[1]}" if newest is not None else problem)
     return are_right and newest is not None
 
 
@@ -82,19 +119,18 @@ def _kept_by(store: Store) -> list[Commit]:
 
 def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     """Read what belongs to a commit, and print each damage. Returns how much there is, "" for none."""
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
     num_damaged = 0
     store.look_at(commit)
-    with Progress(*columns, console=console, transient=True) as progress:
+    with _progress(console) as progress:
         task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
         for record, errors in store.verify_records():
             progress.advance(task, record.num_bytes)
             for error in errors:
                 num_damaged += 1
-                _say(console, f"{who}{error}")
+                _print(console, f"{who}{error}")
     files = store.verify_files() or _useless_journal(store, commit)
     for damage in files:
-        _say(console, f"{who}{damage}")
+        _print(console, f"{who}{damage}")
     if files:
         return f"{num_damaged} granules and {len(files)} other files are damaged"
     return f"{num_damaged} granules are damaged" if num_damaged else ""
@@ -118,5 +154,5 @@ def _what(store: Store, commit: Commit) -> str:
     return f"commit {commit.number}, {len(store.records)} records, {total_bytes} bytes"
 
 
-def _say(console: Console, text: str) -> None:
+def _print(console: Console, text: str) -> None:
     console.print(text, soft_wrap=True, markup=False, highlight=False)

@@ -13,10 +13,10 @@ from dataclasses import replace
 import numpy as np
 
 from hf_lohan.planner.collectives import SUM_BYTES
+from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, Choice, Load, StepCosts, Values
 from hf_lohan.planner.hardware_profile import HardwareProfile
 from hf_lohan.planner.model_profile import ModelProfile
 from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
-from hf_lohan.planner.step_costs import SHARED_CORES_EFFICIENCY, Choice, Load, StepCosts, Values
 
 SOCKET_PASSES = 6
 """How often a byte that is sent and one that is received pass RAM: each is copied by the kernel (read and written), and

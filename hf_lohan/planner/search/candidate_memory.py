@@ -1,15 +1,24 @@
-"""What a step holds on the device at its fullest, beside slots and what is kept."""
+"""Memory that candidates of the search need: on the device at its peak, and in RAM over the course of a step.
+
+Swapped activations and held gradients share RAM. In backward, activations leave from the last layer on while gradients
+arrive. Under the next forward, gradients are applied from the first block on while activations arrive. Each is at its
+peak when the other is at its minimum, and whatever fits in backward fits in the next forward, which passes through the
+same states in reverse.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from hf_lohan.planner.activation_choices import Candidates, Counts, OperationKind
+from hf_lohan.planner.costs.step_costs import Values
 from hf_lohan.planner.fitting import layer_needs, outer_working_bytes, tied_gradient_bytes
-from hf_lohan.planner.model_profile import ModelProfile
-from hf_lohan.planner.step_costs import Values
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.offload_plan import BlockGradient
+from hf_lohan.planner.search.activation_choices import Candidates, Counts, OperationKind
 
 
 class FullestMoment:
@@ -75,3 +84,56 @@ class FullestMoment:
                 others = in_layer.sum() - others - in_layer
             found += kind.output_bytes * np.clip(counts[:, index, None] - others, 0, in_layer)
         return found
+
+
+def put_away_through(
+    layers: Sequence[BlockProfile],
+    kinds: Sequence[tuple[int, Sequence[int]]],
+    swapped: npt.NDArray[np.int64],
+    num_inputs: int,
+    spilled_bytes: Values,
+) -> dict[str, Values]:
+    """What activations take of RAM when a forward is behind each layer, for each candidate. ``kinds``: the bytes of an
+    operation of each kind, and the layers that have one; ``swapped`` [candidates, kinds]: how many of them are swapped,
+    from the first layer on, as are the first ``num_inputs`` inputs; what is swapped first goes on to the SSD,
+    ``spilled_bytes`` in all."""
+    output_bytes = np.array([num_bytes for num_bytes, _ in kinds], dtype=np.float64)
+    put_away, input_bytes = {}, 0
+    for index, layer in enumerate(layers):
+        input_bytes += layer.input_bytes if index < num_inputs else 0
+        num_so_far = np.array([bisect_right(of_kind, index) for _, of_kind in kinds], dtype=np.int64)
+        so_far = np.minimum(swapped, num_so_far) @ output_bytes + input_bytes
+        put_away[layer.name] = np.maximum(0.0, so_far - spilled_bytes)
+    return put_away
+
+
+def held_beside(
+    gradients: Sequence[BlockGradient],
+    put_away: Mapping[str, Values],
+    *,
+    num_held_chunks: int,
+    ram_bytes: float,
+) -> Values:
+    """Bytes of gradients that lie beside activations in ``ram_bytes`` when backward is over.
+
+    ``gradients``: in forward order; ``put_away``: by layer, in forward order, what activations take when the forward is
+    behind it. The first gradients that come, those of the last blocks, have ``num_held_chunks`` buffers.
+    """
+    behind_all = np.zeros(1)
+    stretches: list[tuple[Values, list[BlockGradient]]] = []  # of blocks behind which activations take as much
+    for gradient in gradients:
+        behind = put_away.get(gradient.block, behind_all)
+        if not stretches or behind is not behind_all:
+            stretches.append((behind, []))
+        behind_all = behind
+        stretches[-1][1].append(gradient)
+    held, num_buffers = np.zeros(1), num_held_chunks
+    for behind, blocks in reversed(stretches):
+        rest_bytes = 0.0
+        for gradient in reversed(blocks):
+            if gradient.num_chunks:
+                num_in_buffers = min(num_buffers, gradient.num_chunks)
+                num_buffers -= num_in_buffers
+                rest_bytes += gradient.num_bytes * (gradient.num_chunks - num_in_buffers) / gradient.num_chunks
+        held = held + np.clip(ram_bytes - behind - held, 0.0, rest_bytes)
+    return held

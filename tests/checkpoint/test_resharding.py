@@ -1,19 +1,19 @@
-"""Records cut anew for another number of ranks are the same, to the bit; what cannot be read is not passed on."""
+"""A step that is copied for another number of ranks is the same to the bit; damage is not passed on."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from random import Random
 
 import pytest
 
+from hf_lohan.checkpoint.resharding import NumberedAgreement, copy_records, facts_of_all, journal_of_rank
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, StorePath
 from hf_lohan.planner import cut_for_ranks, units_between
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.commits import COMMIT_NAME
-from hf_lohan.store.resharding import NumberedAgreement, copy_records
 from hf_lohan.testing.stored_state import aligned, content_of
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
@@ -22,6 +22,13 @@ UNITS = {"a": [3 * GRANULE, 5 * GRANULE, 2 * GRANULE], "b": [4 * GRANULE, GRANUL
 FROZEN = {"a": 0, "b": 3 * GRANULE}
 """Elements behind those that are trained."""
 KINDS = {"param": "bfloat16", "master_residual": "int16", "exp_avg": "float32"}
+
+
+@pytest.fixture
+def engine() -> Iterator[IoEngine]:
+    io = IoEngine(num_threads=1, piece_bytes=1 << 20, max_inflight_bytes=1 << 20)
+    yield io
+    io.close()
 
 
 def records_of(rank: int, num_ranks: int) -> tuple[RecordSpec, ...]:
@@ -121,3 +128,30 @@ def test_commits_are_counted_on(tmp_path: Path, engine: IoEngine) -> None:
         assert (store.committed.number, store.committed.group_id) == (17, "run")
         write_all([store], Random(2))
         assert [commit.number for commit in store.kept_commits] == [18, 17]
+
+
+JOURNAL_OF_ONE = {"trainer_state.json": b"state", "rng_state.pth": b"random", "epoch_rng_state.pth": b"epoch"}
+JOURNALS_OF_TWO = [
+    {"trainer_state.json": b"state", "rng_state_0.pth": b"0", "epoch_rng_state_0.pth": b"epoch"},
+    {"rng_state_1.pth": b"1", "epoch_rng_state_1.pth": b"epoch"},
+]
+
+
+def test_each_rank_finds_its_random_numbers_by_its_name() -> None:
+    assert journal_of_rank([JOURNAL_OF_ONE], 0, 1) == JOURNAL_OF_ONE
+    assert journal_of_rank([JOURNAL_OF_ONE], 0, 2) == JOURNALS_OF_TWO[0] | {"rng_state_0.pth": b"random"}
+    assert [journal_of_rank(JOURNALS_OF_TWO, rank, 4) for rank in (0, 1)] == JOURNALS_OF_TWO
+    assert journal_of_rank(JOURNALS_OF_TWO, 0, 1) == JOURNAL_OF_ONE | {"rng_state.pth": b"0"}
+
+
+def test_a_rank_that_was_not_there_has_none_but_draws_the_epoch_as_all_do() -> None:
+    assert journal_of_rank(JOURNALS_OF_TWO, 2, 4) == {"trainer_state.json": b"state", "epoch_rng_state_2.pth": b"epoch"}
+
+
+def test_updates_are_counted_by_whoever_makes_them() -> None:
+    facts = [
+        {"global_step": 7, "num_updates": {"a": 7, "b": 0}},
+        {"global_step": 7, "num_updates": {"a": 0, "b": 6, "c": 7}},
+    ]
+    assert facts_of_all(facts) == {"global_step": 7, "num_updates": {"a": 7, "b": 6, "c": 7}}
+    assert facts_of_all([{"global_step": 7}]) == {"global_step": 7}

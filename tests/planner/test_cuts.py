@@ -1,4 +1,4 @@
-"""Chunks cover everything once, are bounded, and leave whole what fits."""
+"""Chunks and shards cover a block once; chunks are bounded, and parameters stay whole where they can."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_lohan.planner import BlockShape, SizeClass, cut_units
+from hf_lohan.planner import BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
 
+GRANULE = 16 * 1024
 numels = st.integers(1, 400)
 often = settings(max_examples=200)
 units_and_chunk = st.tuples(st.lists(numels, max_size=30), st.integers(1, 500))
@@ -74,3 +75,39 @@ def test_chunks_are_counted_without_being_made(case: tuple[list[int], int]) -> N
         name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0
     )
     assert block.num_chunks(chunk_numel) == len(cut_units(units, chunk_numel))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("units", [[GRANULE] * 7, [5 * GRANULE, GRANULE, 2 * GRANULE], [GRANULE]])
+def test_every_element_has_one_rank(num_ranks: int, units: list[int]) -> None:
+    numel = sum(units) + 3 * GRANULE
+    edges = cut_for_ranks(units, numel, num_ranks, granule_numel=GRANULE)
+    assert edges[0] == 0 and edges[-1] == numel and len(edges) == num_ranks + 1
+    assert list(edges) == sorted(edges)
+    assert all(edge % GRANULE == 0 for edge in edges)
+    parts = [units_between(units, start, stop) for start, stop in itertools.pairwise(edges)]
+    assert sum(map(sum, parts)) == sum(units)
+
+
+def test_a_small_block_is_cut_between_its_parameters() -> None:
+    edges = cut_for_ranks([3 * GRANULE, 5 * GRANULE, 2 * GRANULE], 10 * GRANULE, 2, granule_numel=GRANULE)
+    assert edges == (0, 3 * GRANULE, 10 * GRANULE)
+
+
+def test_a_large_block_is_cut_evenly() -> None:
+    units = [4096 * 4096] * 3 + [14336 * 4096] * 3
+    edges = cut_for_ranks(units, sum(units), 4, granule_numel=GRANULE)
+    parts = [stop - start for start, stop in itertools.pairwise(edges)]
+    assert max(parts) <= 1.03 * sum(units) / 4
+
+
+def test_a_parameter_that_its_optimizer_needs_whole_is_not_cut() -> None:
+    units = [4096 * 4096] * 3 + [14336 * 4096] * 3
+    edges = cut_for_ranks(units, sum(units), 8, granule_numel=GRANULE, keeps_units=True)
+    starts = [sum(units[:index]) for index in range(len(units) + 1)]
+    assert set(edges) <= set(starts)
+
+
+def test_frozen_elements_weigh_less_than_trained_ones() -> None:
+    edges = cut_for_ranks([80 * GRANULE], 80 * GRANULE + 640 * GRANULE, 2, granule_numel=GRANULE)
+    assert edges == (0, 80 * GRANULE, 720 * GRANULE)
