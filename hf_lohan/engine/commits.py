@@ -11,7 +11,6 @@ from typing import Any
 
 from hf_lohan.config import interval_s
 from hf_lohan.files import StorageError
-from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
@@ -56,6 +55,12 @@ class CommitInterval:
         return cls(setting) if isinstance(setting, int) else cls()
 
 
+def decide_alone(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
+    """Whether a step that begins is to be committed: the ``num_steps``-th since the last commit, which was asked for
+    ``since_s`` ago. Steps take ``step_s``."""
+    return interval.is_over(num_steps, since_s + step_s)
+
+
 class StepCommits:
     """Has a store committed as the steps of one engine go by, and goes back to the last commit.
 
@@ -73,21 +78,20 @@ class StepCommits:
         when_written: Callable[[Callable[[], None]], None],
         when_reached: Callable[[Callable[[], None]], None],
         interval: CommitInterval,
-        agreement: StepAgreement | None = None,
+        decide: Callable[[CommitInterval, int, float, float], bool] = decide_alone,
     ) -> None:
         """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
         `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`. `missed`: what of the store is steps behind. `agreement`:
-        where several ranks commit together."""
+        where somebody asks for it, whatever the `interval`. `missed`: what of the store is steps behind. `decide`: see
+        `decide_alone`."""
         self._store = store
-        self._agreement = agreement
+        self._decide = decide
         self._step_counts = step_counts
         self._timeline = timeline
         self._missed = missed
         self._when_written = when_written
         self._when_reached = when_reached
         self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
-        self._first_is_due = self._interval.num_steps == 1
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
         self._steps_since = 0
@@ -143,19 +147,11 @@ class StepCommits:
             self._interval = interval
 
     def begin_step(self) -> None:
-        """A step's first forward begins: decide whether it will be committed. Ranks have agreed on that when the step
-        before ended, and each says here what it wants of the next one."""
+        """A step's first forward begins: decide whether the step will be committed."""
         now_s = time.monotonic()
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
-        since_s = now_s - self._asked_s
-        if self._agreement is None:
-            self.is_due = self._interval.is_over(self._steps_since + 1, since_s + step_s)
-        else:
-            agreed = self._agreement.commits_next
-            self.is_due = self._first_is_due if agreed is None else agreed
-            num_before, before_s = (0, 0.0) if self.is_due else (self._steps_since + 1, since_s + step_s)
-            self._agreement.wish_commit(self._interval.is_over(num_before + 1, before_s + step_s))
+        self.is_due = self._decide(self._interval, self._steps_since + 1, now_s - self._asked_s, step_s)
         keeps_new = not self.is_due
         self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine.commits import CommitInterval, StepCommits
+from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
 from hf_lohan.engine.lifetime import Lifetime
@@ -22,6 +22,7 @@ from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
+from hf_lohan.engine.ranks import agreed_decision
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.experts import ComputeExpert, TwoLanes
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
@@ -115,6 +116,7 @@ class OffloadEngine:
             self._ring, tiers, layout, self._pipeline.deliver, self.records, config.expert_cache
         )
         self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
+        interval = CommitInterval.asked_for(config.commit_every)
         self.commits = StepCommits(
             tiers.store,
             self.step_counts,
@@ -122,8 +124,8 @@ class OffloadEngine:
             self.records.missed,
             when_written=self._pipeline.when_written,
             when_reached=self._pipeline.when_reached,
-            interval=CommitInterval.asked_for(config.commit_every),
-            agreement=agreement,
+            interval=interval,
+            decide=agreed_decision(agreement, tiers.store, interval) if agreement else decide_alone,
         )
         self._arrivals = GradientArrivals(
             self.device,
@@ -278,7 +280,7 @@ class OffloadEngine:
         self._prefetcher.foresee(is_training=True)
         self._pass.clock.end_step()
         self.commits.end_step()
-        self.tiers.coded.end_step()
+        self.tiers.codecs.end_step()
         self._plan.end_step()
         self.skipped_steps.note(result)
 

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from hf_lohan.activations import LayerTrace
@@ -15,15 +14,14 @@ from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swa
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import BufferPool, Device, HostStack
 from hf_lohan.device.host_stack import CACHE_LINE_BYTES
-from hf_lohan.engine.coded_lanes import CodedLanes
 from hf_lohan.engine.out_of_memory import OutOfMemoryAnswer
+from hf_lohan.engine.ranks import LinkCodecs, RankMemory, agree_on_commits, open_rank_memory
 from hf_lohan.files import CapacityError, IoEngine, StorePath
 from hf_lohan.planner import ActivationPlacements
 from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
-from hf_lohan.ranks import CommitAgreement, Links, SharedRegion, one_rank_at_a_time
+from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordFiles, RecordSpec, Store
-from hf_lohan.weights import KeptInRam, KeptOnSsd, KeptParts
 from hf_lohan.wording import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -31,7 +29,6 @@ logger = logging.getLogger(__name__)
 _HEADROOM = 1.25
 """Batches differ in length: room for somewhat more than the first one left."""
 SPILL_NAME = "activations"
-KEPT_NAME = "kept_weights"
 
 
 @dataclass
@@ -52,14 +49,10 @@ class Tiers:
     """For swapped activations, and for gradients where they leave room. Taken with the plan."""
     links: Links
     """To the other ranks. They outlive this."""
-    coded: CodedLanes
-    """What goes to those on other machines."""
-    shared_gradients: SharedRegion | None = None
-    """Where there are several ranks, the memory of the buffers in which gradients arrive, of all ranks of this box."""
-    shared_weights: SharedRegion | None = None
-    """And that through which blocks pass to them."""
-    kept_weights: KeptParts | None = None
-    """Where weights of other boxes are kept."""
+    codecs: LinkCodecs
+    """For what goes to other nodes."""
+    rank_memory: RankMemory | None = None
+    """What several ranks need beside."""
 
     @property
     def pools(self) -> tuple[BufferPool, ...]:
@@ -90,7 +83,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
     """Take the memory, and open the model's store or create it. Its records are zeros, to be loaded; what an earlier
     run committed is there until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
     plan, links = layout.plan, links or Links.alone()
-    coded = CodedLanes(config.collectives, links)
+    codecs = LinkCodecs(config.collectives, links)
     assert links.ranks == layout.ranks, "a store is laid out for the ranks that there are"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
     io = IoEngine(
@@ -114,18 +107,13 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         io.close()
         raise
     try:
-        if links.ranks.others:
-            CommitAgreement(links).begin(store)  # before what is loaded takes the place of a commit that counts
+        agree_on_commits(store, links)  # before what is loaded takes the place of a commit that counts
         store.begin_anew()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
 
-        shared_gradients, of_this_rank, shared_weights = None, None, None
-        if links.ranks.num_ranks > 1:
-            shared_weights = SharedRegion.create(links, layout.shared_weight_bytes, "weights", device)
-            num_bytes = plan.num_gradient_buffers * plan.buffer_bytes
-            shared_gradients = SharedRegion.create(links, links.ranks.num_local * num_bytes, "gradients", device)
-            of_this_rank = shared_gradients.bytes.split(num_bytes)[links.ranks.local_rank]
+        rank_memory = open_rank_memory(layout, config, device, store, links)
+        own_gradients = rank_memory.own_gradients if rank_memory is not None else None
 
         def staging(name: str, num_buffers: int) -> BufferPool:
             return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.staging_buffer_bytes)
@@ -141,14 +129,12 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
             staging("staging", plan.num_staging_buffers),
             staging("expert staging", plan.num_expert_staging_buffers),
             pool("states", plan.num_state_buffers),
-            pool("gradients", plan.num_gradient_buffers, of_this_rank),
+            pool("gradients", plan.num_gradient_buffers, own_gradients),
             pool("recall", plan.num_recall_buffers),
             HostStack(device),
             links,
-            coded,
-            shared_gradients,
-            shared_weights,
-            _kept_weights(layout, config, device, store),
+            codecs,
+            rank_memory,
         )
     except BaseException:
         store.close()
@@ -156,17 +142,6 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         raise
     _announce(layout, tiers)
     return tiers
-
-
-def _kept_weights(layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store) -> KeptParts | None:
-    """In RAM, or on the SSD where the layout says so. A rank to which no parts come counts what the others keep."""
-    if layout.ranks.num_nodes == 1 or not config.collectives.keeps_weights:
-        return None
-    if layout.kept_records:
-        return KeptOnSsd(store.scratch(layout.kept_records, KEPT_NAME))
-    num_bytes = layout.kept_weight_bytes
-    memory = device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-    return KeptInRam(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
 
 
 def _announce(layout: OffloadLayout, tiers: Tiers) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn, Protocol
 
@@ -14,7 +14,7 @@ from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
 from hf_lohan.updates import UpToDateRecords
 
@@ -190,8 +190,7 @@ class ParameterAccess:
         links, tag = self._links, f"{kind} of {block.name}"
         if owner == links.ranks.rank:
             for start, piece in self.read_own(block, kind, first, last):
-                if links.ranks.others:
-                    links.share(piece, owner, tag)
+                links.share(piece, owner, tag)
                 yield start, piece
             return
         with self._buffers(1) as (landing,):
@@ -291,3 +290,79 @@ def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
 def _let_go(parameter: nn.Parameter) -> None:
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
+
+
+_READ, _ELEMENTS, _MASTERS, _FAILED = "read ", "elements ", "masters ", "failed "
+
+
+class CollectiveReads:
+    """Weights that all ranks read together, because each rank stores a part of every weight. Rank 0 chooses the order,
+    and tells the others which weight is next (`leading`); the others call `follow_rank_0`. Reads as `ParameterAccess`
+    does."""
+
+    def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
+        """`access` is called for each weight: an engine then waits for its updates."""
+        self._access = access
+        self._links = links
+
+    @property
+    def parts(self) -> dict[str, list[tuple[Block, ParamSlice]]]:
+        return self._access().parts
+
+    def read_parameter(self, name: str) -> Tensor:
+        self._announce(_READ + name)
+        return self._access().read_parameter(name)
+
+    def read_elements(self, name: str, first: int, last: int) -> Tensor:
+        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        return self._access().read_elements(name, first, last)
+
+    def read_masters(self, name: str, first: int, last: int) -> Tensor:
+        self._announce(f"{_MASTERS}{first} {last} {name}")
+        return self._access().read_masters(name, first, last)
+
+    def read_pieces(
+        self, name: str, kind: str, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """For the working weight only."""
+        assert kind == "param", "only weights are read together"
+        last = self.parts[name][0][1].shape.numel() if last is None else last
+        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        pieces = self._access().read_pieces(name, kind, first, last)
+        try:
+            while (piece := next(pieces, None)) is not None:
+                yield piece
+        finally:
+            for _ in pieces:  # read the rest even if the caller stops: the others read it, too
+                pass
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """On rank 0: the others follow until this context ends. They learn of an error."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RankFailedError):  # another rank may have ended because of this one
+                self._announce(f"{_FAILED}{type(error).__name__}: {error}")
+            raise
+        self._announce("")
+
+    def follow_rank_0(self) -> None:
+        """On the others: read what rank 0 reads. Raises RankFailedError if rank 0 failed."""
+        while order := self._announce(""):
+            if order.startswith(_FAILED):
+                raise RankFailedError(f"rank 0 could not save the model: {order.removeprefix(_FAILED)}", 0)
+            if order.startswith(_READ):
+                self._access().read_parameter(order.removeprefix(_READ))
+                continue
+            if order.startswith(_MASTERS):
+                first, last, name = order.removeprefix(_MASTERS).split(" ", 2)
+                self._access().read_masters(name, int(first), int(last))
+                continue
+            first, last, name = order.removeprefix(_ELEMENTS).split(" ", 2)
+            for _ in self._access().read_pieces(name, "param", int(first), int(last)):
+                pass
+
+    def _announce(self, order: str) -> str:
+        """Returns the order of rank 0, whose own ``order`` it is."""
+        return self._links.gather("the next weight to save", order.encode())[0].decode()

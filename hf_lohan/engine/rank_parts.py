@@ -35,7 +35,7 @@ def block_loader(
 ) -> BlockLoader:
     """What brings blocks into the slots, but for experts: from this process's store, or from the stores of all ranks.
     ``deliver``: see `LocalWeights`."""
-    if tiers.shared_weights is None:
+    if tiers.rank_memory is None:
         order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
         return Prefetcher(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
     source = SharedWeights(
@@ -43,15 +43,15 @@ def block_loader(
         tiers.store,
         deliver,
         tiers.links,
-        tiers.shared_weights.bytes,
+        tiers.rank_memory.weights.bytes,
         layout.blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
         parts=BoxParts(
             layout.ranks,
             layout.blocks,
-            coded=tiers.coded.weights,
-            changes=tiers.coded.changes,
-            kept=tiers.kept_weights,
+            coded=tiers.codecs.weights,
+            changes=tiers.codecs.changes,
+            kept=tiers.rank_memory.kept_weights,
             version_of=ring.version_of,
         ),
     )
@@ -60,16 +60,16 @@ def block_loader(
 
 def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., GradientMeans]:
     """Makes what makes gradients those of all ranks (see `UpdateSetup.means`)."""
-    if tiers.shared_gradients is None:
+    if tiers.rank_memory is None:
         return OwnGradients
     return partial(
         GradientReduction,
         tiers.links,
         tiers.device,
         tiers.gradients,
-        tiers.shared_gradients,
+        tiers.rank_memory.gradients,
         chunks,
-        tiers.coded.gradients,
+        tiers.codecs.gradients,
     )
 
 
@@ -77,7 +77,7 @@ def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> BorrowedSlot | None:
     """The weights of a chunk's block for its update, if that is this rank's and they are not rounded. Another rank's
     backward may come to the block later; it waits for no load but those before the block's."""
     is_own = chunk.owner == tiers.links.ranks.rank
-    return ring.lend(chunk.block) if is_own and tiers.coded.weights is None else None
+    return ring.lend(chunk.block) if is_own and tiers.codecs.weights is None else None
 
 
 def agree(links: Links, what: str, wish: bool) -> bool:

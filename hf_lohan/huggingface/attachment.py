@@ -30,9 +30,9 @@ from hf_lohan.engine import (
     OutOfMemoryAnswer,
     ParameterAccess,
     Tiers,
+    check_equal_weights,
     drain_model,
     open_tiers,
-    refuse_other_weights,
     wait_until_closed,
 )
 from hf_lohan.files import StoreInUseError
@@ -149,7 +149,7 @@ def offload_model(
         ranks=links_to_other_ranks().ranks,
     )
     layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
-    refuse_other_weights(model.named_parameters(), links_to_other_ranks())
+    check_equal_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))

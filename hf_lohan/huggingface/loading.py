@@ -23,7 +23,7 @@ from hf_lohan.compat.transformers_conversions import loaded_in_rows
 from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import default_torch_device
-from hf_lohan.engine import OffloadEngine, ParameterAccess, refuse_other_weights
+from hf_lohan.engine import OffloadEngine, ParameterAccess, check_equal_weights
 from hf_lohan.huggingface.adapters import adapted, adapted_skeleton, check_peft_config
 from hf_lohan.huggingface.attachment import (
     activations_kept_if_needed,
@@ -188,7 +188,7 @@ def from_pretrained(
         model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
         if not is_trained:
             model.requires_grad_(False)
-        refuse_other_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
+        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
         store_the_rest(model, access, names)
         if peft_config is not None:
             model = adapted(model, peft_config, access, names)

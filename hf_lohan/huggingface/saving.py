@@ -16,7 +16,7 @@ from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
 from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
 from hf_lohan.compat.transformers_private import config_saved_with
 from hf_lohan.config.offload_config import SaveDtype
-from hf_lohan.engine import LedReads, OffloadEngine, ParameterAccess
+from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
 from hf_lohan.model import StoredForm
 from hf_lohan.ranks import Links
@@ -58,13 +58,13 @@ class StoredModel:
     """Asked for each weight: an engine then waits for its updates."""
     links: Links = field(default_factory=Links.alone)
     """To the other ranks. Where there are some, all of them save together."""
-    led: LedReads | None = None
+    led: CollectiveReads | None = None
     """On rank 0, while it saves: what the others follow."""
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
     """By stored name, of weights that are saved in another dtype than they are stored in."""
 
     @property
-    def reads(self) -> ParameterAccess | LedReads:
+    def reads(self) -> ParameterAccess | CollectiveReads:
         """By which weights are read."""
         return self.led or self.access()
 
@@ -150,10 +150,10 @@ def save_together(stored_model: StoredModel, save: Callable[[StoredModel], Any])
     links = stored_model.links
     if not links.ranks.others:
         return save(stored_model)
-    reads = LedReads(stored_model.access, links)
+    reads = CollectiveReads(stored_model.access, links)
     if links.ranks.rank != 0:
-        return reads.follow()
-    with reads.led():
+        return reads.follow_rank_0()
+    with reads.leading():
         return save(replace(stored_model, led=reads))
 
 

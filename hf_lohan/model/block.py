@@ -126,7 +126,7 @@ class Block:
     granule_numel: int = GRANULE_NUMEL
     """Elements in a granule of its records, or parameters that go with one."""
     rank_edges: tuple[int, ...] = ()
-    """Rank r has elements [rank_edges[r], rank_edges[r + 1]); where there is one rank only, these are not given."""
+    """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty: there is one rank."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -167,14 +167,9 @@ class Block:
 
     def cut_for_ranks(self, num_ranks: int) -> None:
         """Give each rank a part of its records."""
-        if num_ranks > 1:
-            self.rank_edges = cut_for_ranks(
-                self.unit_numels,
-                self.numel,
-                num_ranks,
-                granule_numel=self.granule_numel,
-                keeps_units=self.needs_whole,
-            )
+        self.rank_edges = cut_for_ranks(
+            self.unit_numels, self.numel, num_ranks, granule_numel=self.granule_numel, keeps_units=self.needs_whole
+        )
 
     @property
     def rank_ranges(self) -> list[tuple[int, int]]:

@@ -194,7 +194,7 @@ class RunRecord:
             **device_memory(engine, self._plan),
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
-            **tiers.coded.figures(),
+            **tiers.codecs.figures(),
         }
 
     def _write_summary(self, *, is_finished: bool) -> None:

@@ -126,7 +126,7 @@ class StepLines:
 
     def _count(self) -> _Counts:
         io = self._engine.tiers.io
-        sent = self._engine.tiers.coded.figures()
+        sent = self._engine.tiers.codecs.figures()
         exact = {f"{name} uncoded": of_lane["exact_bytes"] for name, of_lane in sent.get("coded", {}).items()}
         totals = self._engine.timeline.totals()
         loader = self._engine.expert_loader

@@ -104,7 +104,7 @@ class Training:
                 assert ring.version_of(block) == self.num_steps
                 found.num_states[block.name] = self.num_steps + ring.is_here(block)
             found.sent = quiet_bytes(links, before)
-            found.figures = tiers.coded.figures()
+            found.figures = tiers.codecs.figures()
             found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
             return found
         finally:

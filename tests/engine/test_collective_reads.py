@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_lohan.engine import LedReads
+from hf_lohan.engine import CollectiveReads
 from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.testing.thread_ranks import rank_outcomes, run_ranks
 
@@ -47,11 +47,11 @@ def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
 
     def save(links: Links) -> list[str]:
         access = JointAccess(links)
-        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        reads = CollectiveReads(lambda: access, links)  # type: ignore[arg-type, return-value]
         if links.ranks.rank:
-            reads.follow()
+            reads.follow_rank_0()
         else:
-            with reads.led():
+            with reads.leading():
                 for name in order:
                     assert torch.equal(reads.read_parameter(name), torch.full((7,), float(NAMES.index(name))))
         links.barrier("all are at the same place again")
@@ -63,11 +63,11 @@ def test_the_others_read_what_rank_0_reads(num_ranks: int) -> None:
 def test_all_read_masters_together() -> None:
     def save(links: Links) -> list[str]:
         access = JointAccess(links)
-        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        reads = CollectiveReads(lambda: access, links)  # type: ignore[arg-type, return-value]
         if links.ranks.rank:
-            reads.follow()
+            reads.follow_rank_0()
         else:
-            with reads.led():
+            with reads.leading():
                 assert torch.equal(reads.read_masters(NAMES[5], 2, 4), torch.full((2,), 5.0))
         return access.read
 
@@ -78,11 +78,11 @@ def test_all_read_masters_together() -> None:
 def test_all_read_to_the_end_what_rank_0_leaves_half_way(stops_after: int) -> None:
     def save(links: Links) -> list[str]:
         access = JointAccess(links)
-        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        reads = CollectiveReads(lambda: access, links)  # type: ignore[arg-type, return-value]
         if links.ranks.rank:
-            reads.follow()
+            reads.follow_rank_0()
         else:
-            with reads.led():
+            with reads.leading():
                 pieces = reads.read_pieces(NAMES[3], "param", 4, 9)
                 found = [(start, float(piece)) for (start, piece), _ in zip(pieces, range(stops_after), strict=False)]
                 assert found == [(4, 7.0), (5, 8.0), (6, 9.0), (7, 10.0), (8, 11.0)][:stops_after]
@@ -96,10 +96,10 @@ def test_all_read_to_the_end_what_rank_0_leaves_half_way(stops_after: int) -> No
 def test_the_others_learn_why_rank_0_gave_up() -> None:
     def save(links: Links) -> None:
         access = JointAccess(links)
-        reads = LedReads(lambda: access, links)  # type: ignore[arg-type, return-value]
+        reads = CollectiveReads(lambda: access, links)  # type: ignore[arg-type, return-value]
         if links.ranks.rank:
-            reads.follow()
-        with reads.led():
+            reads.follow_rank_0()
+        with reads.leading():
             reads.read_parameter(NAMES[0])
             raise OSError("no space left")
 
