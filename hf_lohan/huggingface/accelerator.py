@@ -284,7 +284,7 @@ class Accelerator(OffloadAwareAccelerator):
                 folder = record_folder(Path(self.project_dir or "."), engine.links.ranks)
                 say = print if self.is_main_process else logger.info
                 self._loop_record = LoopRecord(engine, run_plan_of(engine), folder, say)
-            self._loop_record.follow(taken)
+            self._loop_record.follow_optimizer(taken)
         return {id(optimizer): own for optimizer, own in zip(optimizers, ours, strict=True)}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -315,7 +315,7 @@ class Accelerator(OffloadAwareAccelerator):
         only runs with `trace: true` have it, in the working directory."""
         try:
             if self._loop_record is not None:
-                self._loop_record.end()
+                self._loop_record.end_run()
         finally:
             super().end_training()
 

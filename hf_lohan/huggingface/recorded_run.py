@@ -26,7 +26,7 @@ class RecordedRun(TrainerCallback):
         self._folder = folder
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.record.begin(
+        self.record.begin_run(
             self._folder,
             step=state.global_step,
             num_steps=state.max_steps,
@@ -44,7 +44,7 @@ class RecordedRun(TrainerCallback):
         self.record.log(state.global_step, logs or {})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.record.end()
+        self.record.end_run()
 
 
 def tell_trackers(trainer: Any, figures: dict[str, float | int]) -> None:

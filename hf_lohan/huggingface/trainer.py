@@ -226,7 +226,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                     output = super().train(self._resume_point.folder, *args, **kwargs)
                 finally:
                     if self._record is not None:
-                        self._record.close()
+                        self._record.write_trace()
             if self._termination.came_at_the_end():  # after the last step, whose commit may be on its way
                 if self.offload_engine is not None:
                     self.offload_engine.close()
@@ -327,7 +327,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             number = step_number(self)
             loss = run()
             record.count_tokens(trained_on(self, inputs, number))
-        record.announce()
+        record.announce_run()
         return loss
 
     def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
