@@ -57,7 +57,7 @@ class ActivationSwapper:
 
     def take_ram(self, num_bytes: int) -> None:
         """Reserve host memory for swapped activations, once. Call it only while nothing is swapped."""
-        self._ram.take(num_bytes)
+        self._ram.reallocate(num_bytes)
 
     def take_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
         """Use ``num_bytes`` of `files` for what RAM does not hold, through ``staging``."""
@@ -106,13 +106,13 @@ class ActivationSwapper:
             witness=witness_of(tensor),
             version=version_of(tensor),
             free=free,
-            later=self._thread.put,
+            later=self._thread.submit,
         )
         self.swapped_bytes += num_bytes
         if region is None:
             self.spilled_bytes += num_bytes
         produced = self._device.record(Lane.COMPUTE, tensor)
-        self._thread.put(partial(self._store, swapped, produced))
+        self._thread.submit(partial(self._store, swapped, produced))
         return swapped
 
     def wait_until_stored(self, swapped: SwappedTensor) -> None:
@@ -148,7 +148,7 @@ class ActivationSwapper:
             # which stream that is on, and what was enqueued on it before the memory was taken.
             vacated = self._device.record(Lane.COMPUTE, landing)
             swapped.is_expected = True
-            self._thread.put(partial(self._fetch, swapped, landing, vacated))
+            self._thread.submit(partial(self._fetch, swapped, landing, vacated))
 
     def bring_back(self, swapped: SwappedTensor) -> Tensor:
         """An equal tensor, for compute enqueued from now on. Raises what storing or fetching it raised."""

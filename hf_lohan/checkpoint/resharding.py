@@ -151,7 +151,7 @@ def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
     except RanksDisagreeError as error:
         raise ValueError(str(error)) from None
     for store, commits in zip(old, commits_by_rank, strict=True):
-        store.go_back_to(commits[newest])
+        store.restore_commit(commits[newest])
     return [commits[newest] for commits in commits_by_rank]
 
 

@@ -120,7 +120,7 @@ def _kept_by(store: Store) -> list[Commit]:
 def _damage(store: Store, commit: Commit, console: Console, who: str) -> str:
     """Read what belongs to a commit, and print each damage. Returns how much there is, "" for none."""
     num_damaged = 0
-    store.look_at(commit)
+    store.view_commit(commit)
     with _progress(console) as progress:
         task = progress.add_task(f"{who}verifying", total=sum(record.num_bytes for record in store.records))
         for record, errors in store.verify_records():

@@ -197,7 +197,7 @@ class StepCommits:
         last = self._store.committed
         if last is None:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
-        self._store.drop()
+        self._store.drop_drafts()
         self._goes_on = True
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))

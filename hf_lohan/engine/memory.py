@@ -108,7 +108,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         raise
     try:
         agree_on_commits(store, links)  # before what is loaded takes the place of a commit that counts
-        store.begin_anew()
+        store.clear_records()
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
 
@@ -262,7 +262,7 @@ class PlannedMemory:
         all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
         room_bytes, gradient_bytes = int(all_bytes * _HEADROOM), self._gradient_bytes()
         if (ram_bytes or ssd_bytes or gradient_bytes) and not self._tiers.shared_ram.num_bytes:
-            self._tiers.shared_ram.take(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
+            self._tiers.shared_ram.reallocate(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
         if ssd_bytes and not self._activations.swapper.ssd_bytes:
             self._take_ssd(room_bytes)
         self._activations.follow(placements)

@@ -232,7 +232,7 @@ class ParameterAccess:
             finally:
                 for _, _, read, _ in reading:  # nobody wants it any more, but it still writes into its buffer
                     with suppress(Exception):
-                        read.arrive()
+                        read.wait_for_bytes()
 
     @staticmethod
     def _landed(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:

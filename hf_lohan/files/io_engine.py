@@ -263,7 +263,7 @@ class IoEngine:
         num_submitted = 0
         try:
             for _ in pieces:
-                self._threads.put(self._run_next)
+                self._threads.submit(self._run_next)
                 num_submitted += 1
         except BaseException as interrupt:
             request.fail(interrupt)

@@ -138,7 +138,7 @@ class _Traffic:
                 if request is not None:
                     request.wait()
         finally:
-            self._files.settle()  # no thread may use the buffers any more
+            self._files.wait_until_idle()  # no thread may use the buffers any more
         if "write" in verbs:
             self._files.sync()
         return num_moved, self._clock() - start_s

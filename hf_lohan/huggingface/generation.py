@@ -100,7 +100,7 @@ def load_for_generation(
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         if _is_in_store(tiers.store, fingerprint) and _take_buffers(skeleton, tiers.store):
-            tiers.store.drop()  # the zeros that opening it anew has made of it
+            tiers.store.drop_drafts()  # the zeros that opening it anew has made of it
             logger.info("the store in %s has the weights of this checkpoint already", tiers.store.paths[0].path)
             model = skeleton
             if (Path(path) / "generation_config.json").is_file():

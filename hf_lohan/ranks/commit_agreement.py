@@ -43,7 +43,7 @@ class AgreeingStore(Protocol[Kept]):
     @property
     def kept_commits(self) -> Sequence[Kept]: ...
 
-    def go_back_to(self, commit: Kept | None) -> None: ...
+    def restore_commit(self, commit: Kept | None) -> None: ...
 
     def agree_on_commits(self, agreement: CommitAgreement) -> None: ...
 
@@ -74,7 +74,7 @@ class CommitAgreement:
             return None
         group_id, number = newest_of_all([[(str(group), int(count)) for group, count in said["held"]] for said in came])
         chosen = kept.get((group_id, number))
-        store.go_back_to(chosen)
+        store.restore_commit(chosen)
         # What a rank goes back from is a commit no more, wherever it is cut off, before another has this number.
         self._links.barrier("all ranks are at the same commit")
         self.group_id = group_id or str(came[0]["group_id"])

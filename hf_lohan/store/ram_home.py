@@ -60,7 +60,7 @@ class RamHome:
         self.copies[block, kind].put(first * self._layout.record(block, kind).granule_bytes, content)
         self._versions.end_change(block, kind, first, stop)
 
-    def lend(self, block: str, kind: str, start_numel: int, numel: int) -> Tensor | None:
+    def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> Tensor | None:
         """Where a write would go to RAM alone: the memory of these elements [numel], whole granules, to be changed in
         place and then written, before which nobody may read them. None where they are not there."""
         copy = self.copies.get((block, kind)) if self.keeps_new else None

@@ -281,7 +281,7 @@ class RecordFiles:
         for home in self._homes:
             home.sync()
 
-    def settle(self) -> None:
+    def wait_until_idle(self) -> None:
         """Return when no request is under way any more. Errors are for whoever waits for it."""
         self._requests.settle()
 
@@ -289,7 +289,7 @@ class RecordFiles:
         """Close the files once no request touches them, and delete scratch files; then do nothing. Nor in a forked
         child, which has no thread that would end a request."""
         if self._owner.is_here:
-            self.settle()
+            self.wait_until_idle()
             for home in self._homes:
                 home.close()
 

@@ -14,10 +14,11 @@ VerifyGranules = Callable[[int, int], None]
 
 
 class RecordRead:
-    """One read of ``numel`` elements. Nothing of it may be used before it has been verified.
+    """One read of ``numel`` elements. No element may be used before it is verified.
 
-    `wait` sees to that at once. Who works through the elements part by part calls `arrive`, and `verify` before each
-    part: hashing costs least where the bytes are needed next. Parts may be verified on several threads.
+    `wait` waits for all elements and verifies them. A caller that works through them part by part calls
+    `wait_for_bytes` once and `verify` before each part: hashing is cheapest just before the bytes are used. Several
+    threads may verify parts.
     """
 
     def __init__(
@@ -53,11 +54,11 @@ class RecordRead:
         """Whether no thread touches its memory any more, be it filled or not."""
         return self._request.done()
 
-    def when_done(self, told: Callable[[], object]) -> None:
-        """Have ``told`` called once, as `IoRequest.add_done_callback` says."""
-        self._request.add_done_callback(lambda _request: told())
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
+        """Call ``callback`` once, as `IoRequest.add_done_callback` does."""
+        self._request.add_done_callback(lambda _request: callback())
 
-    def arrive(self) -> None:
+    def wait_for_bytes(self) -> None:
         """Return when the bytes are there, not verified; raises `StorageError` if they are not to be had."""
         self._request.wait()
 
@@ -71,6 +72,6 @@ class RecordRead:
 
     def wait(self) -> None:
         """Return when all is there and verified. Raises `StorageError` or `CorruptionError`, again on every call."""
-        self.arrive()
+        self.wait_for_bytes()
         if not self.is_verified:
             self.verify(0, self.num_granules)

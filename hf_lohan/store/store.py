@@ -245,11 +245,11 @@ class Store(RecordFiles):
         """The first commit of all has this number, not 1: it is one that other stores had before."""
         self._commits.count_from(number)
 
-    def go_back_to(self, commit: Commit | None) -> None:
+    def restore_commit(self, commit: Commit | None) -> None:
         """Be at ``commit``, one of `kept_commits`, and forget what came after it; None: nothing is committed. Not once
         records have copies in RAM."""
         assert not self.ram.copies, "copies are of the last commit"
-        self.settle()
+        self.wait_until_idle()
         for files in self._homes:
             files.forget_failures()
         if commit is not self._commits.last:
@@ -258,7 +258,7 @@ class Store(RecordFiles):
         home, checksum = nothing.draft() if commit is None else (commit.home, commit.checksum)
         self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
 
-    def look_at(self, commit: Commit) -> None:
+    def view_commit(self, commit: Commit) -> None:
         """Read what ``commit``, one of `kept_commits`, committed. The disk stays as it is: nothing may be written from
         here on, and nothing is kept in RAM."""
         assert not self.ram.copies, "copies are of the last commit"
@@ -301,10 +301,10 @@ class Store(RecordFiles):
         writes it back. To be changed while no write is under way."""
         self.ram.keep_new(is_wanted)
 
-    def begin_anew(self) -> None:
+    def clear_records(self) -> None:
         """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
         committed record that has one home is overwritten."""
-        self.settle()
+        self.wait_until_idle()
         self.versions.begin_anew()
         self.ram.begin_anew()
 
@@ -334,10 +334,10 @@ class Store(RecordFiles):
         self.ram.commit()
         self._commits.tell_others()
 
-    def drop(self) -> None:
+    def drop_drafts(self) -> None:
         """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
         was written over what is committed."""
-        self.settle()
+        self.wait_until_idle()
         if self.versions.is_torn:
             raise TornStoreError(
                 f"the last commit of the store in {self.paths[0].path} is gone: records that are kept in one version "

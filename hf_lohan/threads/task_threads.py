@@ -33,7 +33,7 @@ class TaskThreads:
         for thread in self._threads:
             thread.start()
 
-    def put(self, task: _Task) -> None:
+    def submit(self, task: _Task) -> None:
         """Run ``task`` when a thread is free."""
         self._tasks.put(task)
 
@@ -97,7 +97,7 @@ class KernelThreads:
             done.put(None)
 
         for index, part in enumerate(parts):
-            self._threads.put(partial(run, index, part))
+            self._threads.submit(partial(run, index, part))
         for _ in parts:
             done.get()
         if errors:

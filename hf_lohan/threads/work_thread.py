@@ -36,7 +36,7 @@ class WorkThread:
         self._idle = idle
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
-    def put(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         """Run `command` after those before it."""
         self._commands.put(command)
 
@@ -53,7 +53,7 @@ class WorkThread:
     def call(self, command: Callable[[], _Result]) -> _Result:
         """Run `command` after those before it, and return what it returns. Raises what failed."""
         results: list[_Result] = []
-        self.put(lambda: results.append(command()))
+        self.submit(lambda: results.append(command()))
         self.barrier()
         return results[0]
 
@@ -92,5 +92,5 @@ class WorkThread:
         try:
             return work()
         except BaseException as error:
-            self._failure.note(error)
+            self._failure.record_error(error)
             return None

@@ -101,7 +101,7 @@ class ChunkUpdater:
                 update.records[kind], update.buffer_of[kind] = view, buffer
         for kind, view in update.records.items():
             start, stop = master.elements(kind, chunk.start, chunk.stop)
-            in_ram = self._store.ram.lend(chunk.block.name, kind, start, stop - start)
+            in_ram = self._store.ram.borrow(chunk.block.name, kind, start, stop - start)
             if in_ram is not None:
                 update.records[kind] = in_ram
                 del update.buffer_of[kind]
@@ -121,7 +121,7 @@ class ChunkUpdater:
         form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
             for read in update.reads:
-                read.arrive()
+                read.wait_for_bytes()
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self._timeline.task(CPU_OPTIMIZER, form.rule.name, block=block, num_bytes=num_bytes):
             checksums = update_in_parts(

@@ -263,8 +263,8 @@ class _LoanedRead(RecordRead):
         self._copied = copied
         self._give_back: Callable[[], None] | None = give_back
 
-    def arrive(self) -> None:
-        """See `RecordRead.arrive`. Called by one thread."""
+    def wait_for_bytes(self) -> None:
+        """See `RecordRead.wait_for_bytes`. Called by one thread."""
         self._copied.synchronize()
         give_back, self._give_back = self._give_back, None
         if give_back is not None:

@@ -395,7 +395,7 @@ class UpToDateRecords:
         except BaseException:
             for read in reads:  # the others still write into the memory
                 with suppress(Exception):
-                    read.arrive()
+                    read.wait_for_bytes()
             raise
         if chunk is not None and missed:
             own = [within(step, start - chunk.start, stop - chunk.start) for step in missed]

@@ -55,9 +55,9 @@ class GradientPipeline:
 
         self._failure = FirstFailure(cannot_finish_step)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
-        self._means = setup.means(self._thread.put, self._failure.note)
+        self._means = setup.means(self._thread.submit, self._failure.record_error)
         made.append(self._means)
-        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
+        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.record_error, self._means)
         self._guesses = SpeculativeBlocks(self._thread)
         self._thread.start(idle=self._worker.work_off)
 
@@ -72,7 +72,7 @@ class GradientPipeline:
         if may_guess:
             self._guesses.order(arrived.chunk.block, accept)
         else:
-            self._thread.put(accept)
+            self._thread.submit(accept)
 
     def reach(self, chunks: Iterable[Chunk]) -> None:
         """A backward has come by these. What of them gets no gradient in the whole step, as that of an expert that no
@@ -135,7 +135,7 @@ class GradientPipeline:
             changed |= {self._block_of[part] for part in of_others}
         applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of, of_zeros))
         self._guesses.forget()
-        self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
+        self._thread.submit(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
         # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
         self._begin_next()
         if self._waits_for_updates:
@@ -189,13 +189,13 @@ class GradientPipeline:
                 "step(), or drop it with zero_grad(), before committing"
             )
         self.undo_guesses()
-        self._thread.put(self._worker.settle)
-        self._thread.put(action)
+        self._thread.submit(self._worker.settle)
+        self._thread.submit(action)
 
     def when_reached(self, action: Callable[[], None]) -> None:
         """Run `action` on the worker's thread: after the updates of all that was sent before, before those of what is
         sent from now on. Does not wait, nor does `action` find them written."""
-        self._thread.put(action)
+        self._thread.submit(action)
 
     # Guesses.
 

@@ -138,7 +138,7 @@ class UpdateWorker:
         """Back to the last commit. Gradients that were held again stay."""
         self.settle()
         self.undone_s += self._queue.forget()
-        self._store.drop()
+        self._store.drop_drafts()
         self._missed.undo()
 
     # At the step's end.
@@ -232,7 +232,7 @@ class SpeculativeBlocks:
         """Have the thread run `command`, which may guess about the block."""
         with self._lock:
             self._blocks.add(block)
-            self._thread.put(command)
+            self._thread.submit(command)
 
     def undo(self, command: Command) -> set[Block]:
         """If there are any, have the thread run `command`, which undoes them all, and wait for it. Returns them. The
@@ -242,7 +242,7 @@ class SpeculativeBlocks:
             if not blocks:
                 return blocks
             self.are_wanted = False
-            self._thread.put(command)
+            self._thread.submit(command)
         self._thread.barrier()
         with self._lock:  # not before: whoever else reads these blocks has to wait as well
             self._blocks -= blocks

@@ -178,7 +178,7 @@ class SharedWeights:
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
             del self._loads[number], self._filled[number]
-        self._copier.put(lambda: self._await_copied(number, ready))
+        self._copier.submit(lambda: self._await_copied(number, ready))
         return ready
 
     def wait(self) -> None:
@@ -229,7 +229,7 @@ class SharedWeights:
         if not load.sends and self._parts.keeps:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
-            read.when_done(self.notify)
+            read.add_done_callback(self.notify)
         delivery.when_ended(lambda error: self._end_delivery(load, error))
 
     def _read_numel(self, block: Block) -> int:
@@ -359,7 +359,7 @@ class SharedWeights:
     def _send_part(self, load: _Load, form: int, message: Tensor) -> None:
         """On a thread of its own: whoever has no room yet keeps nobody else waiting."""
         for rank in self._parts.recipients(load.block):
-            self._sender.put(partial(self._send_part_to, rank, load, form, message))
+            self._sender.submit(partial(self._send_part_to, rank, load, form, message))
 
     def _send_part_to(self, rank: int, load: _Load, form: int, message: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)

@@ -149,7 +149,7 @@ class LocalWeights:
         except BaseException:
             for read, _, _ in reads:  # the others still write into the memory
                 with contextlib.suppress(Exception):
-                    read.arrive()
+                    read.wait_for_bytes()
             raise
 
     def _cut(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -213,7 +213,7 @@ class LocalWeights:
         load, buffer = part.load, part.buffer
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=load.block.name):
-                part.read.arrive() if load.error is not None else part.read.wait()
+                part.read.wait_for_bytes() if load.error is not None else part.read.wait()
             if buffer is not None and load.error is None:
                 part_of_slot = load.slot.weights[part.start : part.stop]
                 dtype = load.block.master.working_dtype

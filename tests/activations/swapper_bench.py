@@ -47,7 +47,7 @@ class SwapperBench:
         """Return when nothing is under way."""
         self.swapper.settle()
         if self._files is not None:
-            self._files.settle()
+            self._files.wait_until_idle()
 
     @property
     def ram_in_use(self) -> int:

@@ -106,7 +106,7 @@ def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -
     assert code == 1 and "rank 1 of 2: commit 2, 1 records, 65536 bytes: 1 granules are damaged" in output, output
     assert "ahead with commit 3, which a resume gives up: every checksum is right" in output
     with ahead.open(1) as store:
-        store.go_back_to(store.kept_commits[1])
+        store.restore_commit(store.kept_commits[1])
         with pytest.raises(CorruptionError):
             content_of(store)
 
@@ -116,7 +116,7 @@ def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahe
     code, output = ahead.verify()
     assert code == 0 and "commit 3, which a resume gives up: 1 granules are damaged, which harms no resume" in output
     with ahead.open(1) as store:
-        store.go_back_to(store.kept_commits[1])
+        store.restore_commit(store.kept_commits[1])
         content_of(store)
 
 

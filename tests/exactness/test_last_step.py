@@ -58,7 +58,7 @@ def test_an_interrupt_within_step(
         nonlocal num_calls
         num_calls += 1
         if num_calls == when:
-            thread.put(command)  # it runs, but nobody waits for it
+            thread.submit(command)  # it runs, but nobody waits for it
             raise KeyboardInterrupt
         return stock_call(thread, command)
 

@@ -138,13 +138,13 @@ def test_close_moves_what_was_queued_but_not_yet_put_to_the_threads(
 ) -> None:
     engine = IoEngine(1, 4096, 1 << 20)
     file = new_file(engine, tmp_path)
-    put = engine._threads.put
+    put = engine._threads.submit
 
     def late(task: Callable[[], object]) -> None:
         engine.close()
         put(task)
 
-    monkeypatch.setattr(engine._threads, "put", late)
+    monkeypatch.setattr(engine._threads, "submit", late)
     request = engine.write([transfer(file, 0, mapped_empty(16384))])
     assert request.done() and request.error is None and engine.write_bytes == 16384
     file.close()

@@ -122,7 +122,7 @@ def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
     backend = GatedBackend()
     engine = make_engine(backend)
     file = new_file(engine, tmp_path)
-    submit, num_submitted = engine._threads.put, 0
+    submit, num_submitted = engine._threads.submit, 0
 
     def interrupted(*args):  # type: ignore[no-untyped-def]
         nonlocal num_submitted
@@ -133,7 +133,7 @@ def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
         threading.Thread(target=backend.gate.set).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._threads, "put", interrupted)
+    monkeypatch.setattr(engine._threads, "submit", interrupted)
     with pytest.raises(KeyboardInterrupt):
         engine.write([transfer(file, 0, mapped_empty(65536))])
     assert engine.inflight_bytes == 0 and engine.write_bytes <= 32768
@@ -145,14 +145,14 @@ def test_an_interrupt_right_after_a_piece_was_given_away_leaves_none_behind(
 ) -> None:
     engine = make_engine()
     file = new_file(engine, tmp_path)
-    submit = engine._threads.put
+    submit = engine._threads.submit
 
     def interrupted(*args):  # type: ignore[no-untyped-def]
         submit(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._threads, "put", interrupted)
+        patch.setattr(engine._threads, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.write([transfer(file, 0, mapped_empty(65536))])
     assert engine.inflight_bytes == 0

@@ -286,7 +286,7 @@ def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engin
         with Store.open(paths, model=MODEL, engine=engine, allow_torn=True) as store:
             assert CommitAgreement(links).begin(store) is None
             assert store.committed is not None and store.committed.number == 2 - links.ranks.rank
-            store.go_back_to(store.committed)
+            store.restore_commit(store.committed)
             return store.versions.is_torn
 
     run_ranks(2, train)

@@ -111,14 +111,14 @@ class Transactions(RuleBasedStateMachine):
     def drop(self) -> None:
         if self.is_torn:
             with pytest.raises(TornStoreError, match="have been overwritten since; resume from a checkpoint"):
-                self.store.drop()
+                self.store.drop_drafts()
         else:
-            self.store.drop()
+            self.store.drop_drafts()
             self.live = self.committed.copy()
 
     @rule()
     def begin_anew(self) -> None:
-        self.store.begin_anew()
+        self.store.clear_records()
         self.live.content, self.live.written = zeros(RECORDS), set()
         for record in RECORDS if not self.is_torn else ():
             size = record.granule_numel * record.itemsize
@@ -152,11 +152,11 @@ class Transactions(RuleBasedStateMachine):
     def _reopen_torn(self, paths: list[StorePath]) -> None:
         self.store = Store.open(paths, model=MODEL, engine=self.engine, allow_torn=True)
         with pytest.raises(TornStoreError):
-            self.store.drop()
+            self.store.drop_drafts()
         with pytest.raises(StorageError, match="was not written whole"):
             self.store.commit()
         self.committed.log, self.committed.journal = b"", {}
-        self.store.begin_anew()
+        self.store.clear_records()
         self.live = State()
 
     @invariant()

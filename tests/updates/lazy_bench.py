@@ -146,7 +146,7 @@ class LazyBench:
         """To the last commit."""
         self.pipeline.abandon_step()
         self.pipeline.settle()
-        self.store.drop()
+        self.store.drop_drafts()
         self.restore()
 
     def restore(self) -> None:

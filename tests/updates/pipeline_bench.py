@@ -56,7 +56,7 @@ class DoneWhenWaitedFor(IoRequest):
 class NothingInRam:
     """Of a store whose records have no copies."""
 
-    def lend(self, block: str, kind: str, start_numel: int, numel: int) -> None:
+    def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> None:
         return None
 
     def keeps(self, block: str, kind: str) -> bool:
@@ -85,7 +85,7 @@ class MemoryStore:
         self._committed = {kind: record.clone() for kind, record in self.records.items()}
         self.has_drafts = False
 
-    def drop(self) -> None:
+    def drop_drafts(self) -> None:
         assert self.num_under_way == 0, "a write would land after the drop"
         self.order.append("drop")
         for kind, record in self.records.items():
@@ -199,7 +199,7 @@ class Bench:
         def wait() -> None:
             assert gate.wait(60)
 
-        self.pipeline._thread.put(wait)
+        self.pipeline._thread.submit(wait)
         return gate
 
     def submit_all(self, value: float = 1.0, *, is_final: bool = True) -> None:

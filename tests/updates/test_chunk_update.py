@@ -88,7 +88,7 @@ def in_parts(
     """The records after it, and their checksums. ``of_zeros``: without a gradient, which is one of zeros."""
     records, reads = read_all(store)
     for read in reads:
-        read.arrive()
+        read.wait_for_bytes()
     values = gradient(store)
     checksums = update_in_parts(
         KernelThreads(num_threads),

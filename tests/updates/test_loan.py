@@ -36,7 +36,7 @@ def test_a_loan_ends_when_what_was_read_of_it_is_there() -> None:
     read = loan.read(2, out)
     loan.give_back()  # it is read already: only its arrival ends it
     assert lender.num_returns == 0
-    read.arrive()
+    read.wait_for_bytes()
     assert lender.num_returns == 1 and torch.equal(out, torch.arange(2.0, 6.0))
     assert read.is_verified
     read.wait()
@@ -49,7 +49,7 @@ def test_a_loan_does_not_wait_for_gradients_that_are_still_to_be_computed() -> N
     device.take_flops(100.0)
     device.wait(Lane.D2H, device.record(Lane.COMPUTE))
     device.copy(Lane.D2H, torch.empty(4), torch.ones(4))
-    BorrowedSlot(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).arrive()
+    BorrowedSlot(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).wait_for_bytes()
     assert device.clock.now_s() - began_s == pytest.approx(16 / 1e3)
 
 

@@ -138,11 +138,11 @@ class HeldRead:
     def __init__(self, reads: HeldReads, block: str, out: Tensor) -> None:
         self._reads, self._block, self._out = reads, block, out
 
-    def arrive(self) -> None:
+    def wait_for_bytes(self) -> None:
         assert self._reads.may_end.wait(60)
 
     def wait(self) -> None:
-        self.arrive()
+        self.wait_for_bytes()
         if self._block == self._reads.fails:
             raise OSError(f"{self._block} cannot be read")
         self._out.fill_(float(self._block[1:]))
