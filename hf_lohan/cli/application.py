@@ -43,8 +43,17 @@ app = typer.Typer(
 
 # accelerate's own parser reads everything after `launch`: only it knows where the script's name stands.
 _Ranks = Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")]
-_Boxes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
-_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
+
+
+def _refuse_boxes(value: int | None) -> None:
+    if value is not None:
+        typer.echo(f"error: --boxes is named --nodes; give --nodes {value}", err=True)
+        raise typer.Exit(2)
+
+
+_Boxes = Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)]
+_Nodes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
+_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
 _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
@@ -87,13 +96,13 @@ def lohan(
     """Fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD."""
 
 
-@app.command(context_settings=_AS_GIVEN)
-def launch(context: typer.Context) -> None:
+@app.command("launch", context_settings=_AS_GIVEN)
+def launch_command(context: typer.Context) -> None:
     """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
     with one_line_errors():
-        from hf_lohan.huggingface.launch import launch as launch_script
+        from hf_lohan.huggingface.launch import launch
 
-        raise typer.Exit(launch_script(context.args))
+        raise typer.Exit(launch(context.args))
 
 
 @app.command()
@@ -155,7 +164,8 @@ def plan(
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
     ] = None,
     ranks: _Ranks = 1,
-    boxes: _Boxes = 1,
+    nodes: _Nodes = 1,
+    boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
@@ -178,7 +188,7 @@ def plan(
             dtype=dtype,
             lora_rank=lora_rank,
             num_ranks=ranks,
-            num_boxes=boxes,
+            num_nodes=nodes,
             link=link,
             collectives=collectives,
             paper=paper,
@@ -196,7 +206,8 @@ def estimate(
         str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
     ] = None,
     ranks: _Ranks = 1,
-    boxes: _Boxes = 1,
+    nodes: _Nodes = 1,
+    boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
@@ -214,7 +225,7 @@ def estimate(
             offload=offload,
             hardware=hardware,
             num_ranks=ranks,
-            num_boxes=boxes,
+            num_nodes=nodes,
             link=link,
             collectives=collectives,
             paper=paper,
@@ -307,8 +318,8 @@ def report(
         typer.echo(f"wrote {write_report(run, output)}")
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],
     dtype: Annotated[
@@ -317,14 +328,14 @@ def export(
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
     with one_line_errors():
-        from hf_lohan.huggingface.export import export as export_run
+        from hf_lohan.huggingface.export import export
 
-        step = export_run(run, out, dtype)
+        step = export(run, out, dtype)
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 
-@app.command()
-def reshard(
+@app.command("reshard")
+def reshard_command(
     stores: Annotated[
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],

@@ -19,7 +19,7 @@ _COLLECTIVES = {
     "backward_weights": "weights, backward",
     "gradients": "gradients",
 }
-_SOURCES = {"world": "all boxes", "ram": "each box's RAM", "ssd": "each box's SSDs"}
+_SOURCES = {"world": "all nodes", "ram": "each node's RAM", "ssd": "each node's SSDs"}
 _FORMS = {"exact": "exact", "delta": "exact, as a change", "int8": "int8", "int4": "int4"}
 _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -33,13 +33,13 @@ def link_bytes_per_s(text: str) -> float:
     return rate if match[3] == "B" else rate / 8 * PAYLOAD_OF_LINE_RATE
 
 
-def with_link(hardware: HardwareProfile, link: str | None, num_boxes: int) -> HardwareProfile:
+def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> HardwareProfile:
     """The machine with others beside it. Raises ValueError if nothing says how fast they are reached."""
     if link is not None:
         return replace(hardware, net_bytes_per_s=link_bytes_per_s(link))
-    if num_boxes > 1 and hardware.net_bytes_per_s is None:
+    if num_nodes > 1 and hardware.net_bytes_per_s is None:
         raise ValueError(
-            f"nothing says how fast the link between {num_boxes} boxes is; give --link 10Gbit, or net_bytes_per_s in "
+            f"nothing says how fast the link between {num_nodes} nodes is; give --link 10Gbit, or net_bytes_per_s in "
             "the hardware's profile"
         )
     return hardware
@@ -57,12 +57,12 @@ def of_each_rank(cluster: Cluster) -> str:
     if cluster.num_ranks == 1:
         return ""
     return f" on each of {cluster.num_ranks} ranks" + (
-        f" in {cluster.num_boxes} boxes" if cluster.num_boxes > 1 else " of one box"
+        f" in {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else " of one node"
     )
 
 
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
-    """What one box sends in a step: of which collective, in which form, and how much."""
+    """What one node sends in a step: of which collective, in which form, and how much."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     forms = {
@@ -106,6 +106,6 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     return (
-        f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each box: weights {_FORMS[ways.forward]}, "
+        f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each node: weights {_FORMS[ways.forward]}, "
         f"backward's from {_SOURCES[ways.backward]}, gradients {_FORMS[ways.gradients]}"
     )

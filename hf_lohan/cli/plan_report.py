@@ -75,7 +75,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
     }
-    if planned.plan.cluster.num_boxes > 1:
+    if planned.plan.cluster.num_nodes > 1:
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (hiding(planned), *what_hides(planned.plan))
@@ -174,10 +174,10 @@ def _resources(planned: PlannedRun) -> Table:
 
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
-    """Between boxes: what the plan sends, and what else it could have sent."""
-    if planned.plan.cluster.num_boxes == 1:
+    """Between nodes: what the plan sends, and what else it could have sent."""
+    if planned.plan.cluster.num_nodes == 1:
         return
-    table = _table("one box sends in a step", "", "bytes")
+    table = _table("one node sends in a step", "", "bytes")
     for row in sent_rows(planned.plan):
         table.add_row(*row)
     yield table

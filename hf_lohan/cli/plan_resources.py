@@ -62,7 +62,7 @@ def _shared(planned: PlannedRun) -> list[Resource]:
     """What only several ranks keep busy."""
     step, cluster = planned.plan.prediction, planned.plan.cluster
     resources = []
-    if cluster.num_boxes > 1:
+    if cluster.num_nodes > 1:
         work = Work("sending", step.forward.net_s, step.backward.net_s)
         resources.append(Resource("network", frozenset({"net"}), (work,)))
     if cluster.num_ranks > 1 and planned.hardware.cpu.memory_bytes_per_s:

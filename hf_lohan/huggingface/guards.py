@@ -18,8 +18,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
 from hf_lohan.huggingface.rank_guards import check_rank_accelerator, check_rank_arguments
 from hf_lohan.optim import OffloadOptimizer
-from hf_lohan.planning import check_together
-from hf_lohan.planning import why_in_turn as in_turn_for_the_model
+from hf_lohan.planning import check_together, why_not_together
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 """Who would place the weights, too."""
@@ -153,7 +152,7 @@ def why_in_turn(trainer: Trainer) -> str | None:
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
             return f"{type(callback).__name__} has an on_substep_end, before which its micro-batch would not have run"
-    return in_turn_for_the_model(trainer.model)
+    return why_not_together(trainer.model)
 
 
 def check_runs_together(trainer: Trainer) -> None:

@@ -55,17 +55,12 @@ from hf_lohan.huggingface.step_journal import StepJournal, Termination, check_jo
 from hf_lohan.huggingface.trainer_optimizers import StoredOptimizers
 from hf_lohan.huggingface.trl_models import TrlModels, by_name, names_of
 from hf_lohan.huggingface.whole_checkpoints import WholeCheckpoints
+from hf_lohan.planning import MicroBatches
 from hf_lohan.planning.shared_machine import rank_paths
 from hf_lohan.record import RunRecord, record_folder
 from hf_lohan.report.run_data import STORE_FOLDER
 
 logger = logging.getLogger(__name__)
-
-
-def _holds_gradients(args: TrainingArguments, config: OffloadConfig) -> bool:
-    """Whether gradients must wait for `step()`: their norm decides about clipping, or later backwards add to them."""
-    has_later_backwards = args.gradient_accumulation_steps > 1 and config.vertical_micro_batches is not True
-    return args.max_grad_norm > 0 or has_later_backwards
 
 
 def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
@@ -137,6 +132,7 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
         """`from_pretrained` of what is to be trained."""
         config = self._offload_config
         assert config is not None
+        micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
         with trainer_line(args, "loading"):
             return from_pretrained(
                 path,
@@ -144,8 +140,8 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
                 torch_device=args.device,
                 bf16=args.bf16,
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
-                hold_gradients=_holds_gradients(args, config),
-                sums_gradients=args.gradient_accumulation_steps > 1,
+                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
+                sums_gradients=micro_batches.sums_gradients,
                 optimizer=self._optimizer_choice(args),
                 **kwargs,
             )
@@ -165,14 +161,15 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
             check_model(model)
             if self._record is not None:  # `model_init` made a new model: the old one's engine holds the store
                 self._record.engine.close()
+            micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
             engine = offload_model(
                 model,
                 self._offload_config,
                 torch_device=args.device,
                 default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
                 working_dtype=torch.bfloat16 if args.bf16 else None,
-                hold_gradients=_holds_gradients(args, self._offload_config),
-                sums_gradients=args.gradient_accumulation_steps > 1,
+                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
+                sums_gradients=micro_batches.sums_gradients,
                 rules=self._rules(),
             )
         if self._record is None or self._record.engine is not engine:
@@ -332,18 +329,18 @@ class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOpt
 
     def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
         """Whether the micro-batches of this training's steps run together; ``inputs`` are those of the first."""
-        asked, num_micro_batches = engine.config.vertical_micro_batches, self.args.gradient_accumulation_steps
-        if asked != "auto" or num_micro_batches == 1:
-            if asked is True and num_micro_batches > 1:
+        micro_batches = MicroBatches.of_run(engine.config, self.args.gradient_accumulation_steps)
+        if micro_batches.run_together is not None:
+            if micro_batches.run_together:
                 check_runs_together(self)
-            return asked is True
+            return micro_batches.run_together
         shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_in_turn(self)
         if shape is None:
             reason = reason or "their inputs have no token ids, by which a step is planned"
         if reason is not None or shape is None:
             logger.info("vertical_micro_batches: auto runs micro-batches one after the other: %s", reason)
             return False
-        return engine.choose_order(replace(shape, num_micro_batches=num_micro_batches))
+        return engine.choose_order(replace(shape, num_micro_batches=micro_batches.number))
 
     def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
         super().log(logs, *args, **kwargs)

@@ -1,11 +1,11 @@
 """What ranks send each other in a step, in bytes, and the ways there are to send less.
 
-A box has `num_local` ranks, which share its memory: between them nothing is sent. Between boxes each byte is sent once
-a box, never once a rank. Bytes are what one box sends (its *egress*); it receives as many. With P parameters on Y
-boxes, each of which owns a Y-th of them:
+A node has `num_local` ranks, which share its memory: between them nothing is sent. Between nodes each byte is sent once
+a node, never once a rank. Bytes are what one node sends (its *egress*); it receives as many. With P parameters on Y
+nodes, each of which owns a Y-th of them:
 
-    weights, as they are or by a codec     (Y - 1) x message(P / Y)      once for each pass that has no copy in the box
-    gradients, summed in the box           (Y - 1) x message(P / Y)      once for each backward
+    weights, as they are or by a codec     (Y - 1) x message(P / Y)      once for each pass that has no copy in the node
+    gradients, summed in the node           (Y - 1) x message(P / Y)      once for each backward
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from itertools import product
 from typing import Any, Literal, get_args
 
 ForwardCodec = Literal["exact", "delta", "int8"]
-"""`delta`: what the step changed of weights that the box has still. As exact as `exact`."""
+"""`delta`: what the step changed of weights that the node has still. As exact as `exact`."""
 BackwardSource = Literal["world", "ram", "ssd"]
-"""`world`: sent again; `ram`, `ssd`: from the copy that forward left in the box (`ram`: ZeRO++'s hpZ)."""
+"""`world`: sent again; `ram`, `ssd`: from the copy that forward left in the node (`ram`: ZeRO++'s hpZ)."""
 GradientCodec = Literal["exact", "int8", "int4"]
 
 WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 256, 4
@@ -67,30 +67,30 @@ class ChosenCollectives:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal boxes with equally many ranks each."""
+    """Equal nodes with equally many ranks each."""
 
-    num_boxes: int = 1
+    num_nodes: int = 1
     num_local: int = 1
-    """Ranks of a box."""
+    """Ranks of a node."""
     collectives: ChosenCollectives = ChosenCollectives()
 
     @property
     def num_ranks(self) -> int:
-        return self.num_boxes * self.num_local
+        return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """What a copy in the box adds to the weights that its ranks own."""
-        return param_bytes - param_bytes // self.num_boxes
+        """What a copy in the node adds to the weights that its ranks own."""
+        return param_bytes - param_bytes // self.num_nodes
 
     def bytes_by_collective(
         self, *, param_bytes: int, num_params: int, num_trainable_params: int, gradient_itemsize: int, is_summed: bool
     ) -> dict[CollectiveName, int]:
-        """What one box sends in one forward and one backward. ``is_summed``: gradients of several micro-batches."""
+        """What one node sends in one forward and one backward. ``is_summed``: gradients of several micro-batches."""
 
         def part(whole: int) -> int:
-            return -(-whole // self.num_boxes)
+            return -(-whole // self.num_nodes)
 
-        ways, to = self.collectives, self.num_boxes - 1
+        ways, to = self.collectives, self.num_nodes - 1
         weights = to * ways.weight_bytes(part(param_bytes), part(num_params), part(num_trainable_params))
         itemsize = SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
         return {
@@ -101,7 +101,7 @@ class Cluster:
 
 
 CollectiveName = Literal["forward_weights", "backward_weights", "gradients"]
-ALONE = Cluster()
+ONE_RANK = Cluster()
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +134,9 @@ class CollectiveChoice:
             named[key] = allowed[key][value]
         return cls(**named)
 
-    def ways(self, num_boxes: int) -> Iterator[ChosenCollectives]:
-        """Those that differ, what is exact first. In one box nothing is sent, so there is one."""
-        if num_boxes == 1:
+    def ways(self, num_nodes: int) -> Iterator[ChosenCollectives]:
+        """Those that differ, what is exact first. In one node nothing is sent, so there is one."""
+        if num_nodes == 1:
             yield ChosenCollectives()
             return
         ways = [

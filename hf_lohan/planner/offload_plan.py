@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
+from hf_lohan.planner.collectives import ONE_RANK, Cluster, CollectiveName, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
 
@@ -115,8 +115,8 @@ class TrainingSetup:
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
-    cluster: Cluster = ALONE
-    """Budgets, records and micro-batches are those of one rank, the SSDs those of its box."""
+    cluster: Cluster = ONE_RANK
+    """Budgets, records and micro-batches are those of one rank, the SSDs those of its node."""
     counts_fill: bool = True
     """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
 
@@ -168,7 +168,7 @@ class RankPrediction:
     """What there is to say of a step of several ranks beside what is said of any."""
 
     bytes_by_collective: dict[CollectiveName, int]
-    """What one box sends in a step."""
+    """What one node sends in a step."""
     hides_from_tokens: dict[str, float | None]
     """By resource: with so many tokens a step, of all ranks together, it is busy as long as the devices compute. None:
     each token keeps it busier."""
@@ -305,9 +305,9 @@ class OffloadPlan:
     in_memory: InMemoryFit
     """Whether it would train without offloading."""
     prediction: StepPrediction
-    cluster: Cluster = ALONE
+    cluster: Cluster = ONE_RANK
     tried_ways: tuple[TriedWay, ...] = ()
-    """Between several boxes: all ways to send weights and gradients that were open."""
+    """Between several nodes: all ways to send weights and gradients that were open."""
     refusal: str | None
     """Why the plan cannot be carried out and the smallest change that would help; None if it can."""
 

@@ -1,4 +1,4 @@
-"""What ranks on several boxes keep of each other's weights, as the setting `collectives` asks."""
+"""What ranks on several nodes keep of each other's weights, as the setting `collectives` asks."""
 
 from __future__ import annotations
 

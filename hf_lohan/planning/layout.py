@@ -46,11 +46,11 @@ NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
 """At most one part in so many of the memory for activations is buffers on the way to the SSD."""
 _SHARED_BLOCKS = 2
-"""So many blocks as large as the largest pass to the ranks of a box at a time: one comes while another is copied."""
+"""So many blocks as large as the largest pass to the ranks of a node at a time: one comes while another is copied."""
 _ACTIVATION_SHARE = 4
 """Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
 _KEPT_SHARE = 4
-"""Weights of other boxes are kept in RAM if that takes at most one part in so many of `cpu_memory`."""
+"""Weights of other nodes are kept in RAM if that takes at most one part in so many of `cpu_memory`."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 """What a plan may choose instead, of what pools leave."""
 _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
@@ -98,9 +98,9 @@ class OffloadLayout(StoredForm):
     rules: Rules = adamw_everywhere
     ranks: Ranks = ALONE
     shared_weight_bytes: int = 0
-    """Host memory of a box through which blocks pass to all its ranks."""
+    """Host memory of a node through which blocks pass to all its ranks."""
     kept_weight_bytes: int = 0
-    """Host memory of each rank for weights of other boxes that it keeps."""
+    """Host memory of each rank for weights of other nodes that it keeps."""
     kept_records: tuple[RecordSpec, ...] = ()
     """Or scratch records for them, where that is too little."""
     weight_message_bytes: int = 0

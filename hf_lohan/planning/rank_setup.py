@@ -19,7 +19,7 @@ def of_one_rank(setup: TrainingSetup, layout: OffloadLayout) -> TrainingSetup:
     spilled = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)
     return replace(
         setup,
-        cluster=Cluster(num_boxes=ranks.num_nodes, num_local=ranks.num_local),
+        cluster=Cluster(num_nodes=ranks.num_nodes, num_local=ranks.num_local),
         spilled_gradient_bytes=MASTER_ITEMSIZE_BYTES * sum(_own_state_numel(block, ranks.rank) for block in spilled),
         cpu_fixed_bytes=setup.cpu_fixed_bytes
         + layout.shared_weight_bytes // ranks.num_local
@@ -29,7 +29,7 @@ def of_one_rank(setup: TrainingSetup, layout: OffloadLayout) -> TrainingSetup:
 
 
 def choice_of(config: OffloadConfig) -> CollectiveChoice:
-    """The ways that a run is told to send weights and gradients. Where a copy lies in a box is open."""
+    """The ways that a run is told to send weights and gradients. Where a copy lies in a node is open."""
     names = {name: getattr(config.collectives, name) for name in ("forward", "backward", "gradients")}
     return CollectiveChoice.parse(",".join(f"{name}={value}" for name, value in names.items()))
 

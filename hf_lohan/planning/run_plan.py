@@ -101,7 +101,7 @@ class RunPlan:
     def make(self, shape: StepShape, *, may_run_together: bool = False) -> PlannedStep | None:
         """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
         wrong here costs the plan, not the run. ``may_run_together``: see `plan_step`."""
-        # Those of a box measure the same drives and cores.
+        # Those of a node measure the same drives and cores.
         with one_rank_at_a_time(self._links, "the plan"):
             planned = self._try_to_plan(shape, may_run_together)
         if planned is None:

@@ -179,7 +179,7 @@ def _plan_shape(
         found = []
         for split in layout.ram_splits():
             own = of_one_rank(training_setup(config, split, shape, durability), split)
-            plan, setup = plan_over_ranks(profile, hardware, own, collectives.ways(own.cluster.num_boxes))
+            plan, setup = plan_over_ranks(profile, hardware, own, collectives.ways(own.cluster.num_nodes))
             plan, whole = replace(plan, in_memory=in_memory), replace(split, is_split=True)
             found.append(
                 PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)

@@ -52,10 +52,10 @@ def answer(command: str) -> str:
 
 
 def shortened(printed: str) -> str:
-    """What it is of, the step, what several boxes send, the bytes on each tier, the wear and what hides."""
+    """What it is of, the step, what several nodes send, the bytes on each tier, the wear and what hides."""
     lines = [line.rstrip() for line in printed.splitlines()]
     tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
-    start = next((number for number, line in enumerate(lines) if line.startswith("one box sends")), tiers)
+    start = next((number for number, line in enumerate(lines) if line.startswith("one node sends")), tiers)
     stop = next(number for number, line in enumerate(lines) if number > tiers and not line)
     below = (line for line in lines if line.startswith(("A step writes", "Behind computing hide")))
     kept = [*lines[:4], "", *lines[start:stop], *(["", line] for line in below)]

@@ -1,4 +1,4 @@
-"""What boxes send each other, in whole bytes, against ZeRO++'s formulas and the codecs themselves."""
+"""What nodes send each other, in whole bytes, against ZeRO++'s formulas and the codecs themselves."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ M = 2 * P
 SHAPES = [(2, 1), (2, 2), (4, 1), (4, 2), (8, 4)]
 
 
-def sent(num_boxes: int, num_local: int, *, is_summed: bool = False, **ways: str) -> dict[str, int]:
-    cluster = Cluster(num_boxes=num_boxes, num_local=num_local, collectives=ChosenCollectives(**ways))
+def sent(num_nodes: int, num_local: int, *, is_summed: bool = False, **ways: str) -> dict[str, int]:
+    cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=ChosenCollectives(**ways))
     found = cluster.bytes_by_collective(
         param_bytes=M, num_params=P, num_trainable_params=P, gradient_itemsize=2, is_summed=is_summed
     )
     return dict(found)
 
 
-@pytest.mark.parametrize(("num_boxes", "num_local"), SHAPES)
-def test_formulas_of_one_box_and_pass(num_boxes: int, num_local: int) -> None:
-    others = Fraction(num_boxes - 1, num_boxes)
-    exact, quantized = sent(num_boxes, num_local), sent(num_boxes, num_local, forward="int8", gradients="int8")
+@pytest.mark.parametrize(("num_nodes", "num_local"), SHAPES)
+def test_formulas_of_one_box_and_pass(num_nodes: int, num_local: int) -> None:
+    others = Fraction(num_nodes - 1, num_nodes)
+    exact, quantized = sent(num_nodes, num_local), sent(num_nodes, num_local, forward="int8", gradients="int8")
     assert exact["forward_weights"] == exact["backward_weights"] == others * M
-    assert exact["gradients"] == others * (2 * M if num_local > 1 else M), "sums of a box are float32"
+    assert exact["gradients"] == others * (2 * M if num_local > 1 else M), "sums of a node are float32"
     assert quantized["forward_weights"] == others * P * (1 + Fraction(WEIGHT_SCALE_BYTES, WEIGHT_BLOCK))
     assert quantized["gradients"] == others * P * (1 + Fraction(GRADIENT_SCALE_BYTES, GRADIENT_BLOCK))
-    four_bits = sent(num_boxes, num_local, gradients="int4")["gradients"]
+    four_bits = sent(num_nodes, num_local, gradients="int4")["gradients"]
     assert four_bits == others * P * (Fraction(1, 2) + Fraction(GRADIENT_SCALE_BYTES, GRADIENT_BLOCK))
     for source in ("ram", "ssd"):
-        assert sent(num_boxes, num_local, backward=source)["backward_weights"] == 0
-    assert sent(num_boxes, 1, is_summed=True)["gradients"] == others * 2 * M, "so are those of several micro-batches"
+        assert sent(num_nodes, num_local, backward=source)["backward_weights"] == 0
+    assert sent(num_nodes, 1, is_summed=True)["gradients"] == others * 2 * M, "so are those of several micro-batches"
 
 
 def test_lossless_changes_are_a_fraction_of_int8() -> None:
@@ -56,7 +56,7 @@ def test_lossless_changes_are_a_fraction_of_int8() -> None:
 def test_frozen_weights_do_not_change() -> None:
     def of(forward: str) -> int:
         ways = ChosenCollectives(forward=forward, backward="ram")  # type: ignore[arg-type]
-        found = Cluster(num_boxes=2, num_local=1, collectives=ways).bytes_by_collective(
+        found = Cluster(num_nodes=2, num_local=1, collectives=ways).bytes_by_collective(
             param_bytes=M, num_params=P, num_trainable_params=0, gradient_itemsize=2, is_summed=False
         )
         assert found["gradients"] == 0
@@ -67,10 +67,10 @@ def test_frozen_weights_do_not_change() -> None:
 
 @given(st.integers(2, 9), st.integers(1, 4), st.integers(1, 10**6), st.sampled_from(["exact", "int8"]))
 def test_parts_that_are_not_equal_are_counted_as_the_largest(
-    num_boxes: int, num_local: int, num_params: int, forward: str
+    num_nodes: int, num_local: int, num_params: int, forward: str
 ) -> None:
     ways = ChosenCollectives(forward=forward)  # type: ignore[arg-type]
-    cluster = Cluster(num_boxes=num_boxes, num_local=num_local, collectives=ways)
+    cluster = Cluster(num_nodes=num_nodes, num_local=num_local, collectives=ways)
     found = cluster.bytes_by_collective(
         param_bytes=2 * num_params,
         num_params=num_params,
@@ -78,8 +78,8 @@ def test_parts_that_are_not_equal_are_counted_as_the_largest(
         gradient_itemsize=2,
         is_summed=False,
     )
-    least = (num_boxes - 1) * ways.weight_bytes(2 * (num_params // num_boxes), num_params // num_boxes, 0)
-    most = (num_boxes - 1) * ways.weight_bytes(2 * (num_params // num_boxes + 1), num_params // num_boxes + 1, 0)
+    least = (num_nodes - 1) * ways.weight_bytes(2 * (num_params // num_nodes), num_params // num_nodes, 0)
+    most = (num_nodes - 1) * ways.weight_bytes(2 * (num_params // num_nodes + 1), num_params // num_nodes + 1, 0)
     assert least <= found["forward_weights"] <= most
     assert all(isinstance(num_bytes, int) for num_bytes in found.values())
 

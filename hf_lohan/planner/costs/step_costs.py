@@ -52,8 +52,8 @@ class Choice:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What one forward or backward asks of each resource. Of several ranks: of one's device, and of its box's drives,
+class ResourceUse:
+    """What one forward or backward asks of each resource. Of several ranks: of one's device, and of its node's drives,
     CPU, RAM and network."""
 
     compute_s: Values
@@ -67,29 +67,29 @@ class Load:
     wait_s: Values
     """In which nothing of all this can be done."""
 
-    def __add__(self, other: Load) -> Load:
-        return Load(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
+    def __add__(self, other: ResourceUse) -> ResourceUse:
+        return ResourceUse(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
 
-    def __mul__(self, factor: float) -> Load:
-        return Load(*(getattr(self, name) * factor for name in _AMOUNTS))
+    def __mul__(self, factor: float) -> ResourceUse:
+        return ResourceUse(*(getattr(self, name) * factor for name in _AMOUNTS))
 
 
-_AMOUNTS = [field.name for field in fields(Load)]
+_AMOUNTS = [field.name for field in fields(ResourceUse)]
 _SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
 
 
-def _load(**amounts: float | Values) -> Load:
+def _load(**amounts: float | Values) -> ResourceUse:
     """Of what is not named, nothing."""
-    return Load(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
+    return ResourceUse(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
 
 
 @dataclass(frozen=True, slots=True)
-class Phase:
+class StepPhase:
     """`count` equal forwards or backwards of a step."""
 
     count: int
     is_forward: bool
-    load: Load
+    load: ResourceUse
 
 
 def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
@@ -182,7 +182,7 @@ class StepCosts:
         unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
         self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
 
-    def phases(self, choice: Choice, clip: ClipMode) -> list[Phase]:
+    def phases(self, choice: Choice, clip: ClipMode) -> list[StepPhase]:
         """The step's forwards and backwards, and which of them the updates run under."""
         forward, backward = self._forward(choice), self._backward(choice)
         last = self._last_backward(choice)
@@ -196,9 +196,9 @@ class StepCosts:
                 unread_bytes = self._num_local * choice.spilled_gradient_bytes
                 update = replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
             loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
-        return [Phase(*load) for load in loads if load[0]]
+        return [StepPhase(*load) for load in loads if load[0]]
 
-    def _forward_under_update(self, choice: Choice) -> Load:
+    def _forward_under_update(self, choice: Choice) -> ResourceUse:
         """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
         load = self._forward(choice) + self._update(choice)
         if not self._setup.hands_over:
@@ -209,7 +209,7 @@ class StepCosts:
         copied_bytes = self._gradient_bytes if not self._is_copied else 0
         return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
 
-    def _lent(self) -> Load:
+    def _lent(self) -> ResourceUse:
         """What an update in backward gets from the slots instead of the SSDs."""
         lent_bytes: float = max(0, self._setup.lent_bytes - self._resident_param_bytes)
         lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
@@ -238,7 +238,7 @@ class StepCosts:
             forward_s = forward_s + self._setup.clip_rate * done_over_s
         return forward_s, backward_s
 
-    def lanes(self, load: Load, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
+    def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
         """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest.
         ``efficiency``: of cores that do several of these things."""
         hardware = self._hardware
@@ -260,7 +260,7 @@ class StepCosts:
             lanes["link"] = (load.h2d_bytes + load.d2h_bytes) / hardware.duplex_bytes_per_s
         return lanes
 
-    def phase_s(self, load: Load) -> Values:
+    def phase_s(self, load: ResourceUse) -> Values:
         """The longest lane, and of each other lane the share of one block, in which the pipeline fills or drains."""
         longest: Values = np.zeros(1)
         total: Values = np.zeros(1)
@@ -343,7 +343,7 @@ class StepCosts:
     def _with(self, **changes: Any) -> StepCosts:
         return type(self)(self._model, self._hardware, replace(self._setup, **changes))
 
-    def _in_all(self, phases: list[Phase]) -> Lanes:
+    def _in_all(self, phases: list[StepPhase]) -> Lanes:
         hardware = self._hardware
 
         def total(amount: str) -> float:
@@ -360,7 +360,7 @@ class StepCosts:
             host_s=total("host_bytes") / (hardware.cpu.memory_bytes_per_s or math.inf),
         )
 
-    def _bottleneck(self, phases: list[Phase]) -> str:
+    def _bottleneck(self, phases: list[StepPhase]) -> str:
         """The resource that is the longest for most of the time."""
         waited_s: dict[str, float] = {}
         for phase in phases:
@@ -368,7 +368,7 @@ class StepCosts:
             waited_s[resource] = waited_s.get(resource, 0.0) + phase.count * seconds
         return max(waited_s, key=lambda resource: waited_s[resource])
 
-    def _floors_s(self, whole: Load) -> dict[str, float]:
+    def _floors_s(self, whole: ResourceUse) -> dict[str, float]:
         floors = {name: float(seconds.item()) for name, seconds in self.lanes(whole, efficiency=1.0).items()}
         # Where reading and writing at once is slower than in turn, a step may do it in turn.
         in_turn_s = (
@@ -377,7 +377,7 @@ class StepCosts:
         )
         return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
 
-    def _forward(self, choice: Choice) -> Load:
+    def _forward(self, choice: Choice) -> ResourceUse:
         experts = self._experts
         return _load(
             compute_s=self._forward_s,
@@ -390,7 +390,7 @@ class StepCosts:
             wait_s=experts.wait_s,
         )
 
-    def _backward(self, choice: Choice) -> Load:
+    def _backward(self, choice: Choice) -> ResourceUse:
         turnaround_bytes = self._setup.turnaround_bytes
         # Each backward after the first adds to what was spilled before, so brings it back.
         brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
@@ -412,12 +412,12 @@ class StepCosts:
     def _backward_read_bytes(self) -> float:
         return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
 
-    def _last_backward(self, choice: Choice) -> Load:
+    def _last_backward(self, choice: Choice) -> ResourceUse:
         """Its gradients may wait where activations have been."""
         load, spilled_bytes = self._backward(choice), self._num_local * choice.spilled_gradient_bytes
         return replace(load, ssd_write_bytes=load.ssd_write_bytes - self._spilled_gradient_bytes + spilled_bytes)
 
-    def _update(self, choice: Choice) -> Load:
+    def _update(self, choice: Choice) -> ResourceUse:
         spilled_bytes = self._num_local * choice.spilled_gradient_bytes
         read_bytes = max(0, self._update_read_bytes - self._resident_update_read_bytes) + spilled_bytes
         return _load(

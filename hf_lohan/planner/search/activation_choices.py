@@ -42,7 +42,7 @@ class OperationKind:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class KeptActivations:
     """What stays on the device: the inputs of the last layers, and the last ones of each kind."""
 
     num_inputs: int
@@ -54,7 +54,7 @@ class Kept:
 class Candidates:
     """Sums [num_candidates] of the ways to swap beside what is kept; `swapped` are counts [num_candidates, kinds]."""
 
-    kept: Kept
+    kept: KeptActivations
     swapped: Counts
     swapped_bytes: Values
     recompute_s: Values
@@ -85,7 +85,7 @@ class ActivationChoices:
         self._all_input_bytes = [layer.input_bytes for layer in self.layers]
         self.num_operations = int(self._num_of_kind.sum())
 
-    def kept_choices(self, budget_bytes: int) -> list[Kept]:
+    def kept_choices(self, budget_bytes: int) -> list[KeptActivations]:
         """What the device has room for, by several orders: whole layers from the last back, which are soonest free
         again, or first what is dearest to make again in any layer, in FLOPs or because it loads experts again."""
         orders = [self._last_layers_first(), self._dearest_first(range(len(self.kinds)))]
@@ -93,7 +93,7 @@ class ActivationChoices:
             orders.append(self._dearest_first(self._loads_first))
         return [self._fill(order, budget_bytes) for order in orders]
 
-    def candidates(self, kept: Kept, activations: Activations = "auto") -> Candidates:
+    def candidates(self, kept: KeptActivations, activations: Activations = "auto") -> Candidates:
         """The ways to swap beside `kept`; one way only unless `activations` is "auto"."""
         counts = self._counts
         if activations == "recompute":
@@ -133,7 +133,7 @@ class ActivationChoices:
             for _ in self.kinds[index].places:
                 yield index, self.kinds[index].output_bytes
 
-    def _fill(self, order: Iterator[tuple[int | None, int]], budget_bytes: int) -> Kept:
+    def _fill(self, order: Iterator[tuple[int | None, int]], budget_bytes: int) -> KeptActivations:
         num_inputs, num_bytes = 0, 0
         num_of_kind = np.zeros(len(self.kinds), dtype=np.int64)
         for index, size_bytes in order:
@@ -144,7 +144,7 @@ class ActivationChoices:
                 num_inputs += 1
             else:
                 num_of_kind[index] += 1
-        return Kept(num_inputs, num_of_kind, num_bytes)
+        return KeptActivations(num_inputs, num_of_kind, num_bytes)
 
 
 def _group(

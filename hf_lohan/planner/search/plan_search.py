@@ -37,7 +37,7 @@ from hf_lohan.planner.offload_plan import (
     Tier,
     TrainingSetup,
 )
-from hf_lohan.planner.search.activation_choices import ActivationChoices, Candidates, Kept
+from hf_lohan.planner.search.activation_choices import ActivationChoices, Candidates, KeptActivations
 from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside, put_away_through
 
 COMMIT_FRACTION = 0.02
@@ -162,7 +162,7 @@ class _Search:
         save as large a part of the time as it adds to the wear of the drives."""
         return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
 
-    def _kept(self) -> list[Kept]:
+    def _kept(self) -> list[KeptActivations]:
         layers = self._model.layers
         match self._setup.activations:
             case "keep":
@@ -177,7 +177,7 @@ class _Search:
             case "auto":
                 return self._kept_in_room()
 
-    def _kept_in_room(self) -> list[Kept]:
+    def _kept_in_room(self) -> list[KeptActivations]:
         """As much as leaves room for what a step holds beside it. That may include a layer's own outputs or not, and
         what is swapped of another layer or not: there is a choice for each case."""
         model, layers = self._model, self._model.layers
@@ -197,7 +197,7 @@ class _Search:
         }
         return list(found.values())
 
-    def _candidates(self, kept: Kept, swapped_bytes: int | None) -> Candidates:
+    def _candidates(self, kept: KeptActivations, swapped_bytes: int | None) -> Candidates:
         candidates = self._activations.candidates(kept, self._setup.activations)
         if swapped_bytes is None:
             return candidates
@@ -276,7 +276,7 @@ class _Search:
             refusal=refusal,
         )
 
-    def _tier_bytes(self, kept: Kept, working_bytes: int, choice: Choice) -> dict[Tier, dict[str, int]]:
+    def _tier_bytes(self, kept: KeptActivations, working_bytes: int, choice: Choice) -> dict[Tier, dict[str, int]]:
         model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
         in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
         gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
@@ -303,7 +303,7 @@ class _Search:
             },
         }
 
-    def _on_top(self, kept: Kept, working_bytes: int) -> int:
+    def _on_top(self, kept: KeptActivations, working_bytes: int) -> int:
         return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
 
     def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
