@@ -1,4 +1,4 @@
-"""Names for operations that hold on every device."""
+"""Device-independent names of operations."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ Operation: TypeAlias = OpOverload | HigherOrderOperator
 _PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "linear", "convolution"})
 _ATTENTION_KERNELS = "_scaled_dot_product_"
 _ATTENTION = "scaled_dot_product_attention"
-_OURS = "lohan"
+_LOHAN = "lohan"
 """All experts of a layer are one operation, `lohan::experts`."""
 _FLEX_ATTENTION = frozenset({"flex_attention"})
 
 
 @cache
 def anchor_name(operation: Operation) -> str | None:
-    """The name of an operation whose output is worth keeping for backward, since many FLOPs went into few bytes: a
-    matrix product ("aten.mm"), or an attention, whichever kernel runs it for this device, mask and dropout
-    ("aten.scaled_dot_product_attention"). None for all others, which are cheap to do again.
+    """The name of an operation whose output is worth keeping for backward because it has many FLOPs a byte: a matrix
+    product ("aten.mm"), or an attention by any kernel ("aten.scaled_dot_product_attention"). None for other operations,
+    which are cheap to recompute.
 
-    Which of its kind it is within a layer's forward is counted by whoever runs the layer: "aten.mm#0".
+    The caller numbers the operations of one kind within a layer's forward: "aten.mm#0".
     """
     if isinstance(operation, HigherOrderOperator):
         return operation.name() if operation.name() in _FLEX_ATTENTION else None
     name = operation_name(operation)
     if name.startswith(_ATTENTION_KERNELS):
         return None if name.endswith("_backward") else f"{operation.namespace}.{_ATTENTION}"
-    return f"{operation.namespace}.{name}" if name in _PRODUCTS or operation.namespace == _OURS else None
+    return f"{operation.namespace}.{name}" if name in _PRODUCTS or operation.namespace == _LOHAN else None

@@ -141,7 +141,7 @@ class StepCommits:
             max(map(int, last.facts.get("num_updates", {}).values()), default=0),
         )
 
-    def follow(self, interval: CommitInterval) -> None:
+    def follow_interval(self, interval: CommitInterval) -> None:
         """From the next step on."""
         if self.are_kept:
             self._interval = interval

@@ -17,12 +17,13 @@ from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
 from hf_lohan.engine.lifetime import Lifetime
-from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
+from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
 from hf_lohan.engine.ranks import agreed_decision
+from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
 from hf_lohan.experts import ComputeExpert, TwoLanes
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
@@ -224,7 +225,7 @@ class OffloadEngine:
             )
         self._plan.run_together(len(micro_batches))
         together = self.expert_loader.together(len(micro_batches)) if self.expert_loader else nullcontext()
-        with together, self.planned_memory.out_of_memory.given():
+        with together, self.planned_memory.out_of_memory.added_to_errors():
             return self._micro_batches(micro_batches)
 
     @property
@@ -275,7 +276,7 @@ class OffloadEngine:
         self._pass.recover_before_step()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
             result = self._step.finish(group_of)
         self._prefetcher.foresee(is_training=True)
         self._pass.clock.end_step()
@@ -326,7 +327,7 @@ class OffloadEngine:
         """See `StepTransaction.clip`."""
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover_before_step()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
             return self._step.clip(max_norm, norm_type)
 
     def drop_gradients(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
-from hf_lohan.engine.memory import PlannedMemory
+from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.model import Block
 from hf_lohan.planning import PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
@@ -87,7 +87,7 @@ class FollowedPlan:
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
-        self._needs_plan |= self.memory.run_together(num_micro_batches)
+        self._needs_plan |= self.memory.expect_micro_batches(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
         """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
@@ -96,27 +96,27 @@ class FollowedPlan:
         self._needs_plan = False
         if planned is None:
             return False
-        self.memory.run_together(planned.shape.num_together)
+        self.memory.expect_micro_batches(planned.shape.num_together)
         self._follow(planned)
         return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
         """A training forward begins; its shape is known if its batch has token ids."""
-        self.memory.seen = shape
+        self.memory.last_shape = shape
         if self._needs_plan and shape is not None:
             self._needs_plan = False
             self._pipeline.settle()  # what still runs would make the hardware look slow
             self._follow(self._events.plan(replace(shape, num_together=self.memory.num_together)))
-        self.memory.take_copies()
+        self.memory.allocate_copies()
 
     def see_evaluation(self) -> None:
         """A forward without gradients begins."""
-        self.memory.take_copies()
+        self.memory.allocate_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:
-            self.memory.follow(planned)
-            self._commits.follow(_interval(planned))
+            self.memory.follow_plan(planned)
+            self._commits.follow_interval(_interval(planned))
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from hf_lohan.config import AUTO, ExpertCachePolicy
 from hf_lohan.device import Event
 from hf_lohan.engine.forward_pass import ForwardPass
-from hf_lohan.engine.memory import Tiers
+from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     ComputeExpert,
     ExpertCache,

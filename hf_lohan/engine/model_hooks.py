@@ -99,7 +99,7 @@ class ModelHooks:
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output it is called because the forward raised; the next one recovers.
         if output is None:
-            self._parts.plan.memory.out_of_memory.give_what_is_handled()
+            self._parts.plan.memory.out_of_memory.add_to_current_error()
         self._forward_pass.end_model(is_whole=output is not None)
 
     def _on_module_forward(self, blocks: tuple[Block, ...], _module: nn.Module, _args: Any) -> None:

@@ -8,7 +8,7 @@ from functools import partial
 from torch import Tensor
 
 from hf_lohan.device import Event
-from hf_lohan.engine.memory import Tiers
+from hf_lohan.engine.tiers import Tiers
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout

@@ -80,7 +80,11 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
         engine = self.offload_engine
         if engine is None or not engine.defers_backwards:
-            with engine.planned_memory.out_of_memory.given() if engine is not None else contextlib.nullcontext():
+            with (
+                engine.planned_memory.out_of_memory.added_to_errors()
+                if engine is not None
+                else contextlib.nullcontext()
+            ):
                 super().backward(loss, **kwargs)
             return
         if kwargs:

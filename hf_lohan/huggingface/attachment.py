@@ -27,7 +27,7 @@ from hf_lohan.device import Device, device_for
 from hf_lohan.engine import (
     EngineEvents,
     OffloadEngine,
-    OutOfMemoryAnswer,
+    OutOfMemoryAdvice,
     ParameterAccess,
     Tiers,
     check_equal_weights,
@@ -94,7 +94,7 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
         yield
     except RuntimeError as error:
         engine = engine_of(model())
-        (OutOfMemoryAnswer(config) if engine is None else engine.planned_memory.out_of_memory).give(error)
+        (OutOfMemoryAdvice(config) if engine is None else engine.planned_memory.out_of_memory).add_to(error)
         raise
 
 
@@ -229,7 +229,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
         block_began=tell_of_blocks(layout.model_blocks, tiers.device.timeline),
     )
-    with OutOfMemoryAnswer(config).given():
+    with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)
     global _num_attached

@@ -78,7 +78,7 @@ def measure_shape(
         backward: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for _ in range(num_turns):
             for contender in contenders:
-                engine.planned_memory.place(contender.plan.activations)
+                engine.planned_memory.set_placements(contender.plan.activations)
                 times[contender.name].append(turn(step, engine.settle, device=device))
                 backward[contender.name].append(engine.last_backward_s)
         figures = spread("step_s", times)

@@ -35,7 +35,7 @@ from benchmarking import Options, benchmark, folder_in, pairs_ratio, spread, tab
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen3MoeConfig
 
-import hf_lohan.engine.memory
+import hf_lohan.engine.tiers
 import hf_lohan.experts.expert_loader
 import hf_lohan.huggingface.attachment
 import hf_lohan.weights.prefetcher
@@ -220,7 +220,7 @@ def generating(
         if drive_bytes_per_s is not None:
             backend = PacedBackend(drive_bytes_per_s)
             paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
-            held.enter_context(patch.object(hf_lohan.engine.memory, "IoEngine", paced))
+            held.enter_context(patch.object(hf_lohan.engine.tiers, "IoEngine", paced))
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)
             held.enter_context(patch.object(hf_lohan.weights.prefetcher, "LoadSchedule", schedule))

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations.tiers import ActivationTiers
-from hf_lohan.device import CpuDevice, Device
+from hf_lohan.device import CpuDevice, Device, HostStack
 from hf_lohan.planner import INPUT, Placement
 from hf_lohan.weights import saved_weight_hooks
 from hf_lohan.weights.stand_ins import StandIns
@@ -77,9 +77,11 @@ class LayeredModel(nn.Module):
     def run_under_tiers(self, place: Placement, device: Device | None = None, *more_operations: str) -> None:
         """Put what the layers leave there; `close` it in the end."""
         names = {layer: str(number) for number, layer in enumerate(self.layers)}
-        self.tiers = ActivationTiers(device or CpuDevice(), names)
-        self.tiers.swapper.take_ram(1 << 20)
-        self.tiers.follow(dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place)))
+        device = device or CpuDevice()
+        ram = HostStack(device)
+        ram.reallocate(1 << 20)
+        self.tiers = ActivationTiers(device, names, ram)
+        self.tiers.set_placements(dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place)))
 
     def close(self) -> None:
         if self.tiers is not None:

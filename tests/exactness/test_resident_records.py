@@ -213,7 +213,7 @@ def test_copies_spare_exactly_the_reads_of_their_records(
                 patch.setattr(hf_lohan.planning.layout, "choose_resident_records", lambda *_, **__: ())
             # Under this schedule all that is read comes from the store: no update hands its weights over.
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
-            engine.planned_memory.take_copies()
+            engine.planned_memory.allocate_copies()
         optimizer = trained(engine)
         steps(engine, optimizer, 2, num_backwards=1)
         before = engine.tiers.io.read_bytes, engine.tiers.io.write_bytes

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_lohan.engine.memory
+import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
@@ -67,7 +67,7 @@ def build_engine(make_config: ConfigFactory, monkeypatch: pytest.MonkeyPatch) ->
         **settings: Any,
     ) -> OffloadEngine:
         if backend is not None:
-            monkeypatch.setattr(hf_lohan.engine.memory, "IoEngine", partial(IoEngine, backend=backend))
+            monkeypatch.setattr(hf_lohan.engine.tiers, "IoEngine", partial(IoEngine, backend=backend))
         config = make_config(**settings)
         device = device or CpuDevice()
         layout = lay_out(
