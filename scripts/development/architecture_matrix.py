@@ -1,12 +1,11 @@
-"""Every causal-LM class of the installed transformers, tiny and offloaded, against the same class in memory.
+"""Train every causal-LM class of the installed transformers, tiny and offloaded, and compare with memory.
 
     python scripts/development/architecture_matrix.py                      # all; writes docs/architectures.md
     python scripts/development/architecture_matrix.py --only 'Qwen|Zamba'  # these alone, printed
 
-Two steps with clipping from equal weights over equal batches: losses, the gradients' norms and the weights afterwards
-must be those of torch's AdamW in memory, to the bit. Classes are tried in child processes, so that what one of them
-leaves behind, or a crash, touches no other. What was found is kept in a file beside the page's data (`--results`), so
-that a run with `--only` brings it up to date.
+After two clipped steps from equal weights and batches, losses, gradient norms and weights must equal those of torch's
+AdamW in memory, to the bit. Classes run in child processes, so that a crash affects no other. `--results` keeps the
+outcomes in a file, which a run with `--only` updates.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ NUM_STEPS = 2
 MAX_NORM = 1.0
 NO_CLIPPING = 1e9
 NORM_TOLERANCE = 1e-5
-"""Relative, where experts stream one by one: their norm is summed in float64, stock's in float32."""
+"""Relative tolerance with streamed experts, whose norm is summed in float64."""
 CLASSES_PER_CHILD = 24
 MAX_SECONDS = 300.0
 NICENESS = 5
@@ -46,7 +45,7 @@ NOT_TRAINED_HERE = {
     "Gemma4AssistantForCausalLM": DRAFTS,
     "Gemma4UnifiedAssistantForCausalLM": DRAFTS,
 }
-"""Classes of which there is no tiny model that trains in memory, and why."""
+"""Classes without a tiny model that trains in memory, with the reason."""
 
 
 @dataclass(frozen=True)
@@ -54,14 +53,14 @@ class Outcome:
     model_class: str
     what: str
     why: str = ""
-    """One sentence, for what is not exact."""
+    """One sentence, if it is not exact."""
 
 
 # One class, in a child.
 
 
 def try_class(name: str, folder: Path, activations: str = "recompute", experts: str = "with_layer") -> Outcome:
-    """Train the class in memory and offloaded, and compare. With experts that stream one by one, without clipping."""
+    """Train the class in memory and offloaded, and compare. Streamed experts train without clipping."""
     from tiny_configs import tiny_model_of
 
     max_norm = NO_CLIPPING if experts == "streamed" else MAX_NORM
@@ -95,7 +94,7 @@ Trained = tuple[list[Any], list[Any], dict[str, Any]]
 
 
 def batches_of(model: Any) -> Batches:
-    """Token ids with themselves as labels, and what the class wants beside them."""
+    """Make batches of token ids with themselves as labels, and the class's further inputs."""
     import torch
     from tiny_configs import VOCAB_SIZE, more_inputs
 
@@ -113,7 +112,7 @@ def losses_of(model: Any, make_batch: Batches, backward: Callable[[Any], None]) 
 
     for step in range(NUM_STEPS):
         batch = make_batch(100 + step)
-        torch.manual_seed(step)  # dropout is the same
+        torch.manual_seed(step)  # for equal dropout
         loss = model(**batch).loss
         backward(loss)
         yield loss.detach().clone()
@@ -135,7 +134,7 @@ def train_in_memory(model: Any, make_batch: Batches, max_norm: float = MAX_NORM)
 def train_offloaded(
     model: Any, make_batch: Batches, folder: Path, asked: dict[str, Any], max_norm: float = MAX_NORM
 ) -> tuple[bool, Trained]:
-    """First whether its activations were kept."""
+    """Train offloaded; returns whether activations were kept, and the results."""
     import torch
     from accelerate.state import AcceleratorState, GradientState
 
@@ -225,9 +224,7 @@ def class_names() -> list[str]:
     return sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()), key=str.lower)
 
 
-def outcomes_of(
-    names: list[str], activations: str = "recompute", experts: str = "with_layer"
-) -> Iterator[Outcome]:
+def outcomes_of(names: list[str], activations: str = "recompute", experts: str = "with_layer") -> Iterator[Outcome]:
     """One child at a time, for some classes each; a child that dies takes one class with it."""
     waiting = list(names)
     while waiting:
@@ -237,7 +234,7 @@ def outcomes_of(
 
 
 def child_outcomes(names: list[str], activations: str, experts: str = "with_layer") -> Iterator[Outcome]:
-    """Returns the classes that are done with."""
+    """Yield outcomes of these classes from a child process; return the classes that are done."""
     command = [sys.executable, __file__, "--child", activations, experts, *names]
     done: set[str] = set()
     running, began_s = names[0], time.monotonic()
@@ -248,13 +245,13 @@ def child_outcomes(names: list[str], activations: str, experts: str = "with_laye
         for line in child.stdout:
             if not line.startswith("{"):
                 continue  # what a model prints
-            said = json.loads(line)
+            message = json.loads(line)
             killer.restart()
-            if "begins" in said:
-                running, began_s = said["begins"], time.monotonic()
+            if "begins" in message:
+                running, began_s = message["begins"], time.monotonic()
             else:
-                done.add(said["model_class"])
-                yield Outcome(**said)
+                done.add(message["model_class"])
+                yield Outcome(**message)
         killer.end()
         if child.wait() and running not in done:
             errors.seek(0)
@@ -267,7 +264,7 @@ def child_outcomes(names: list[str], activations: str, experts: str = "with_laye
 
 
 class Deadline:
-    """Ends a child that has said nothing for too long."""
+    """Kills a child that prints nothing for `MAX_SECONDS`."""
 
     def __init__(self, child: subprocess.Popen[str]) -> None:
         self._child = child
@@ -296,15 +293,14 @@ def page_of(outcomes: list[Outcome]) -> str:
     exact = sum(counts[what] for what in (EXACT, EXACT_KEPT))
     text = f"""# Architectures
 
-All {len(outcomes)} classes that `AutoModelForCausalLM` of transformers {transformers.__version__} can give, as
-`scripts/development/architecture_matrix.py` found them with torch {torch.__version__.partition("+")[0]}:
-a tiny model of each takes
-{NUM_STEPS} clipped steps offloaded, every block on its way between files and slots and every layer recomputed, and the
-same steps under torch's AdamW in memory, without recomputation. *Exact*: losses, norms of the gradients and weights
-afterwards are equal to the bit, in float32 on a CPU, with what dropout a class has.
+All {len(outcomes)} classes of `AutoModelForCausalLM` in transformers {transformers.__version__}, tried by
+`scripts/development/architecture_matrix.py` with torch {torch.__version__.partition("+")[0]}. A tiny model of each
+takes {NUM_STEPS} clipped steps offloaded, with every block streamed and every layer recomputed, and the same steps
+under torch's AdamW in memory. *Exact*: losses, gradient norms and weights are equal to the bit, in float32 on a CPU,
+with the class's dropout.
 
 **{exact} of {len(outcomes)} are exact**, {counts[EXACT_KEPT]} of them with activations that are kept, because the class
-cannot make them again. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {counts[FAILED]} fail;
+cannot recompute them. {counts[REFUSED]} are refused, {counts[WRONG]} wrong, {counts[FAILED]} fail;
 {counts[NOT_TRIED]} were not tried, because they did not train in memory either.
 
 | class | offloaded | why, and the way out |

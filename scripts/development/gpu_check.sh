@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# On a machine with CUDA: the GPU tests, one step of a large model, then every benchmark on the GPU. Arguments go to pytest.
-# What matters most runs first, so that a session that ends early has it. Each part may take LIMIT seconds.
-# Environment: OUT, where the figures go (default docs/benchmarks; a file a benchmark and GPU, over the last one);
+# Runs the GPU tests, one step of a large model and the benchmarks on CUDA, the most important first. Arguments go to
+# pytest. Each part may take LIMIT seconds.
+# Environment: OUT, folder of the figures (default docs/benchmarks; one file for each benchmark and GPU);
 # PYTHON, the interpreter (default: .venv's, else python3); LIMIT (default 600).
-# Exit status: 0 all well; 1 a test or a benchmark failed; 3 no CUDA.
+# Exit status: 0 success; 1 a test or a benchmark failed; 3 no CUDA.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -38,8 +38,7 @@ failed=()
 timeout "$limit" "$python" -m pytest tests/gpu -m gpu "$@" || failed+=("tests/gpu")  # on 24 GB: tests/gpu/conftest.py
 
 # bench_rivals compares on the CPU; bench_io knows no device, and measures the drive.
-for name in gpu_step bench_io bench_micro_batches bench_planner bench_optimizer bench_durability \
-    bench_large bench_codecs; do
+for name in gpu_step bench_io bench_planner bench_durability bench_large bench_codecs; do
     echo "== $name"
     timeout "$limit" "$python" "scripts/benchmarks/$name.py" --device cuda --output "$out" || failed+=("$name")
 done
