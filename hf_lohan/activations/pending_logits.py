@@ -1,4 +1,4 @@
-"""Logits that nobody has computed yet, and that need not be if all that becomes of them is a cross entropy."""
+"""Logits that are computed only if something else than a cross entropy needs them."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from torch.nn import functional as F
 
 from hf_lohan.compat.torch_private import tree_map_only, without_torch_function
 
-Step: TypeAlias = Callable[[Tensor], Tensor]
-"""Elementwise, without weights."""
+LogitsOperation: TypeAlias = Callable[[Tensor], Tensor]
+"""An elementwise operation without weights."""
 
 
 class LogitsSource(Protocol):
-    """Makes logits of hidden states."""
+    """Computes logits from hidden states."""
 
     @property
     def is_in_forward(self) -> bool:
-        """Whether a training forward with labels runs in this thread."""
+        """Whether a training forward with labels runs on this thread."""
 
-    def logits_of(self, pending: Pending) -> Tensor:
-        """The true ones. Raises RuntimeError where they cannot be had."""
+    def compute_logits(self, pending: Pending) -> Tensor:
+        """Raises RuntimeError if the logits can no longer be computed."""
 
-    def loss_of(self, pending: Pending, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
+    def compute_loss(self, pending: Pending, labels: Tensor, options: dict[str, Any]) -> Tensor | None:
         """`F.cross_entropy` of pending logits [tokens, vocabulary]; None for options that need the logits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """Logits, as far as they are known."""
+    """How to compute logits: hidden states, and operations behind the head."""
 
     source: LogitsSource
     hidden: Tensor
-    """[..., hidden]; the logits have its shape but for the last dimension."""
+    """[..., hidden]. The logits are [..., vocabulary]."""
     vocabulary: int
     version: tuple[object, ...]
-    """Of the head whose logits they are."""
-    steps: tuple[Step, ...] = ()
+    """The head's version."""
+    operations: tuple[LogitsOperation, ...] = ()
     to_dtype: torch.dtype | None = None
-    """What a step casts them to."""
+    """The dtype that an operation casts them to."""
     is_view: bool = False
 
     @property
@@ -54,43 +54,43 @@ class Pending:
     def dtype(self) -> torch.dtype:
         return self.to_dtype or self.hidden.dtype
 
-    def then(self, step: Step, dtype: torch.dtype | None = None) -> Pending:
-        return replace(self, steps=(*self.steps, step), to_dtype=dtype or self.to_dtype, is_view=False)
+    def then(self, operation: LogitsOperation, dtype: torch.dtype | None = None) -> Pending:
+        operations = (*self.operations, operation)
+        return replace(self, operations=operations, to_dtype=dtype or self.to_dtype, is_view=False)
 
 
 class PendingLogits(Tensor):
-    """Has the logits' shape, dtype and device. What models do with logits before the loss (shift, flatten, cast, scale,
-    cap) is noted; anything else computes the true logits, and goes on from them as always. Whoever gets round it finds
-    NaN, never a quiet wrong number."""
+    """A tensor with the logits' shape, dtype and device. Operations of models between head and loss (shift, flatten,
+    cast, scale, cap) are recorded; any other operation computes the true logits. Its own memory holds NaN, so that
+    code that bypasses `__torch_function__` gets no plausible number."""
 
     _pending: Pending
-    _true: Tensor | None
+    _logits: Tensor | None
     _has_views: bool
 
     @classmethod
-    def of(cls, pending: Pending) -> PendingLogits:
+    def from_pending(cls, pending: Pending) -> PendingLogits:
         with torch.no_grad(), without_torch_function():
             nan = torch.full((1,), float("nan"), dtype=pending.dtype, device=pending.hidden.device)
             made = nan.expand(pending.shape).as_subclass(cls)
-        made._pending, made._true, made._has_views = pending, None, False
+        made._pending, made._logits, made._has_views = pending, None, False
         return made
 
-    def true(self) -> Tensor:
-        """The logits themselves; computed once, if they have a graph, and else for this one look."""
-        if self._true is not None:
-            return self._true
-        logits = self._pending.source.logits_of(self._pending)
+    def logits(self) -> Tensor:
+        """The true logits. They are kept if they have a graph."""
+        if self._logits is not None:
+            return self._logits
+        logits = self._pending.source.compute_logits(self._pending)
         if torch.is_grad_enabled():
-            self._true = logits
+            self._logits = logits
         return logits
 
     def refuse_writing(self) -> None:
-        """Raises RuntimeError where a write would have to show in views that were taken before, or in what is computed
-        later."""
-        if self._has_views or self._pending.is_view or (self._true is None and not torch.is_grad_enabled()):
+        """Raises RuntimeError if a write would have to change earlier views, or logits that are computed later."""
+        if self._has_views or self._pending.is_view or (self._logits is None and not torch.is_grad_enabled()):
             raise RuntimeError(
-                "logits of a training forward are written to in place, in views or without a graph, which a loss in "
-                "chunks cannot follow; set chunked_loss: false"
+                "the logits of a training forward were changed in place, by a view or without a graph, which a loss "
+                "in chunks cannot follow; set chunked_loss: false"
             )
 
     @classmethod
@@ -99,36 +99,38 @@ class PendingLogits(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         first = args[0] if args and isinstance(args[0], PendingLogits) else None
-        if first is not None and first._true is None:
-            found = _noted(first, func, args[1:], kwargs)
-            if found is not None:
-                return found
-        if first is not None and _writes(func):
+        if first is not None and first._logits is None:
+            result = _record(first, func, args[1:], kwargs)
+            if result is not None:
+                return result
+        if first is not None and _is_in_place(func):
             first.refuse_writing()
-        args, kwargs = tree_map_only(PendingLogits, PendingLogits.true, (args, kwargs))
+        args, kwargs = tree_map_only(PendingLogits, PendingLogits.logits, (args, kwargs))
         return func(*args, **kwargs)
 
 
-_OF_THE_FORM = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"))
-_FORM_ATTRIBUTES = frozenset((".shape", ".dtype", ".device", ".ndim", ".layout", ".is_cuda", ".is_cpu", ".is_meta"))
-_SCALED = frozenset(("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__truediv__", "tanh"))
+_SHAPE_METHODS = frozenset(("size", "dim", "ndimension", "numel", "nelement", "element_size", "get_device", "__len__"))
+_SHAPE_ATTRIBUTES = frozenset((".shape", ".dtype", ".device", ".ndim", ".layout", ".is_cuda", ".is_cpu", ".is_meta"))
+_SCALINGS = frozenset(
+    ("mul", "div", "true_divide", "multiply", "divide", "__mul__", "__rmul__", "__logitsdiv__", "tanh")
+)
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def _torch_function_name(func: Callable[..., Any]) -> str:
     name: str = getattr(func, "__name__", "")
     return f".{func.__self__.__name__}" if name == "__get__" else name  # type: ignore[attr-defined]
 
 
-def _writes(func: Callable[..., Any]) -> bool:
-    name = _name_of(func)
+def _is_in_place(func: Callable[..., Any]) -> bool:
+    name = _torch_function_name(func)
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in ("__setitem__", "__set__") or (name.startswith("__i") and name.endswith("__"))
 
 
-def _noted(logits: PendingLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What ``func`` gives, if the logits need not be computed for it."""
-    name, pending = _name_of(func), logits._pending
-    if name in _OF_THE_FORM or name in _FORM_ATTRIBUTES:
+def _record(logits: PendingLogits, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The result of ``func``, or None if it needs the true logits."""
+    name, pending = _torch_function_name(func), logits._pending
+    if name in _SHAPE_METHODS or name in _SHAPE_ATTRIBUTES:
         with without_torch_function():
             return func(logits, *args, **kwargs)
     if name == ".requires_grad":
@@ -136,33 +138,35 @@ def _noted(logits: PendingLogits, func: Callable[..., Any], args: tuple[Any, ...
     if name in ("__repr__", "__format__"):
         return f"PendingLogits(shape={tuple(pending.shape)}, dtype={pending.dtype})"
     if not pending.source.is_in_forward:
-        return None  # nothing will take them in chunks any more
+        return None  # there will be no loss in chunks
     if func is F.cross_entropy:
         names = ("weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
-        given = {**dict(zip(("target", *names), args, strict=False)), **kwargs}
-        labels = given.pop("target", None)
-        return pending.source.loss_of(pending, labels, given) if isinstance(labels, Tensor) else None
+        options = {**dict(zip(("target", *names), args, strict=False)), **kwargs}
+        labels = options.pop("target", None)
+        return pending.source.compute_loss(pending, labels, options) if isinstance(labels, Tensor) else None
     if name == "contiguous" and not kwargs:
         return logits
-    if name == "float" or (name == "to" and _only_a_dtype(args, kwargs)):
+    if name == "float" or (name == "to" and _is_only_dtype(args, kwargs)):
         dtype = torch.float32 if name == "float" else (*args, *kwargs.values())[0]
-        return logits if dtype == pending.dtype else PendingLogits.of(pending.then(lambda t: t.to(dtype), dtype))
-    if name in _SCALED and not kwargs and all(isinstance(arg, int | float) for arg in args):
-        return PendingLogits.of(pending.then(lambda t: func(t, *args)))
-    hidden = _same_tokens(name, logits, args) if not kwargs else None
+        return (
+            logits if dtype == pending.dtype else PendingLogits.from_pending(pending.then(lambda t: t.to(dtype), dtype))
+        )
+    if name in _SCALINGS and not kwargs and all(isinstance(arg, int | float) for arg in args):
+        return PendingLogits.from_pending(pending.then(lambda t: func(t, *args)))
+    hidden = _hidden_of_view(name, logits, args) if not kwargs else None
     if hidden is None:
         return None
     logits._has_views = True
-    return PendingLogits.of(replace(pending, hidden=hidden, is_view=True))
+    return PendingLogits.from_pending(replace(pending, hidden=hidden, is_view=True))
 
 
-def _only_a_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    given = (*args, *kwargs.values())
-    return len(given) == 1 and isinstance(given[0], torch.dtype) and set(kwargs) <= {"dtype"}
+def _is_only_dtype(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    values = (*args, *kwargs.values())
+    return len(values) == 1 and isinstance(values[0], torch.dtype) and set(kwargs) <= {"dtype"}
 
 
-def _same_tokens(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> Tensor | None:
-    """The hidden states of a view that has whole tokens."""
+def _hidden_of_view(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> Tensor | None:
+    """The hidden states of a view that consists of whole tokens; None for other views."""
     pending = logits._pending
     if name in ("view", "reshape"):
         shape = _shape_of_view(pending.shape, args[0] if len(args) == 1 else args)
@@ -170,14 +174,14 @@ def _same_tokens(name: str, logits: PendingLogits, args: tuple[Any, ...]) -> Ten
         return pending.hidden.reshape(*shape[:-1], pending.hidden.shape[-1]) if shape and whole else None
     if name == "flatten" and args == (0, 1) and len(pending.shape) == 3:
         return pending.hidden.flatten(0, 1)
-    if name == "__getitem__" and _leaves_tokens_whole(args[0], len(pending.shape)):
+    if name == "__getitem__" and _selects_whole_tokens(args[0], len(pending.shape)):
         index = args[0]
         return pending.hidden[index]
     return None
 
 
 def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
-    """What ``sizes`` comes to; None if it is no shape, or one that does not fit: then torch says why."""
+    """The shape that ``sizes`` means. None if it does not fit; torch then raises the error."""
     sizes = [sizes] if isinstance(sizes, int) else list(sizes) if isinstance(sizes, tuple | list) else []
     if not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -187,7 +191,7 @@ def _shape_of_view(shape: torch.Size, sizes: Any) -> list[int] | None:
     return sizes if math.prod(sizes) == shape.numel() else None
 
 
-def _leaves_tokens_whole(index: Any, num_dims: int) -> bool:
+def _selects_whole_tokens(index: Any, num_dims: int) -> bool:
     if isinstance(index, Tensor):
         return index.dim() < num_dims if index.dtype == torch.bool else num_dims > 1
     parts = index if isinstance(index, tuple) else (index,)

@@ -12,7 +12,7 @@ from architectures import model_of
 from torch import Tensor
 from torch.nn import functional as F
 
-from hf_lohan.activations.chunked_head import ChunkedLoss, Smoothing, chunked_head_of, head_as_it_is
+from hf_lohan.activations.chunked_head import ChunkedLoss, Smoothing, chunked_head_of, whole_logits
 from hf_lohan.compat.torch_private import TorchDispatchMode
 from hf_lohan.planning.tracing.operations import LiveBytes
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -41,7 +41,7 @@ class Peak(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = func(*args, **(kwargs or {}))
-        self.live.note((args, kwargs), output)
+        self.live.add_output((args, kwargs), output)
         return output
 
 
@@ -108,7 +108,7 @@ def watch(head: Any) -> list[str]:
 
         return noted
 
-    head.loss_of, head.logits_of = note("loss", head.loss_of), note("logits", head.logits_of)
+    head.compute_loss, head.compute_logits = note("loss", head.compute_loss), note("logits", head.compute_logits)
     return called
 
 
@@ -241,7 +241,7 @@ def test_a_head_whose_forward_somebody_has_set_keeps_it() -> None:
     head.forward = lambda hidden: F.linear(hidden, head.weight) * 0.5
     assert chunked_head_of(model, SMALL_CHUNKS) is None
     expected, wrapped = model(**batch()).loss, head.forward
-    with head_as_it_is(model):
+    with whole_logits(model):
         assert torch.equal(model(**batch()).loss, expected)
     assert head.forward is wrapped
 

@@ -1,5 +1,4 @@
-"""Experts that stream one by one, as a trace sees them: one operation, whatever it does within, without weights and
-without knowing which tokens go where."""
+"""Experts that stream one by one in a trace: one operation, without weights and without knowing the routing."""
 
 from __future__ import annotations
 
@@ -15,21 +14,21 @@ from hf_lohan.model.experts import FusedExperts
 from hf_lohan.planner.model_profile import OperationProfile
 
 NAME = "lohan.experts"
-"""As `anchor_name` has it."""
+"""The operation's `anchor_name`."""
 _MOST_ROWS = 2
-"""The busiest expert is taken to have so many times its share of the rows."""
+"""The busiest expert is assumed to get so many times the average number of rows."""
 
 
 @dataclass
 class ExpertsTrace:
-    """What one call of a layer's experts does."""
+    """One call of a layer's experts."""
 
     num_chosen: int
     num_tokens: int
     flops: int
     output_bytes: int
     inner_bytes: int
-    """That autograd would keep of all experts, if it followed what they do."""
+    """Bytes that autograd would save if it saw the experts' operations."""
     products: list[MatrixShape] = field(default_factory=list)
 
     def operation(self, number: int, module: str) -> OperationProfile:
@@ -39,9 +38,8 @@ class ExpertsTrace:
         )
 
 
-def forward_on_paper(experts: FusedExperts, note: Callable[[ExpertsTrace], None]) -> Callable[..., Tensor]:
-    """In place of the forward of a module of experts, under fake tensors. ``note`` is told before autograd has saved
-    anything of it."""
+def forward_on_paper(experts: FusedExperts, on_call: Callable[[ExpertsTrace], None]) -> Callable[..., Tensor]:
+    """The forward of a module of experts on fake tensors. ``on_call`` is called before autograd saves anything."""
     matrices = [tuple(parameter.shape[1:]) for parameter in experts.parameters.values() if parameter.dim() == 3]
     numel = sum(parameter.numel() for parameter in experts.parameters.values()) // experts.num_experts
 
@@ -60,7 +58,7 @@ def forward_on_paper(experts: FusedExperts, note: Callable[[ExpertsTrace], None]
         )
         busiest_rows = min(num_rows, _MOST_ROWS * each_rows)
         within = 2 * busiest_rows * of_row_bytes // hidden_states.itemsize + 2 * numel
-        note(trace)
+        on_call(trace)
         weight = next(experts.module.parameters(recurse=False))
         apply: Any = _Experts.apply
         output: Tensor = apply(hidden_states, top_k_weights, top_k_index, weight, within)
@@ -70,7 +68,7 @@ def forward_on_paper(experts: FusedExperts, note: Callable[[ExpertsTrace], None]
 
 
 class _Experts(torch.autograd.Function):
-    """Holds what streamed experts do: three tensors of all rows, what is within one expert, gradients of two."""
+    """Allocates what streamed experts do: three tensors of all rows, the tensors of one expert, gradients of two."""
 
     @staticmethod
     def forward(

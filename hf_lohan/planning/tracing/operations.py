@@ -1,4 +1,4 @@
-"""What a forward does, seen operation by operation: names as the runtime counts them, FLOPs, bytes."""
+"""Counts the operations of a forward: names as at run time, FLOPs and bytes."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ aten = torch.ops.aten
 
 _MAX_REAL_NUMEL = 1 << 22
 _FACTORS_AT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
-"""Which arguments are multiplied: this one and the next."""
+"""Index of the first factor; the next argument is the second."""
 
 
 def _grouped_product_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
-    """Each row of `a` meets the matrix of its own group alone: the number of groups does not count."""
+    """Each row of `a` is multiplied by the matrix of its group only."""
     num_groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
     return 2 * a.numel() // num_groups * b.shape[-1]
 
 
 def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
-    """As torch counts its other attentions: a causal mask saves nothing."""
+    """As torch counts its other attentions: a causal mask saves no FLOPs."""
     num_pairs = math.prod(query.shape[:-1]) * key.shape[-2]
     return 2 * num_pairs * (query.shape[-1] + value.shape[-1])
 
 
-_FLOPS_TORCH_DOES_NOT_KNOW: dict[Any, Callable[..., int]] = {
+_FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
     aten._grouped_mm: _grouped_product_flops,
     aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
@@ -56,9 +56,9 @@ _FLOPS_TORCH_DOES_NOT_KNOW: dict[Any, Callable[..., int]] = {
 
 
 def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """FLOPs of one call; 0 for all that is neither a product, an attention nor a convolution."""
+    """FLOPs of one call; 0 except for products, attentions and convolutions."""
     packet = getattr(func, "overloadpacket", func)
-    if (formula := _FLOPS_TORCH_DOES_NOT_KNOW.get(packet)) is not None:
+    if (formula := _FLOP_FORMULAS.get(packet)) is not None:
         return formula(*args, **kwargs)
     if (registered := flop_registry.get(packet)) is not None:
         return int(registered(*args, **kwargs, out_val=output))
@@ -66,7 +66,7 @@ def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], out
 
 
 def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
-    """The matrices that `func` multiplies; None for other operations. Tokens are taken to spread evenly over groups."""
+    """The shape of a matrix product; None for other operations. Assumes that tokens spread evenly over groups."""
     at = _FACTORS_AT.get(operation_name(func)) if isinstance(func, OpOverload) and func.namespace == "aten" else None
     if at is None:
         return None
@@ -86,9 +86,9 @@ class BlockTrace:
     working_bytes: int = 0
     input_bytes: int = 0
     num_run_again: int = 0
-    """How many operations a recomputation runs: it stops at the last tensor that autograd saved."""
+    """Operations of a recomputation, which stops at the last tensor that autograd saved."""
     experts: ExpertsTrace | None = None
-    """Of those that stream one by one."""
+    """Experts that stream one by one."""
     _counts: Counter[str] = field(default_factory=Counter, repr=False)
 
     def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
@@ -125,7 +125,7 @@ def tensors_in(values: Any) -> Iterator[Tensor]:
 
 
 def _held_bytes(tensor: Tensor) -> int:
-    """An expanded tensor holds less than its shape says."""
+    """An expanded tensor has less memory than elements."""
     return min(tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
@@ -141,17 +141,17 @@ def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class LiveBytes:
-    """How much of the memory that operations made is in use, and how much was at the most."""
+    """Tracks the memory that operations allocate, and its peak."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
 
-    def note(self, args: Any, output: Any) -> None:
-        """An operation made ``output`` of ``args``. Memory that came from elsewhere is not counted."""
-        given = {storage_id(tensor) for tensor in tensors_in(args)}
+    def add_output(self, args: Any, output: Any) -> None:
+        """An operation has returned ``output``. Memory of its ``args`` is not counted."""
+        inputs = {storage_id(tensor) for tensor in tensors_in(args)}
         for tensor in tensors_in(output):
-            if (key := storage_id(tensor)) not in given:
+            if (key := storage_id(tensor)) not in inputs:
                 storage = tensor.untyped_storage()
                 self._alive[key] = StorageWeakRef(storage), storage.nbytes()
         for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
@@ -160,8 +160,8 @@ class LiveBytes:
 
 
 class OperationTrace(TorchDispatchMode):
-    """Counts every operation that runs under it for the block that is `target` then. May be entered again inside of
-    `fake_mode`, so that it sees operations before that does."""
+    """Counts operations for the block that is `target`. It may be entered again inside `fake_mode`, to see operations
+    before that mode does."""
 
     supports_higher_order_operators = True
 
@@ -169,7 +169,7 @@ class OperationTrace(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.target = target
         self.live = LiveBytes()
-        """Replaced where another block begins."""
+        """Replaced when another block begins."""
         self.is_in_backward = False
         self.module = ""
         self._fake_mode = fake_mode
@@ -179,12 +179,12 @@ class OperationTrace(TorchDispatchMode):
         self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if self._inside:  # what a fake operation is made of is not what runs
+        if self._inside:  # a fake operation's own operations do not count
             return func(*args, **kwargs)
         self._inside = True
         try:
             output = self._run(func, args, kwargs)
-            self.live.note((args, kwargs), output)
+            self.live.add_output((args, kwargs), output)
             if not self.is_in_backward:
                 self.target.add(func, args, kwargs, output, module=self.module)
             return output
@@ -192,15 +192,15 @@ class OperationTrace(TorchDispatchMode):
             self._inside = False
 
     def add_experts(self, experts: ExpertsTrace) -> None:
-        """What runs within is not seen."""
+        """Count experts as one operation."""
         self.target.add_experts(experts, module=self.module)
 
     def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is aten.rand.default and len(args[0]) == 0:
-            # One random number decides whether a layer is skipped (OPT's layerdrop): 1 is never below a probability,
-            # so all layers are counted.
+            # One random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a probability, so
+            # all layers are counted.
             return torch.ones([])
-        if func is aten._grouped_mm.default and _only_its_shape_is_refused(*args):
+        if func is aten._grouped_mm.default and _has_unknown_output_shape(*args):
             a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
             groups = [offsets.numel()] if b.dim() == 2 else []
             return a.new_empty(*groups, a.shape[0], b.shape[-1])
@@ -210,13 +210,13 @@ class OperationTrace(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def _only_its_shape_is_refused(a: Tensor, b: Tensor, *args: Any) -> bool:
-    """Grouped products take any floating type, but torch tells the shape of their result only for bfloat16."""
+def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:
+    """Torch infers the output shape of grouped products only for bfloat16."""
     return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and a.dim() == 2
 
 
 def _would_be_large(args: tuple[Any, ...]) -> bool:
-    """Real tensors whose values may decide something are small; a mask of all pairs of tokens is not computed."""
+    """Real tensors whose values matter are small. A mask of all pairs of tokens is not computed."""
     shapes = [tensor.shape for tensor in tensors_in(args)]
     if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args)):
         return False

@@ -1,4 +1,4 @@
-"""Measures what a model's step consists of, without weights and without computing."""
+"""Profiles a model's step by block: parameters, FLOPs and bytes, without weights and without computing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, head_as_it_is
+from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
 from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
 from hf_lohan.hardware import MatrixShape
 from hf_lohan.model.block import Block
@@ -30,7 +30,7 @@ from hf_lohan.planning.tracing.trace import ModelTrace
 class TracedModel:
     profile: ModelProfile
     matrix_shapes: tuple[MatrixShape, ...]
-    """Of all its matrix products, most FLOPs first: what to measure a device with."""
+    """All its matrix products, most FLOPs first, to measure a device with."""
 
 
 def trace_model(
@@ -45,14 +45,14 @@ def trace_model(
 ) -> TracedModel:
     """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
 
-    Runs on fake tensors: shapes only, so any size takes seconds, and parameters may be on meta. Of layers that are
-    alike only the first is traced. Experts with blocks of their own run as one operation of their layer. Trace before
-    anything hooks into the model (an offload engine, say).
+    Runs on fake tensors, which have shapes only: any size takes seconds, and parameters may be on meta. Only the first
+    of equal layers is traced. Experts with blocks of their own are one operation of their layer. Call this before
+    hooks are registered on the model (by an engine, for example).
 
     Args:
-        device: where the forward would run: kernels have different names there. Only a device that this torch has.
-        chunked_loss: when the loss takes the logits in chunks.
-        fused_attention: attention as on an accelerator, whose fused kernels have dropout; the CPU's have none.
+        device: where the forward would run, because kernel names depend on it. This torch must support it.
+        chunked_loss: when the loss is computed in chunks.
+        fused_attention: use fused kernels for attention with dropout, as an accelerator does and the CPU does not.
     """
     fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
     with fake_mode:
@@ -65,7 +65,7 @@ def trace_model(
         experts = [fused[module] for module in blocks.experts]
         trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()), experts=experts)
         ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
-        stack.enter_context(head_as_it_is(model))
+        stack.enter_context(whole_logits(model))
         chunked_head = chunked_head_of(model, chunked_loss)
         if chunked_head is not None:
             stack.callback(chunked_head.attach())
@@ -76,7 +76,7 @@ def trace_model(
             model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False}, tie_weights=False
         )
         loss = output if isinstance(output, Tensor) else output.loss
-        del output  # and with it the logits, as Trainer does
+        del output  # frees the logits, as Trainer does
         trace.trace_loss(loss)
     profile = ModelProfile(
         blocks=tuple(_block_profile(block, users, trace, blocks.experts) for block, users in modules.items()),
@@ -91,16 +91,16 @@ def _is_layer(block: Block) -> bool:
     return block.size_class is SizeClass.LAYER
 
 
-def _modules_of(found: ModelBlocks) -> dict[Block, list[nn.Module]]:
-    """Whose forwards are a block's work: the decoder layer, or those modules outside that use its parameters."""
+def _modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
+    """By block, the modules whose forwards count for it: its layers, or the modules outside that use its parameters."""
     modules: dict[Block, list[nn.Module]] = {
-        block: [] for block in found.blocks if block.size_class is not SizeClass.EXPERT
+        block: [] for block in model_blocks.blocks if block.size_class is not SizeClass.EXPERT
     }
-    for module, blocks in found.needs.items():
+    for module, blocks in model_blocks.needs.items():
         if blocks:
-            # A layer may use weights of others, too; a tied head works for the block that owns its weight.
-            own = [block for block in blocks if _is_layer(block) == (module in found.layers)]
-            modules[(own or list(blocks))[0]].append(module)
+            # A layer may use shared weights, too. A tied head counts for the block that owns its weight.
+            matching = [block for block in blocks if _is_layer(block) == (module in model_blocks.layers)]
+            modules[(matching or list(blocks))[0]].append(module)
     return modules
 
 
@@ -113,13 +113,13 @@ def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
 
 
 def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
-    """What stands in for the parameters and buffers: memory of no bytes, on a device that computes."""
+    """Fake parameters and buffers, by name."""
     fakes: dict[Tensor, Tensor] = {}
     named: dict[str, Tensor] = {}
-    # By the modules that own them, each once: torch would leave fakes in those that have several names.
+    # By owning module, each once: torch would leave fakes in modules that have several names.
     for prefix, module in model.named_modules():
-        own = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
-        for name, tensor in own:
+        tensors = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in tensors:
             if tensor not in fakes:
                 fakes[tensor] = torch.empty(
                     tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
@@ -130,7 +130,7 @@ def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Dropout is part of a step."""
+    """Training mode, because dropout is part of a step."""
     was_training = {module: module.training for module in model.modules()}
     model.train()
     try:
@@ -141,7 +141,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 
 class _AttentionWithoutDropout(TorchFunctionMode):
-    """Lets the CPU choose its fused kernel, which moves and keeps what an accelerator's with dropout does."""
+    """Lets the CPU choose its fused kernel, which moves and keeps the bytes of an accelerator's kernel with dropout."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -161,38 +161,38 @@ def _block_profile(
     experts: Mapping[nn.Module, Sequence[Block]],
 ) -> BlockProfile:
     is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
-    seen = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
-    seen = seen or BlockTrace()  # its modules did not run
+    traced = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
+    traced = traced or BlockTrace()  # its modules did not run
     return BlockProfile(
         name=block.name,
         size_class=block.size_class,
         num_params=sum(parameter.numel() for parameter in parameters),
         num_trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
         param_bytes=sum(parameter.nbytes for parameter in parameters),
-        flops=seen.flops,
-        input_bytes=seen.input_bytes if is_layer else 0,
-        operations=tuple(seen.operations[: seen.num_run_again]) if is_layer else (),
-        saved_bytes=seen.saved_bytes,
-        working_bytes=seen.working_bytes,
-        moved_bytes=seen.moved_bytes,
-        experts=_experts_profile(modules, seen, experts) if is_layer else None,
+        flops=traced.flops,
+        input_bytes=traced.input_bytes if is_layer else 0,
+        operations=tuple(traced.operations[: traced.num_run_again]) if is_layer else (),
+        saved_bytes=traced.saved_bytes,
+        working_bytes=traced.working_bytes,
+        moved_bytes=traced.moved_bytes,
+        experts=_experts_profile(modules, traced, experts) if is_layer else None,
     )
 
 
 def _experts_profile(
-    modules: Sequence[nn.Module], seen: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
+    modules: Sequence[nn.Module], traced: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
 ) -> ExpertsProfile | None:
-    """Of one layer. Where its forward did not reach them each token is taken to choose one."""
-    found = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
-    if not found:
+    """The experts of one layer. If its forward did not reach them, each token is assumed to choose one."""
+    of_layer = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
+    if not of_layer:
         return None
-    blocks, parts = found[0], found[0][0].slices
+    blocks, parts = of_layer[0], of_layer[0][0].slices
     return ExpertsProfile(
         num_experts=len(blocks),
-        num_chosen=seen.experts.num_chosen if seen.experts else 1,
+        num_chosen=traced.experts.num_chosen if traced.experts else 1,
         num_params=sum(part.numel for part in parts),
         num_trainable_params=sum(part.numel for part in parts if part.trainable),
         param_bytes=blocks[0].param_bytes,
-        num_tokens=seen.experts.num_tokens if seen.experts else 0,
-        inner_bytes=seen.experts.inner_bytes if seen.experts else 0,
+        num_tokens=traced.experts.num_tokens if traced.experts else 0,
+        inner_bytes=traced.experts.inner_bytes if traced.experts else 0,
     )

@@ -1,4 +1,4 @@
-"""Follows one forward through a model's blocks. Layers that are alike are traced once."""
+"""Traces one forward through a model's blocks. Equal layers are traced once."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ from hf_lohan.planning.tracing.operations import BlockTrace, LiveBytes, Operatio
 logger = logging.getLogger(__name__)
 
 _SCALARS = (bool, int, float, str, type(None))
-_PLACE_IN_MODEL = frozenset({"layer_idx", "layer_id", "layer_number"})
-"""Attributes in which layers that do the same differ."""
+_LAYER_NUMBERS = frozenset({"layer_idx", "layer_id", "layer_number"})
+"""Attributes in which equal layers differ."""
 
 
 class ModelTrace:
     """The traces of all blocks of one forward.
 
-    `layers` are traced one by one, under `fake_mode`; `experts` in them are one operation. What runs outside of them
-    counts for the block of the module of `outer` that was last called: the loss belongs to the head. There, only what
-    comes of fake tensors is fake: token ids, positions and masks have values, and models look at them.
+    `layers` are traced one by one under `fake_mode`; `experts` in them are one operation. Operations outside the layers
+    count for the block of the module of `outer` that was called last, so the loss counts for the head. Outside the
+    layers token ids, positions and masks are real tensors, because models look at their values.
     """
 
     def __init__(
@@ -54,13 +54,13 @@ class ModelTrace:
         self.of_outer: dict[str, BlockTrace] = {name: BlockTrace() for _, name in outer}
         first = next(iter(self.of_outer.values()), BlockTrace())
         self._operations = OperationTrace(first, fake_mode)
-        self._alike: dict[Any, tuple[BlockTrace, Any]] = {}
+        self._traced_layers: dict[Any, tuple[BlockTrace, Any]] = {}
         self._for_all_layers: list[Tensor] = []
-        """Masks and positions: there until the backward is over."""
+        """Masks and positions, which live until the backward is over."""
         self._last_output: list[Tensor] = []
         self._weights = weights
         self._not_saved: dict[int, StorageWeakRef] = {}
-        """Weights, what layers are given and what has been counted: references, so that no key is used again."""
+        """Weights, layers' inputs and counted tensors. The references keep keys from being used again."""
         self._skip(weights)
 
     @contextlib.contextmanager
@@ -76,9 +76,10 @@ class ModelTrace:
                 )
             stack.enter_context(saved_tensors_hooks(self._save, lambda tensor: tensor))
             stack.enter_context(self._operations)
-            # Graphs have `_save` for a hook: with their tensors a cycle that the garbage collector cannot see.
+            # Graphs refer to the hook `_save`: with their tensors this is a cycle that the garbage collector cannot
+            # see.
             stack.callback(self._not_saved.clear)
-            stack.callback(self._alike.clear)
+            stack.callback(self._traced_layers.clear)
             yield
 
     def _enter_outer(self, trace: BlockTrace) -> Callable[[nn.Module, Any], None]:
@@ -92,9 +93,9 @@ class ModelTrace:
 
         def traced(*args: Any, **kwargs: Any) -> Any:
             kind = (signature_of(layer), _signature_of_inputs(args, kwargs))
-            if kind not in self._alike:
-                self._alike[kind] = self._trace_layer(layer, forward, args, kwargs)
-            self.of_layer[layer], output = self._alike[kind]
+            if kind not in self._traced_layers:
+                self._traced_layers[kind] = self._trace_layer(layer, forward, args, kwargs)
+            self.of_layer[layer], output = self._traced_layers[kind]
             self._last_output = list(tensors_in(output))
             return output
 
@@ -105,22 +106,22 @@ class ModelTrace:
     ) -> tuple[BlockTrace, Any]:
         self._for_all_layers += list(tensors_in((args, kwargs)))[1:]
         args, kwargs = tree_map_only(Tensor, self._to_fake, (args, kwargs))
-        given = list(tensors_in((args, kwargs)))
-        self._skip(given)
-        trace = BlockTrace(input_bytes=given[0].nbytes if given else 0)
+        inputs = list(tensors_in((args, kwargs)))
+        self._skip(inputs)
+        trace = BlockTrace(input_bytes=inputs[0].nbytes if inputs else 0)
         outside, self._operations.target = self._operations.target, trace
         live, self._operations.live = self._operations.live, LiveBytes()
         try:
             with self._module_names(layer), self._fake_mode, self._operations:
                 output = forward(*args, **kwargs)
-                self._trace_backward(list(tensors_in(output)), [*given, *layer.parameters()])
-                trace.working_bytes += sum(tensor.untyped_storage().nbytes() for tensor in given[1:])
+                self._trace_backward(list(tensors_in(output)), [*inputs, *layer.parameters()])
+                trace.working_bytes += sum(tensor.untyped_storage().nbytes() for tensor in inputs[1:])
             return trace, tree_map_only(Tensor, _cut_off, output)
         finally:
             self._operations.target, self._operations.live = outside, live
 
     def trace_loss(self, loss: Tensor) -> None:
-        """The backward from the loss to the last layer's output: the head and what comes with it."""
+        """Trace the backward from the loss to the last layer's output."""
         self._trace_backward([loss], [*self._last_output, *self._weights])
         if self._operations.target.working_bytes:
             # No layer counts it as its input.
@@ -128,8 +129,8 @@ class ModelTrace:
             self._operations.target.working_bytes += input_bytes
 
     def _trace_backward(self, outputs: list[Tensor], inputs: list[Tensor]) -> None:
-        """What a block holds at the most in its forward and its backward, with the gradients of all its weights: they
-        leave as fast as the link takes them. A backward that cannot be traced counts nothing."""
+        """Record a block's peak memory in its forward and backward, with the gradients of all its weights. A backward
+        that cannot be traced counts nothing."""
         operations = self._operations
         operations.is_in_backward = True
         try:
@@ -185,32 +186,32 @@ class ModelTrace:
 
 
 def _cut_off(output: Tensor) -> Tensor:
-    """The tensor without what it was made by."""
+    """The tensor without its graph."""
     return output.detach().requires_grad_(output.requires_grad)
 
 
 @contextlib.contextmanager
 def _forward_replaced(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")  # set on the instance by whoever wrapped it before
+    previous = vars(module).get("forward")  # set on the instance by a wrapper
     module.forward = forward
     try:
         yield
     finally:
-        if own is None:
+        if previous is None:
             del module.forward
         else:
-            module.forward = own
+            module.forward = previous
 
 
 def signature_of(layer: nn.Module) -> tuple[Any, ...]:
-    """Equal for layers that do the same to the same inputs."""
+    """Equal for layers that compute the same from the same inputs."""
     modules = []
     for name, module in layer.named_modules():
-        settings = {key: value for key, value in vars(module).items() if key not in _PLACE_IN_MODEL}
+        settings = {key: value for key, value in vars(module).items() if key not in _LAYER_NUMBERS}
         scalars = sorted((key, repr(value)) for key, value in settings.items() if isinstance(value, _SCALARS))
         modules.append((name, type(module).__qualname__, tuple(scalars)))
-    parameters = tuple((name, *_form(parameter)) for name, parameter in layer.named_parameters())
-    buffers = tuple((name, *_form(buffer)) for name, buffer in layer.named_buffers())
+    parameters = tuple((name, *_tensor_signature(parameter)) for name, parameter in layer.named_parameters())
+    buffers = tuple((name, *_tensor_signature(buffer)) for name, buffer in layer.named_buffers())
     return tuple(modules), parameters, buffers
 
 
@@ -219,11 +220,11 @@ def _signature_of_inputs(args: Any, kwargs: Any) -> tuple[Any, ...]:
     forms: list[Any] = [str(structure)]
     for leaf in leaves:
         if isinstance(leaf, Tensor):
-            forms.append((_form(leaf), leaf.stride()))
+            forms.append((_tensor_signature(leaf), leaf.stride()))
         else:
             forms.append(repr(leaf) if isinstance(leaf, _SCALARS) else type(leaf).__qualname__)
     return tuple(forms)
 
 
-def _form(tensor: Tensor) -> tuple[Any, ...]:
+def _tensor_signature(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tensor.dtype, tensor.requires_grad
