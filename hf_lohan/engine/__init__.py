@@ -10,8 +10,8 @@ from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.engine import OffloadEngine
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.engine.out_of_memory import OutOfMemoryAdvice
 from hf_lohan.engine.parameter_access import CollectiveReads, ParameterAccess, drain_model
+from hf_lohan.engine.planned_memory import OutOfMemoryAdvice
 from hf_lohan.engine.ranks import check_equal_weights
 from hf_lohan.engine.tiers import Tiers, open_tiers
 

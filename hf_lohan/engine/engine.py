@@ -376,7 +376,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
-        if not self._lifetime.end():
+        if not self._lifetime.end_life():
             return
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)

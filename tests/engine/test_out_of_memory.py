@@ -7,7 +7,7 @@ import torch
 
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OutOfMemoryAdvice
-from hf_lohan.engine.out_of_memory import is_out_of_memory, missing_bytes
+from hf_lohan.engine.planned_memory import is_out_of_memory, missing_bytes
 
 OF_TORCH = (
     "CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of 23.64 GiB of which 50.00 MiB is "
