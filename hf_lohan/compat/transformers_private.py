@@ -180,9 +180,7 @@ def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tenso
 def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     """Run ``rows`` [n, hidden] through one expert with the operations of `grouped_experts`. ``weights`` [1, ...] are by
     their names in the module."""
-    ends = torch.full(
-        (1,), rows.shape[0], dtype=torch.int32, device=rows.device
-    )  # on the device: a copy would wait
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # on the device: a copy would wait
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def linear(rows: Tensor, name: str) -> Any:

@@ -75,22 +75,21 @@ class StepCommits:
         timeline: Timeline,
         missed: MissedSteps | None = None,
         *,
-        when_written: Callable[[Callable[[], None]], None],
-        when_reached: Callable[[Callable[[], None]], None],
+        run_when_written: Callable[[Callable[[], None]], None],
+        run_between_updates: Callable[[Callable[[], None]], None],
         interval: CommitInterval,
         decide: Callable[[CommitInterval, int, float, float], bool] = decide_alone,
     ) -> None:
-        """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
-        `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`. `missed`: what of the store is steps behind. `decide`: see
-        `decide_alone`."""
+        """`run_when_written`, `run_between_updates`: see `GradientPipeline`. A store that keeps one version is
+        committed only on request, whatever the `interval`. `missed`: chunks of the store that are steps behind.
+        `decide`: see `decide_alone`."""
         self._store = store
         self._decide = decide
         self._step_counts = step_counts
         self._timeline = timeline
         self._missed = missed
-        self._when_written = when_written
-        self._when_reached = when_reached
+        self._run_when_written = run_when_written
+        self._run_between_updates = run_between_updates
         self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
@@ -153,7 +152,7 @@ class StepCommits:
         self._began_s = now_s
         self.is_due = self._decide(self._interval, self._steps_since + 1, now_s - self._asked_s, step_s)
         keeps_new = not self.is_due
-        self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
+        self._run_between_updates(lambda: self._store.keep_new_in_ram(keeps_new))
 
     @property
     def has_more(self) -> bool:
@@ -174,7 +173,7 @@ class StepCommits:
             self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
             self._describe = None
-            self._when_written(lambda: self._write(journal or Journal(), model_files))
+            self._run_when_written(lambda: self._write(journal or Journal(), model_files))
 
     def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
         """All updates are in the store."""

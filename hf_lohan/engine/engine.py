@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice, Device
+from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
 from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
@@ -21,7 +21,7 @@ from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.planned_memory import PlannedMemory
-from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
+from hf_lohan.engine.rank_parts import agree, block_loader, gradient_pipeline, lending_slots
 from hf_lohan.engine.ranks import agreed_decision
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
@@ -37,7 +37,6 @@ from hf_lohan.updates import (
     ClipHistory,
     ClipWay,
     GradientArrivals,
-    GradientPipeline,
     ParamGroups,
     SkippedSteps,
     StepCounts,
@@ -85,7 +84,7 @@ class OffloadEngine:
         self._optimizer: OffloadOptimizer | None = None
         self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._pipeline = GradientPipeline(
+        self._pipeline = gradient_pipeline(
             UpdateSetup(
                 device=self.device,
                 blocks=layout.blocks,
@@ -102,15 +101,15 @@ class OffloadEngine:
                 spilled_blocks=frozenset(layout.plan.spilled_blocks),
                 spill=tiers.spill,
                 num_held_chunks=layout.num_held_chunks,
-                shared_ram=tiers.shared_ram if is_alone else None,
+                shared_ram=tiers.shared_ram,
                 keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
                 open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
                 missed=self.records.missed,
-                copies_new_weights=None if is_alone else CpuDevice(self.timeline),
-                means=gradient_means(tiers, chunks),
-                agreement=agreement,
-            )
+            ),
+            tiers,
+            chunks,
+            self.agreement,
         )
         layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
         self.expert_loader = expert_loader(
@@ -123,8 +122,8 @@ class OffloadEngine:
             self.step_counts,
             self.timeline,
             self.records.missed,
-            when_written=self._pipeline.when_written,
-            when_reached=self._pipeline.when_reached,
+            run_when_written=self._pipeline.run_when_written,
+            run_between_updates=self._pipeline.run_between_updates,
             interval=interval,
             decide=agreed_decision(agreement, tiers.store, interval) if agreement else decide_alone,
         )
@@ -134,14 +133,10 @@ class OffloadEngine:
             chunks,
             self._pipeline,
             keeps_dtypes=layout.keeps_gradient_dtypes,
-            measures=is_alone,
-            is_final_backward=events.is_final_backward,
-            before_updates=self.commits.keep_what_was_loaded,
-            lend=partial(lend_own, self._ring, tiers),
         )
         self.clip_history = ClipHistory("defer", always=config.clip == "speculate")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
+        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, self._ring)
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
@@ -157,9 +152,12 @@ class OffloadEngine:
             activations=self.activations,
             step=self._step,
             groups=self._groups,
+            commits=self.commits,
             plan=self._plan,
             lifetime=self._lifetime,
             block_began=events.block_began,
+            is_final_backward=events.is_final_backward,
+            slots=lending_slots(self._ring, tiers),
             block_of=self._block_of,
         )
         self._pass = ModelPass(parts)
@@ -172,7 +170,7 @@ class OffloadEngine:
             parts,
             self._pass,
             self._parameters,
-            settle=self._pipeline.settle,
+            settle=self._pipeline.wait_for_updates,
             forward_pass=self._hooks.current_forward_pass,
             saving=self._hooks.saving,
         )
@@ -250,7 +248,7 @@ class OffloadEngine:
         fit the store."""
         if self._optimizer is not None:
             self.settle()  # updates that still run are of the optimizer before, and count their step, too
-        self._groups.bind(optimizer)
+        self._groups.bind_optimizer(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
@@ -260,11 +258,11 @@ class OffloadEngine:
 
     def check_groups(self) -> None:
         """Raises ValueError if the optimizer's groups, which have changed, do not fit the store."""
-        self._groups.follow(may_be_without_group=True)
+        self._groups.follow_optimizer(may_be_without_group=True)
 
     def announce_backward(self, *, is_final: bool) -> None:
         """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
-        self._arrivals.announce_backward(is_final=is_final)
+        self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
@@ -277,13 +275,13 @@ class OffloadEngine:
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
-            result = self._step.finish(group_of)
+            result = self._step.finish_step(group_of)
         self._prefetcher.foresee(is_training=True)
         self._pass.clock.end_step()
         self.commits.end_step()
         self.tiers.codecs.end_step()
         self._plan.end_step()
-        self.skipped_steps.note(result)
+        self.skipped_steps.note_step(result)
 
     @property
     def last_step(self) -> StepResult | None:
@@ -315,7 +313,7 @@ class OffloadEngine:
     def settle(self) -> None:
         """Wait until the store holds every update of the steps so far."""
         self._lifetime.check()
-        self._pipeline.settle()
+        self._pipeline.wait_for_updates()
 
     @property
     def parameters(self) -> ParameterAccess:
@@ -324,17 +322,17 @@ class OffloadEngine:
         return self._parameters
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `StepTransaction.clip`."""
+        """See `StepTransaction.clip_gradients`."""
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover_before_step()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
-            return self._step.clip(max_norm, norm_type)
+            return self._step.clip_gradients(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
         self._pass.recover()
-        self._step.abandon()
+        self._step.abandon_gradients()
         self._ring.gradients_away.clear()
 
     @property

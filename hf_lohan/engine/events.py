@@ -91,7 +91,7 @@ class FollowedPlan:
 
     def choose_order(self, shape: StepShape) -> bool:
         """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
-        self._pipeline.settle()
+        self._pipeline.wait_for_updates()
         planned = self._events.plan_order(shape)
         self._needs_plan = False
         if planned is None:
@@ -105,7 +105,7 @@ class FollowedPlan:
         self.memory.last_shape = shape
         if self._needs_plan and shape is not None:
             self._needs_plan = False
-            self._pipeline.settle()  # what still runs would make the hardware look slow
+            self._pipeline.wait_for_updates()  # what still runs would make the hardware look slow
             self._follow(self._events.plan(replace(shape, num_together=self.memory.num_together)))
         self.memory.allocate_copies()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from hf_lohan.config import AUTO, ExpertCachePolicy
 from hf_lohan.device import Event
-from hf_lohan.engine.forward_pass import ForwardPass
+from hf_lohan.engine.model_pass import ForwardPass
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     ComputeExpert,

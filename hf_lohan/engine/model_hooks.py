@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from hf_lohan.compat.torch_private import is_compiled
-from hf_lohan.engine.forward_pass import ForwardPass, OneForward
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, Phase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planning import StepShape
 from hf_lohan.weights import Slot, saved_weight_hooks
@@ -123,14 +122,14 @@ class ModelHooks:
                 "a layer was called outside its model's forward with gradients on; call the model itself, so that "
                 "what autograd saves of streamed weights can be tracked"
             )
-        self._pass.spans.end()
+        self._pass.spans.end_span()
         self._forward_pass.enter(blocks)
         if blocks:
-            self._pass.spans.begin("forward", blocks[0])
+            self._pass.spans.begin_span("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is not Phase.BACKWARD:
-            self._pass.spans.end()
+            self._pass.spans.end_span()
             self._forward_pass.leave(blocks)
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
@@ -157,9 +156,9 @@ class ModelHooks:
         self._forward_pass.enter_backward()
         if block in self._shared or self._pass.spans.is_open("backward", block):
             return self._forward_pass.fetch_in_backward(block)
-        self._pass.spans.end()
+        self._pass.spans.end_span()
         slot = self._forward_pass.fetch_in_backward(block)
-        self._pass.spans.begin("backward", block)
+        self._pass.spans.begin_span("backward", block)
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:

@@ -1,19 +1,26 @@
-"""The parts of an engine that are others where several ranks train together."""
+"""The parts of an engine that differ between one rank and several."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import replace
 
 from torch import Tensor
 
-from hf_lohan.device import Event
+from hf_lohan.device import CpuDevice, Event
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import Links
-from hf_lohan.updates import BorrowedSlot, Delivery, GradientMeans, GradientReduction, OwnGradients
+from hf_lohan.ranks import Links, StepAgreement
+from hf_lohan.updates import (
+    Delivery,
+    GradientPipeline,
+    GradientReduction,
+    RankGradientPipeline,
+    UpdateSetup,
+    WeightSlots,
+)
 from hf_lohan.weights import (
     BlockLoader,
     BoxParts,
@@ -58,26 +65,27 @@ def block_loader(
     return LockstepPrefetcher(ring, source, layout.blocks)
 
 
-def gradient_means(tiers: Tiers, chunks: Sequence[Chunk]) -> Callable[..., GradientMeans]:
-    """Makes what makes gradients those of all ranks (see `UpdateSetup.means`)."""
+def gradient_pipeline(
+    setup: UpdateSetup, tiers: Tiers, chunks: Sequence[Chunk], agreement: StepAgreement
+) -> GradientPipeline:
+    """Applies this process's gradients, or their averages over all ranks."""
     if tiers.rank_memory is None:
-        return OwnGradients
-    return partial(
-        GradientReduction,
-        tiers.links,
-        tiers.device,
-        tiers.gradients,
-        tiers.rank_memory.gradients,
-        chunks,
-        tiers.codecs.gradients,
+        return GradientPipeline(setup)
+    memory, codec = tiers.rank_memory.gradients, tiers.codecs.gradients
+    reduction = GradientReduction(tiers.links, tiers.device, tiers.gradients, memory, chunks, codec)
+    setup = replace(
+        setup,
+        shared_ram=None,
+        sums_stay_in_arrival_buffers=True,
+        copies_new_weights=CpuDevice(tiers.device.timeline),
     )
+    return RankGradientPipeline(setup, reduction, agreement)
 
 
-def lend_own(ring: SlotRing, tiers: Tiers, chunk: Chunk) -> BorrowedSlot | None:
-    """The weights of a chunk's block for its update, if that is this rank's and they are not rounded. Another rank's
-    backward may come to the block later; it waits for no load but those before the block's."""
-    is_own = chunk.owner == tiers.links.ranks.rank
-    return ring.lend(chunk.block) if is_own and tiers.codecs.weights is None else None
+def lending_slots(ring: SlotRing, tiers: Tiers) -> WeightSlots | None:
+    """The slots that updates in backward may borrow; none if they hold rounded weights. A borrowed slot cannot block
+    another rank: its backward may reach the block later, but it only waits for loads before the block's."""
+    return ring if tiers.codecs.weights is None else None
 
 
 def agree(links: Links, what: str, wish: bool) -> bool:

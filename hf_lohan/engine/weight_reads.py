@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.compat.torch_private import storage_id, tree_map
-from hf_lohan.engine.forward_pass import ForwardPass
 from hf_lohan.engine.gathering import Gathering
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.weights.absence import ViewOf, refusal

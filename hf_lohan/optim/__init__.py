@@ -1,7 +1,7 @@
-"""Optimizers: rules of update over flat chunks, which are torch's own, exact codecs of masters, rounding ones of
-AdamW's moments where that is asked for, and the `Optimizer` the world sees.
+"""Optimizers: torch's update rules over flat chunks, exact codecs for masters, rounding codecs for AdamW's moments, and
+the `Optimizer` that users see.
 
-Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
+Nothing here knows where a chunk comes from or goes to: host tensors are updated in place.
 """
 
 from hf_lohan.optim.adamw import AdamWGroup, Segment, within

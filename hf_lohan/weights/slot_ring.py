@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
-from hf_lohan.updates import BorrowedSlot
+from hf_lohan.updates import BorrowedSlot, WeightSlots
 from hf_lohan.weights.absence import GradientsAway
 from hf_lohan.weights.absent_parameter import AbsentParameter
 from hf_lohan.weights.stand_ins import StandIns
@@ -44,7 +44,7 @@ class Slot:
         return not (self.num_pins or self.num_loans or self.is_loading or self.is_kept)
 
 
-class SlotRing:
+class SlotRing(WeightSlots):
     """Puts a block's parameters on the device and takes them off.
 
     A parameter is either present, `p.data` being a view into a slot, or absent: then whoever reads it is brought the
@@ -108,7 +108,7 @@ class SlotRing:
             slot = self._holder.get(block)
             return self.pin(block) if slot is not None and slot.ready is not None else None
 
-    def lend(self, block: Block) -> BorrowedSlot | None:
+    def borrow_slot(self, block: Block) -> BorrowedSlot | None:
         """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
         must be left to it, and one block at a time is lent."""
         slots = self.slots[block.size_class]

@@ -29,8 +29,7 @@ from hf_lohan.planner import Placement
 from hf_lohan.planner.search.candidate_memory import held_beside
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.updates.gradients import ChunkGradient
-from hf_lohan.updates.held import HeldGradients
+from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
@@ -333,7 +332,7 @@ def test_a_step_that_breaks_in_the_middle(
         twins.model(**tiny_batch(seed=seed)).loss.backward()
         with pytest.MonkeyPatch.context() as patch:
             if when == "clip":
-                patch.setattr(engine._step._norms, "total", raise_planned)
+                patch.setattr(engine._pipeline, "total_norm", raise_planned)
                 with pytest.raises(error):
                     engine.clip_grad_norm(CLIPS)
             else:

@@ -34,7 +34,7 @@ def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **
 def is_behind(trainer: Any) -> bool:
     engine = trainer.offload_engine
     engine.settle()
-    return any(engine.records.missed.behind(block) for block in engine.layout.blocks)
+    return any(engine.records.missed.is_block_behind(block) for block in engine.layout.blocks)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])

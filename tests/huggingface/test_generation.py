@@ -72,8 +72,13 @@ def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
 def generated(model: Any, settings: dict[str, Any]) -> Any:
     torch.manual_seed(1)
     return model.generate(
-        PROMPT, attention_mask=torch.ones_like(PROMPT), pad_token_id=0, eos_token_id=None, output_logits=True,
-        return_dict_in_generate=True, **settings,
+        PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
     )
 
 

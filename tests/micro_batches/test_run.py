@@ -59,13 +59,13 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     train(twins, 0)
     sent: list[str] = []
     arrivals = twins.engine._arrivals
-    send = arrivals.send
+    send = arrivals.send_gradient
 
     def noted(part: ParamSlice, gradient: torch.Tensor, **how: bool) -> None:
         sent.append(part.name)
         send(part, gradient, **how)
 
-    monkeypatch.setattr(arrivals, "send", noted)
+    monkeypatch.setattr(arrivals, "send_gradient", noted)
     train(twins, 1)
     assert sorted(sent) == sorted(name for name, _ in twins.stock.named_parameters())
 

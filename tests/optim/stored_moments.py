@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.optim import AdamWGroup, MomentDtype, master_format
-from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, RoundedSpan, moment_codec
+from hf_lohan.optim.moments import MOMENT_CODECS, NUM_SCRATCH, MomentCodec, RoundedSpan
 
 DTYPES: tuple[MomentDtype, ...] = ("bfloat16", "int8")
 NUMEL = 4096
@@ -25,7 +25,7 @@ def dtype(request: pytest.FixtureRequest) -> MomentDtype:
 
 
 def codec_of(dtype: MomentDtype) -> MomentCodec:
-    codec = moment_codec(dtype)
+    codec = MOMENT_CODECS[dtype]
     assert codec is not None
     return codec
 

@@ -8,7 +8,7 @@ from stored_moments import NUMEL, bytes_of, decoded, encoded, new_records, some_
 from torch import Tensor
 
 from hf_lohan.optim import MomentDtype, master_format
-from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, moment_codec
+from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL
 from hf_lohan.optim.rounding_noise import PERIOD
 
 
@@ -16,7 +16,7 @@ def test_bytes_a_parameter() -> None:
     for dtype, num_bytes in (("float32", 8.0), ("bfloat16", 4.0), ("int8", 2.25)):
         form = master_format(torch.float32, dtype)  # type: ignore[arg-type]
         assert form.state_bytes_per_param == num_bytes
-    assert moment_codec("float32") is None
+    assert MOMENT_CODECS["float32"] is None
 
 
 def test_what_was_never_written_is_zero(dtype: MomentDtype) -> None:

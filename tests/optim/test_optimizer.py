@@ -29,7 +29,7 @@ class Target:
     def step(self) -> None:
         assert self.optimizer is not None
         self.calls.append("step")
-        self.learning_rates.append(AdamWGroup.of(self.optimizer.param_groups[0]).lr)
+        self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
     def drop_gradients(self) -> None:
         self.calls.append("drop")
@@ -57,10 +57,10 @@ def test_groups_read_their_hyperparameters_as_they_are_now(target: Target) -> No
     optimizer, _ = two_groups(target)
     assert target.optimizer is optimizer
     first, second = optimizer.param_groups
-    assert AdamWGroup.of(first) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
-    assert AdamWGroup.of(second) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
+    assert AdamWGroup.from_group(first) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
+    assert AdamWGroup.from_group(second) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
     first["lr"] = torch.tensor(0.125)  # some schedulers put tensors there
-    assert AdamWGroup.of(first).lr == 0.125 and isinstance(AdamWGroup.of(first).lr, float)
+    assert AdamWGroup.from_group(first).lr == 0.125 and isinstance(AdamWGroup.from_group(first).lr, float)
 
 
 def test_loading_a_state_keeps_the_identity_of_the_groups(target: Target) -> None:
@@ -72,7 +72,7 @@ def test_loading_a_state_keeps_the_identity_of_the_groups(target: Target) -> Non
     assert optimizer.param_groups is groups
     assert optimizer.param_groups[0] is first and first["params"] is lists
     assert first["params"][0] is params[0]
-    assert AdamWGroup.of(optimizer.param_groups[0]).lr == 0.75
+    assert AdamWGroup.from_group(optimizer.param_groups[0]).lr == 0.75
 
 
 def test_a_state_of_other_groups_is_refused(target: Target) -> None:

@@ -79,7 +79,7 @@ def test_experts_that_few_tokens_reach_are_those_of_the_fused_parameter(
         if max_norm:
             nn.utils.clip_grad_norm_([weights, biases], max_norm)
         stock.step()
-        decaying, other = (AdamWGroup.of(group) for group in stock.param_groups)
+        decaying, other = (AdamWGroup.from_group(group) for group in stock.param_groups)
         history.append([Segment(0, NUM_WEIGHTS, decaying, step), Segment(NUM_WEIGHTS, NUMEL, other, step)])
         for number in hit:
             gradient = torch.cat([weights.grad[number].flatten(), biases.grad[number]])
@@ -101,7 +101,7 @@ def test_moments_that_become_subnormal_stay_what_torch_makes_of_them() -> None:
     state = stock.state[weights]
     records = {"param": weights.detach().clone(), **{kind: state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")}}
     weights.grad = torch.zeros(64)
-    group = AdamWGroup.of(stock.param_groups[0])
+    group = AdamWGroup.from_group(stock.param_groups[0])
     for _ in range(num_steps):
         stock.step()
     missed = [[Segment(0, 64, group, step)] for step in range(2, num_steps + 2)]
@@ -125,7 +125,7 @@ def test_in_the_middle_of_a_fused_parameter_every_element_is_one_of_a_vector() -
     for step in range(num_steps):
         fused.grad = torch.zeros_like(fused) if step else gradient.clone()
         stock.step()
-    form, group = master_format(torch.float32), AdamWGroup.of(stock.param_groups[0])
+    form, group = master_format(torch.float32), AdamWGroup.from_group(stock.param_groups[0])
     state = stock.state[fused]
     expected = {"param": fused.detach(), **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")}}
     expected = {kind: record[:num_experts].contiguous() for kind, record in expected.items()}

@@ -144,7 +144,7 @@ def test_a_parameter_smaller_than_its_rows_and_columns_is_refused() -> None:
     rule = UpdateRule("Adafactor", ("variance",))
     rule.refuse_shape("fine", (2, 2))
     rule.refuse_shape("fine", (7,))
-    with pytest.raises(ValueError, match=r"Adafactor keeps more of score\.weight, of shape \[1, 64\]"):
+    with pytest.raises(ValueError, match=r"Adafactor keeps more state of score\.weight, of shape \[1, 64\]"):
         rule.refuse_shape("score.weight", (1, 64))
 
 

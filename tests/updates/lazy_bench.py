@@ -76,7 +76,7 @@ class LazyBench:
                 missed=self.missed,
             )
         )
-        self.pipeline.speculate(speculates)
+        self.pipeline.set_speculation(speculates)
 
     def _expert(self, number: int) -> Block:
         parameters = {"weights": self.weights, "biases": self.biases}
@@ -119,7 +119,7 @@ class LazyBench:
             values = torch.randn(chunk.numel, generator=random)
             if self.blocks.index(chunk.block) in touched:
                 self.pipeline.submit(self._arrived(chunk, values), is_final=is_final)
-        self.pipeline.reach(self.chunks)
+        self.pipeline.note_passed(self.chunks)
 
     def _arrived(self, chunk: Chunk, values: Tensor) -> ArrivedChunk:
         arrived = ArrivedChunk(chunk, self.gradients.acquire(), torch.float32, list(chunk.pieces))
@@ -137,7 +137,7 @@ class LazyBench:
             self.commit()
 
     def commit(self) -> None:
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         packed = self.missed.packed()
         counts = [self.step_counts[part] for block in self.blocks for part in block.slices]
         self.store.commit({"counts": counts}, {"missed": packed} if packed is not None else {})
@@ -145,7 +145,7 @@ class LazyBench:
     def go_back(self) -> None:
         """To the last commit."""
         self.pipeline.abandon_step()
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         self.store.drop_drafts()
         self.restore()
 
@@ -170,7 +170,7 @@ class LazyBench:
 
     def states_of(self, number: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
         """All records of an expert, as the last step left them."""
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         block, found = self.blocks[number], {}
         for kind in kinds or ("param", *self.form.state_kinds):
             numel = self.records.layout.record(block.name, kind).numel
@@ -181,7 +181,7 @@ class LazyBench:
         return found
 
     def behind(self) -> Set[int]:
-        return {number for number, block in enumerate(self.blocks) if self.missed.behind(block)}
+        return {number for number, block in enumerate(self.blocks) if self.missed.is_block_behind(block)}
 
 
 def assert_equal(found: LazyBench, expected: LazyBench) -> None:

@@ -18,7 +18,6 @@ from hf_lohan.optim import AdamWGroup
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
-from hf_lohan.updates.gradient_reduction import GradientMeans, OwnGradients
 from hf_lohan.updates.worker import Applied
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -147,7 +146,7 @@ class Bench:
         fail: Exception | None = None,
         speculates: bool = False,
         lends_gradient_buffers: bool = False,
-        means: Callable[..., GradientMeans] = OwnGradients,
+        make_pipeline: Callable[[UpdateSetup], GradientPipeline] = GradientPipeline,
     ) -> None:
         parameters = {f"p{i}": nn.Parameter(torch.zeros(CHUNK_NUMEL)) for i in range(NUM_CHUNKS)}
         self.block = lay_out_block("block", SizeClass.LAYER, parameters)
@@ -157,7 +156,7 @@ class Bench:
         self.step_counts: StepCounts = dict.fromkeys(self.block.slices, 0)
         self.groups = [GROUP]
         """What the hyperparameters are at present."""
-        self.pipeline = GradientPipeline(
+        self.pipeline = make_pipeline(
             UpdateSetup(
                 device=CpuDevice(),
                 blocks=[self.block],
@@ -171,10 +170,9 @@ class Bench:
                 gradients=self.gradients,
                 recall=pool("recall", 0),
                 num_arrival_buffers=0 if lends_gradient_buffers else self.gradients.num_buffers,
-                means=means,
             )
         )
-        self.pipeline.speculate(speculates)
+        self.pipeline.set_speculation(speculates)
         self.applied: list[Applied] = []
 
     def arrived(self, index: int, value: float) -> ArrivedChunk:
@@ -214,6 +212,6 @@ class Bench:
         self.pipeline.wait_for_norms()
         changed, applied = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
         self.applied.append(applied)
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         self.store.commit()
         return changed

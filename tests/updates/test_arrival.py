@@ -74,10 +74,8 @@ def test_other_hyperparameters_or_another_step_part_a_run() -> None:
 
 def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
     pipeline: Any = SimpleNamespace(
-        norms=GradientNorms(block.slices),
+        measure_gradient=GradientNorms(block.slices).set_first,
         holds_gradients=True,
-        while_waiting=None,
-        speculates=False,
         submit=lambda arrived, **_options: handed_on.append(arrived),
     )
     return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), pipeline)
@@ -99,7 +97,7 @@ def test_chunks_are_handed_on_when_complete_with_zeros_in_the_padding(dtype: tor
     for part, expected in ((large, 2), (small, 3)):
         gradient = torch.randn(part.shape).to(dtype)
         gradients[part], part.parameter.grad = gradient, gradient
-        arrivals.take(part, part.parameter)
+        arrivals.take_gradient(part, part.parameter)
         assert part.parameter.grad is None
         assert len(handed_on) == expected  # the third chunk is shared
     whole = torch.cat([arrived.wait() for arrived in handed_on])
@@ -116,14 +114,14 @@ def test_flush_hands_on_what_some_parameter_never_reached() -> None:
     arrivals = arrivals_for(block, handed_on, buffers)
     first = block.slices[0]
     first.parameter.grad = torch.ones(64, 1)
-    arrivals.take(first, first.parameter)
+    arrivals.take_gradient(first, first.parameter)
     assert handed_on == []
     arrivals.flush()
     assert [piece.param_slice for piece in handed_on[0].pieces] == [first]
     handed_on[0].buffer.release()
     first.parameter.grad = torch.ones(64, 1)
-    arrivals.take(first, first.parameter)
-    arrivals.abandon()
+    arrivals.take_gradient(first, first.parameter)
+    arrivals.abandon_backward()
     assert buffers.num_free == 1
     assert len(handed_on) == 1
 
@@ -135,7 +133,7 @@ def test_a_sparse_gradient_is_refused_by_name() -> None:
     block = lay_out_block("block", SizeClass.LAYER, {"table": table})
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="table has a sparse gradient"):
-        arrivals_for(block, [], pool("gradients", 2)).take(block.slices[0], table)
+        arrivals_for(block, [], pool("gradients", 2)).take_gradient(block.slices[0], table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -45,7 +45,7 @@ class Updates:
         new, copied, buffer = self.hand_over(chunk)
         if copied is not None:
             copied.synchronize()
-        self.handover.written(new)
+        self.handover.note_written(new)
         buffer.release()
         return copied
 
@@ -177,7 +177,7 @@ def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDev
     assert copied is None
     delivery = updates.handover.deliver(block, weights)
     assert list(delivery.ranges_to_read()) == [(2 * GRANULE_NUMEL, block.numel)]
-    updates.handover.written(new)
+    updates.handover.note_written(new)
     buffer.release()
     assert updates.pool.num_free == NUM_CHUNKS - 1  # somebody reads the buffer
     errors: list[BaseException | None] = []
@@ -242,8 +242,8 @@ def test_a_word_of_the_last_update_that_comes_late_does_not_end_this_one() -> No
     updates = Updates()
     before, _, _ = updates.hand_over(chunks[0])
     updates.handover.announce(chunks[:1])
-    updates.handover.written(before)
+    updates.handover.note_written(before)
     assert updates.handover.deliver(block, torch.zeros(block.numel)).to_come == {chunks[0]}
     updates.hand_over(chunks[0])
-    updates.handover.written(before)
+    updates.handover.note_written(before)
     assert list(updates.handover.deliver(block, torch.zeros(block.numel)).chunks) == [chunks[0]]

@@ -199,7 +199,7 @@ def test_several_backwards_are_summed_in_float32(
                     run.backward(10 * step + number)
                 run.step()
     assert_equal(*runs)
-    assert sum("say gradient_accumulation_steps" in record.message for record in caplog.records) == 1
+    assert sum("set gradient_accumulation_steps" in record.message for record in caplog.records) == 1
 
 
 def test_parameters_that_only_some_backwards_reach_are_summed_with_nothing(make_runs: RunFactory) -> None:

@@ -33,7 +33,7 @@ def test_a_loan_ends_when_what_was_read_of_it_is_there() -> None:
     weights.copy_(torch.arange(8.0))
     loan = BorrowedSlot(device, weights, lender.take_back)
     out = torch.empty(4)
-    read = loan.read(2, out)
+    read = loan.start_read(2, out)
     loan.give_back()  # it is read already: only its arrival ends it
     assert lender.num_returns == 0
     read.wait_for_bytes()
@@ -49,7 +49,7 @@ def test_a_loan_does_not_wait_for_gradients_that_are_still_to_be_computed() -> N
     device.take_flops(100.0)
     device.wait(Lane.D2H, device.record(Lane.COMPUTE))
     device.copy(Lane.D2H, torch.empty(4), torch.ones(4))
-    BorrowedSlot(device, torch.zeros(4), lambda: None).read(0, torch.empty(4)).wait_for_bytes()
+    BorrowedSlot(device, torch.zeros(4), lambda: None).start_read(0, torch.empty(4)).wait_for_bytes()
     assert device.clock.now_s() - began_s == pytest.approx(16 / 1e3)
 
 
@@ -99,13 +99,13 @@ def test_what_is_lent_is_not_overwritten_and_one_block_is_lent_at_a_time(
     ring, prefetcher = engine._ring, engine._prefetcher
     layers = [block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER]
     prefetcher.begin_pass(is_training=False)
-    assert ring.lend(layers[0]) is None  # compute does not use it
+    assert ring.borrow_slot(layers[0]) is None  # compute does not use it
     slot = prefetcher.acquire(layers[0])
-    loan = ring.lend(layers[0])
-    assert loan is not None and ring.lend(layers[0]) is not None
+    loan = ring.borrow_slot(layers[0])
+    assert loan is not None and ring.borrow_slot(layers[0]) is not None
     ring.unpin(layers[0])
     prefetcher.acquire(layers[1])
-    assert ring.lend(layers[1]) is None
+    assert ring.borrow_slot(layers[1]) is None
     with ring.lock:
         assert slot not in ring.claimable(SizeClass.LAYER)
     loan.give_back()

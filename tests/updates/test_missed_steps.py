@@ -198,7 +198,7 @@ def test_a_step_that_cannot_be_undone_leaves_no_expert_half_behind(make: MakeBen
         bench.finish_step()
         bench.backward({1}, 1)
         bench.finish_step(commits=False)
-        bench.pipeline.settle()
+        bench.pipeline.wait_for_updates()
         bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
         bench.pipeline.abandon_step()
     assert lazy.behind() == {2, 3}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -180,17 +182,20 @@ def test_what_lies_in_buffers_where_no_gradient_came_is_not_judged(
 ) -> None:
     twins = make_twins("llama", durability=durability, **WAYS[way])
     pool = twins.engine.tiers.gradients
-    acquire = pool.acquire
+    acquire_within, num_dirty = pool.acquire_within, Counter[str]()
 
-    def acquire_dirty(*, half: bool = False, **how: Any) -> Buffer:
-        buffer = acquire(half=half, **how)
-        buffer.bytes.fill_(0xFF)  # NaN, as somebody may have left behind
+    def acquire_dirty(timeout_s: float | None, *, half: bool = False) -> Buffer | None:
+        buffer = acquire_within(timeout_s, half=half)
+        if buffer is not None:
+            buffer.bytes.fill_(0xFF)  # NaN
+            num_dirty[threading.current_thread().name] += 1
         return buffer
 
-    monkeypatch.setattr(pool, "acquire", acquire_dirty)
+    monkeypatch.setattr(pool, "acquire_within", acquire_dirty)
     for model in twins.models:
         model.get_parameter("model.layers.1.input_layernorm.weight").requires_grad_(False)
     train(twins, 2, first_seed=100)
+    assert num_dirty["MainThread"] > 0
     twins.assert_equal()
 
 

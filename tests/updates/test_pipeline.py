@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hf_lohan.device import PoolAborted
 from hf_lohan.files import IoRequest
 from hf_lohan.model import ParamSlice
 from hf_lohan.store import Checksums
-from hf_lohan.updates.gradient_reduction import OwnGradients
+from hf_lohan.updates import RankGradientPipeline, UpdateSetup
 from hf_lohan.updates.gradients import ChunkGradient
 
 
@@ -80,7 +81,7 @@ def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: 
         assert not reader.done()
         bench.store.may_read.set()
         read = reader.result(60)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert torch.equal(read, bench.store.records["param"])
     assert [event for event in bench.store.order if event.startswith("w")] == ["w0", "w1", "w2", "w3"]
 
@@ -106,7 +107,7 @@ def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
     pipeline.finish_step(1.0, lambda part: GROUP)
     bench.groups.append(replace(GROUP, lr=1.0))
     gate.set()
-    pipeline.settle()
+    pipeline.wait_for_updates()
     assert len(bench.store.records["param"].unique()) == 1
 
 
@@ -199,7 +200,7 @@ def test_what_goes_wrong_when_a_write_has_ended_is_told(
     def written(_new: object) -> None:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr(bench.pipeline._handover, "written", written)
+    monkeypatch.setattr(bench.pipeline._handover, "note_written", written)
     bench.submit_all()
     with pytest.raises(RuntimeError, match="planned"):
         bench.finish_step()
@@ -214,7 +215,7 @@ def test_each_who_meets_a_failure_has_an_error_of_his_own(make_bench: Callable[.
     raised = []
     for _ in range(2):
         with pytest.raises(OSError, match="the drive is gone") as error:
-            bench.pipeline.settle()
+            bench.pipeline.wait_for_updates()
         assert error.value.errno == 5
         raised.append(error.value)
     assert raised[0] is not raised[1] and {error.__cause__ for error in raised} == {cause}
@@ -246,7 +247,7 @@ def test_an_update_reads_nothing_that_its_last_update_has_not_written(
         bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
         bench.pipeline.wait_for_norms()
         bench.pipeline.finish_step(1.0, lambda part: GROUP)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert num_reads == 2 * 3
 
 
@@ -256,7 +257,7 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
     """A norm's last bit depends on how many there are; what is only held does not need them."""
     num_threads = dict[str, set[int]](held=set(), summed=set())
     bench = make_bench("optimized", hold_gradients=True)
-    held, norms = bench.pipeline._worker._held, bench.pipeline.norms
+    held, norms = bench.pipeline._worker._held, bench.pipeline._norms
     monkeypatch.setattr(norms, "set_summed", lambda *args: num_threads["summed"].add(torch.get_num_threads()))
     hold = held.hold
 
@@ -274,10 +275,15 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
 
 
 def test_another_rank_may_have_failed_before_the_pipeline_is_made(make_bench: Callable[..., Bench]) -> None:
-    def means(put: Callable[..., None], failed: Callable[[BaseException], None]) -> OwnGradients:
-        failed(RuntimeError("rank 1 ended"))
-        return OwnGradients(put, failed)
+    def start(put: Any, on_failure: Callable[[BaseException], None], apply_unexpected: Any) -> None:
+        on_failure(RuntimeError("rank 1 ended"))
 
-    bench = make_bench("optimized", hold_gradients=False, means=means)
+    exchange: Any = SimpleNamespace(start=start, fail=lambda error: None, close=lambda: None, published=set())
+    agreement: Any = None
+
+    def make_pipeline(setup: UpdateSetup) -> RankGradientPipeline:
+        return RankGradientPipeline(setup, exchange, agreement)
+
+    bench = make_bench("optimized", hold_gradients=False, make_pipeline=make_pipeline)
     with pytest.raises((RuntimeError, PoolAborted), match="rank 1 ended"):
         bench.submit_all()

@@ -65,7 +65,7 @@ def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: M
     bench.pipeline.wait_for_norms()
     later = replace(GROUP, lr=0.5)
     _, applied = bench.pipeline.finish_step(1.0, lambda part: later)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert applied == "redone"
     reference = nn.Parameter(torch.zeros(4))
     reference.grad = torch.ones(4)
@@ -110,20 +110,20 @@ def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench)
     assert_all_buffers_back(bench)
 
 
-@pytest.mark.parametrize("look", ["settle", "when_written", "undo_guesses"])
+@pytest.mark.parametrize("look", ["wait_for_updates", "run_when_written", "undo_guesses"])
 def test_guesses_are_gone_before_what_looks_at_the_store(look: str, make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
     seen: list[bool] = []
-    if look == "when_written":
-        bench.pipeline.when_written(lambda: seen.append(bool(bench.store.records["param"].any())))
-        bench.pipeline.settle()
+    if look == "run_when_written":
+        bench.pipeline.run_when_written(lambda: seen.append(bool(bench.store.records["param"].any())))
+        bench.pipeline.wait_for_updates()
     else:
         getattr(bench.pipeline, look)()
         seen.append(bool(bench.store.records["param"].any()))
     assert seen == [False]
     bench.finish_step()
-    bench.pipeline.speculate(True)  # the next step may guess again, if it is told to
+    bench.pipeline.set_speculation(True)  # the next step may guess again, if it is told to
     bench.submit_all()
     bench.finish_step()
     assert bench.applied == ["deferred", "accepted"]
@@ -179,7 +179,7 @@ def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench:
             bench.pipeline.abandon_step()
         case "read":
             bench.read_weights()
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert bench.store.order[: len(GUESSES) + 1] == [*GUESSES, "drop"]
     assert bench.store.num_under_way == 0
 
@@ -190,7 +190,7 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
     bench.store.write_requests = "late_callbacks"
     bench.submit_all()
     bench.pipeline.wait_for_norms()
-    bench.pipeline._thread.call(bench.pipeline._worker._queue.settle)
+    bench.pipeline._thread.call(bench.pipeline._worker._queue.wait_for_writes)
     bench.store.may_read.clear()
     bench.store.write_requests = "at_once"
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
@@ -201,7 +201,7 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
         reader = threads.submit(bench.read_weights)
         bench.store.may_read.set()
         read = reader.result(60)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert torch.equal(read, bench.store.records["param"])
     assert bench.store.order == [*GUESSES, "drop", *REDONE]
     assert len(bench.store.late) == 3 * NUM_CHUNKS

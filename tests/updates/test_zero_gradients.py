@@ -40,7 +40,7 @@ def submit(bench: Bench, touched: Collection[int], value: float, *, is_final: bo
     gate = bench.hold_up()
     for index in sorted(touched, reverse=True):
         bench.pipeline.submit(bench.arrived(index, value), is_final=is_final)
-    bench.pipeline.reach(bench.chunks)
+    bench.pipeline.note_passed(bench.chunks)
     gate.set()
 
 
@@ -69,7 +69,7 @@ def test_what_no_backward_came_by_takes_no_step(make_bench: Callable[..., Bench]
     bench.finish_step()
     stock.step(gradients(ALL, 1.0))
     bench.pipeline.submit(bench.arrived(1, 2.0), is_final=True)
-    bench.pipeline.reach(bench.chunks[1:3])
+    bench.pipeline.note_passed(bench.chunks[1:3])
     bench.finish_step()
     stock.step([None, 2.0, 0.0, None])
     stock.assert_equal(bench)
@@ -120,7 +120,7 @@ def test_a_step_that_is_abandoned_leaves_none_behind(speculates: bool, make_benc
     submit(bench, {0}, float("nan"))
     bench.pipeline.wait_for_norms()
     bench.pipeline.abandon_step()
-    bench.pipeline.reach(bench.chunks)  # of a backward that broke off before it brought anything
+    bench.pipeline.note_passed(bench.chunks)  # of a backward that broke off before it brought anything
     bench.pipeline.abandon_step()
     bench.pipeline.submit(bench.arrived(1, 2.0), is_final=True)
     bench.finish_step()

@@ -140,7 +140,7 @@ class RankStore:
                 self.store.write(chunk.block.name, "param", chunk.start, param).wait()
                 if self._delays.random() < 0.3:
                     time.sleep(2e-3 * self._delays.random())
-                self.handover.written(new)
+                self.handover.note_written(new)
                 buffer.release()
                 self._outstanding.discard(chunk)
         except BaseException as error:
