@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import renew_benchmarks
 import typer.main
 from typer.testing import CliRunner
 
@@ -35,7 +36,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
 
     def run(name: str, *arguments: str, output: str = "figures.json") -> dict[str, Any]:
         words = [*arguments, "--output", str(tmp_path / output)]
-        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        monkeypatch.setattr(sys, "argv", [str(BENCHMARKS / f"{name}.py"), *words])
         result = CliRunner().invoke(app_of(name), words, catch_exceptions=False)
         assert result.exit_code == 0, result.output
         (written,) = (path for path in tmp_path.rglob("*") if path.is_file())
@@ -84,6 +85,32 @@ def test_all_benchmarks_take_the_same_arguments(monkeypatch: pytest.MonkeyPatch)
     for name in names:
         options = {parameter.name for parameter in typer.main.get_command(app_of(name)).params}
         assert {"device", "hidden", "layers", "cpu_memory", "num_turns", "store", "output"} <= options, name
+
+
+def test_the_measured_rows_have_valid_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    for benchmark in renew_benchmarks.BENCHMARKS:
+        name = benchmark.script.removesuffix(".py")
+        if name != "bench_rivals":
+            typer.main.get_command(app_of(name)).make_context(name, list(benchmark.arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "own"),
+    [
+        ("bench_durability", ["--batch", "2x8"]),
+        ("bench_io", ["--file-bytes", "32MiB"]),
+        ("bench_large", ["--alone-bytes", "8MiB", "--steps-per-turn", "1"]),
+        ("bench_planner", ["--batch", "2x8", "--num-points", "1"]),
+        ("shaped_links", ["--rate", "50mbit", "--nodes", "2", "--ranks-a-node", "1"]),
+    ],
+)
+def test_other_benchmarks_run(name: str, own: list[str], run: Run) -> None:
+    try:
+        assert run(name, *SMALL, *own)["commit"]
+    except PermissionError as error:  # network namespaces
+        pytest.skip(str(error))
 
 
 @pytest.mark.slow
