@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_lohan.absent import gathered_parameters
     from hf_lohan.config import ConfigError, OffloadConfig
     from hf_lohan.huggingface import (
         Accelerator,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         load_for_generation,
     )
     from hf_lohan.optim import OffloadAdamW
-    from hf_lohan.weights import gathered_parameters
 
 __version__ = "0.1.0"
 

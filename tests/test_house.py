@@ -27,7 +27,7 @@ FLOORS = {
     "hardware": 3,
     **dict.fromkeys(("activations", "model"), 4),
     "planning": 5,
-    "updates": 6,
+    **dict.fromkeys(("absent", "updates"), 6),
     "weights": 7,
     **dict.fromkeys(("experts", "micro_batches"), 8),
     "engine": 9,

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_lohan.absent import AbsentParameter
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
@@ -45,7 +46,6 @@ from hf_lohan.updates import (
     UpdateSetup,
 )
 from hf_lohan.weights import SlotRing
-from hf_lohan.weights.absent_parameter import AbsentParameter
 
 
 class OffloadEngine:
@@ -175,7 +175,7 @@ class OffloadEngine:
             saving=self._hooks.saving,
         )
         for parameter in {part.parameter: None for part in self._block_of}:
-            AbsentParameter.belong_to(parameter, self._reads)
+            AbsentParameter.set_provider(parameter, self._reads)
         self._micro_batches = MicroBatchRun(
             JointParts(
                 model=model,
@@ -333,7 +333,7 @@ class OffloadEngine:
         self._micro_batches.refuse_within("zero_grad()")
         self._pass.recover()
         self._step.abandon_gradients()
-        self._ring.gradients_away.clear()
+        self._ring.moved_gradients.clear()
 
     @property
     def last_forward_s(self) -> float:

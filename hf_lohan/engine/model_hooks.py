@@ -12,12 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_lohan.absent import saved_weight_hooks, weight_refusal
 from hf_lohan.compat.torch_private import is_compiled
 from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, Phase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planning import StepShape
-from hf_lohan.weights import Slot, saved_weight_hooks
-from hf_lohan.weights.absence import refusal
+from hf_lohan.weights import Slot
 
 Result = TypeVar("Result")
 
@@ -49,14 +49,16 @@ class ModelHooks:
 
     def saving(self) -> saved_tensors_hooks:
         """A context in which autograd saves handles of weights."""
-        return saved_weight_hooks(self._parts.ring, _told(self._fetch_saved), self._parts.activations)
+        ring = self._parts.ring
+        fetch = _told(self._fetch_saved)
+        return saved_weight_hooks(ring.stand_ins, ring.block_behind, fetch, self._parts.activations)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(refusal("copy.deepcopy"))
+        raise RuntimeError(weight_refusal("copy.deepcopy"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Pickle reaches a model's hooks before its weights."""
-        raise RuntimeError(refusal("pickle"))
+        raise RuntimeError(weight_refusal("pickle"))
 
     def remove(self) -> None:
         """Take them off the model."""
@@ -147,10 +149,10 @@ class ModelHooks:
         for block in blocks:
             self._fetch_in_backward(block)
 
-    def _fetch_saved(self, block: Block, element: int) -> Slot:
+    def _fetch_saved(self, block: Block, element: int) -> Tensor:
         slot = self._fetch_in_backward(block)
         self._pass.refuse_new_weight(block, element)
-        return slot
+        return slot.weights
 
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._forward_pass.enter_backward()

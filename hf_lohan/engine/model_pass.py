@@ -254,7 +254,7 @@ class ModelPass:
     def _drop_forgotten(self) -> None:
         """Drop the step's gradients if a loop has set them to None, as zero_grad() does. Raises RuntimeError if it has
         set only some of them: a step has all its gradients or none."""
-        away = self._parts.ring.gradients_away
+        away = self._parts.ring.moved_gradients
         if not away.forgotten:
             return
         trained = (part for part in self._parts.block_of if part.trainable and part.parameter.requires_grad)
@@ -283,7 +283,7 @@ class ModelPass:
         self._note_gradient(part)
         with _cause_of_abort():
             self._parts.arrivals.take_gradient(part, parameter)
-        self._parts.ring.gradients_away.forgotten.discard(parameter)  # the arrival set it to None, not the loop
+        self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set it to None, not the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
         """A parameter's gradient of the step is complete, unless the backward in progress ``has_more`` of it; None:
@@ -306,7 +306,7 @@ class ModelPass:
     def _note_gradient(self, part: ParamSlice) -> None:
         if not self._loads_before_gradient and self._parts.step.updates_in_backward:
             self._parts.commits.keep_what_was_loaded()  # at the backward's first gradient
-        self._parts.ring.gradients_away.note()
+        self._parts.ring.moved_gradients.mark_moved()
         block = self._parts.block_of[part]
         self._loads_before_gradient.setdefault(block, self._parts.ring.num_loads(block))
 

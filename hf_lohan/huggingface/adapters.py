@@ -10,11 +10,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_lohan.absent import AbsentParameter, MovedGradients, WeightView, gathered_parameters
 from hf_lohan.engine import ParameterAccess
 from hf_lohan.huggingface.progress import advance, long_work
-from hf_lohan.weights import gathered_parameters
-from hf_lohan.weights.absence import GradientsAway, ViewOf
-from hf_lohan.weights.absent_parameter import AbsentParameter
 
 _ONE_LAYER = ("merge", "unmerge")
 _WHOLE_MODEL = ("merge_and_unload", "unload")
@@ -51,7 +49,7 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
     stored = _StoredBase(access, {parameter: names[name] for name, parameter in base.named_parameters()})
     placeholders = {parameter: parameter.data for parameter in stored.names}
     for parameter, placeholder in placeholders.items():
-        AbsentParameter.belong_to(parameter, stored)
+        AbsentParameter.set_provider(parameter, stored)
         AbsentParameter.hide(parameter, placeholder)
     try:
         model: Any = get_peft_model(base, peft_config)
@@ -65,31 +63,31 @@ def adapted(base: Any, peft_config: Any, access: ParameterAccess, names: Mapping
 
 
 class _StoredBase:
-    """An `Absence` for as long as a model is put together."""
+    """A `WeightProvider` for as long as a model is put together."""
 
     def __init__(self, access: ParameterAccess, names: dict[nn.Parameter, str]) -> None:
         self.names = names
-        self.gradients_away = GradientsAway()
+        self.moved_gradients = MovedGradients()
         self._access = access
 
     @contextlib.contextmanager
-    def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[_StoredBase]:
+    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> Iterator[_StoredBase]:
         yield self
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
         return self._access.read_parameter(self.names[parameter])
 
-    def kept(self, output: Any) -> Any:
+    def copy_views(self, output: Any) -> Any:
         return output
 
-    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
+    def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
         """For `modules_to_save`."""
         return nn.Parameter(self.weight(parameter), requires_grad=parameter.requires_grad)
 
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+    def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         raise RuntimeError("weights can be gathered when the model is loaded, not before")
 
-    def note_view(self, view: Tensor, view_of: ViewOf) -> None:
+    def note_view(self, view: Tensor, weight_view: WeightView) -> None:
         """Nothing is saved of it: there is no forward yet."""
 
 

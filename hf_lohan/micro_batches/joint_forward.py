@@ -277,7 +277,7 @@ class JointForward:
         They wait on the device where they may arrive out of the micro-batches' order."""
         self.enter_backward()
         if self._sums.keeps_order or not self._adds_on_host:
-            self._ring.gradients_away.note()
+            self._ring.moved_gradients.mark_moved()
             self._sums.add_gradient(number, part, gradient)
             return
         self._num_sent[part] += 1
@@ -290,7 +290,7 @@ class JointForward:
 
     def _take_leaf_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None:
         self.enter_backward()
-        self._ring.gradients_away.note()
+        self._ring.moved_gradients.mark_moved()
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
     def _on_block_done(self, block: Block) -> None:

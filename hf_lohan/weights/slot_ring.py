@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
 from hf_lohan.updates import BorrowedSlot, WeightSlots
-from hf_lohan.weights.absence import GradientsAway
-from hf_lohan.weights.absent_parameter import AbsentParameter
-from hf_lohan.weights.stand_ins import StandIns
 
 
 @dataclass(eq=False)
@@ -68,7 +66,7 @@ class SlotRing(WeightSlots):
             ]
             for size_class in SizeClass
         }
-        self.gradients_away = GradientsAway()
+        self.moved_gradients = MovedGradients()
         self.stand_ins = StandIns(device)
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
@@ -179,9 +177,11 @@ class SlotRing(WeightSlots):
     def slot_of(self, block: Block) -> Slot:
         return self._holder[block]
 
-    def slot_behind(self, tensor: Tensor) -> Slot | None:
-        """The slot that a tensor is a view of, if any."""
-        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+    def block_behind(self, tensor: Tensor) -> Block | None:
+        """The block in the slot that ``tensor`` is a view of, if it is one."""
+        slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        assert slot is None or slot.block is not None, "a view of an empty slot"
+        return slot.block if slot is not None else None
 
     def forget(self, blocks: Iterable[Block]) -> None:
         """The store has newer parameters of these blocks: what the slots hold is stale."""

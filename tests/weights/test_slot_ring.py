@@ -56,11 +56,11 @@ def test_a_shown_parameter_is_a_view_into_its_slot(ring: SlotRing) -> None:
     for part in block.slices:
         assert part.parameter.shape == part.shape
         assert bool((part.parameter == 2.0).all())
-        assert ring.slot_behind(part.parameter.data) is ring.slot_of(block)
-        assert ring.slot_behind(part.parameter.data.flatten()[2:]) is ring.slot_of(block)
+        assert ring.block_behind(part.parameter.data) is block
+        assert ring.block_behind(part.parameter.data.flatten()[2:]) is block
         weights[part.start] = 9.0
         assert part.parameter.flatten()[0] == 9.0
-    assert ring.slot_behind(torch.zeros(3)) is None
+    assert ring.block_behind(torch.zeros(3)) is None
 
 
 def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotRing) -> None:
@@ -77,7 +77,7 @@ def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotR
         with without_torch_function():
             assert bool(data.isnan().all())
             assert data.untyped_storage().nbytes() == 4
-            assert ring.slot_behind(data) is None
+            assert ring.block_behind(data) is None
 
 
 def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) -> None:

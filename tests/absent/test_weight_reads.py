@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_lohan.absent import gathered_parameters
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.weights import gathered_parameters
 
 HEAD, LAYER, EMBEDDING = "lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight"
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hf_lohan.absent import StandIns, saved_weight_hooks
+from hf_lohan.absent.saved_weights import WatchedTensor, WeightHandle
 from hf_lohan.engine import OffloadEngine, model_hooks
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_model
-from hf_lohan.weights import Slot, saved_weight_hooks
-from hf_lohan.weights.saved_weights import WatchedTensor, WeightHandle
 
 
 def nodes_of(loss: Tensor) -> set[Node]:
@@ -65,13 +65,13 @@ def test_the_graph_holds_no_tensor_over_a_slot(
 ) -> None:
     """Handles are unpacked into a decoy here, so every tensor over a slot in the graph was kept as it is."""
     packed: list[WatchedTensor | WeightHandle] = []
-    decoys: dict[Block, Slot] = {}
+    decoys: dict[Block, Tensor] = {}
 
-    def noting_hooks(ring: Any, _fetch: Any, activations: Any) -> Any:
-        def decoy(block: Block, _element: int) -> Slot:
-            return decoys.setdefault(block, Slot(torch.zeros(block.numel), block.size_class, block))
+    def noting_hooks(stand_ins: StandIns, block_behind: Any, _fetch: Any, activations: Any) -> Any:
+        def decoy(block: Block, _element: int) -> Tensor:
+            return decoys.setdefault(block, torch.zeros(block.numel))
 
-        hooks = saved_weight_hooks(ring, decoy, activations)
+        hooks = saved_weight_hooks(stand_ins, block_behind, decoy, activations)
         pack = hooks.pack_hook
 
         def note(tensor: Tensor) -> WatchedTensor | WeightHandle:
@@ -87,22 +87,23 @@ def test_the_graph_holds_no_tensor_over_a_slot(
     layers = {block for block in engine.layout.blocks if block.size_class is SizeClass.LAYER}
     assert layers <= {handle.block for handle in handles}
     kept = [saved.tensor for saved in packed if isinstance(saved, WatchedTensor)]
-    assert kept and all(engine._ring.slot_behind(tensor) is None for tensor in kept)
+    assert kept and all(engine._ring.block_behind(tensor) is None for tensor in kept)
     found = [tensor for node in nodes_of(loss) for tensor in saved_tensors(node)]
     assert len(found) >= len(handles)
-    assert all(engine._ring.slot_behind(tensor) is None for tensor in found)
+    assert all(engine._ring.block_behind(tensor) is None for tensor in found)
 
 
 def test_a_handle_finds_the_weight_in_whatever_slot_it_is(build_engine: Callable[..., OffloadEngine]) -> None:
     engine = build_engine(tiny_model("llama").train())
     ring, block = engine._ring, engine.layout.blocks[1]
     slot = engine._prefetcher.acquire(block)
-    hooks = saved_weight_hooks(ring, lambda wanted, element: elsewhere, engine.activations)
+    elsewhere = slot.weights + 1
+    fetch = lambda _block, _element: elsewhere  # noqa: E731
+    hooks = saved_weight_hooks(ring.stand_ins, ring.block_behind, fetch, engine.activations)
     part = block.slices[1]
     view = slot.weights[part.start : part.stop].view(part.shape).t()[3:]
     handle = hooks.pack_hook(view)
     assert isinstance(handle, WeightHandle)
-    elsewhere = Slot(slot.weights + 1, block.size_class, block)
     again = hooks.unpack_hook(handle)
     assert (again.shape, again.stride()) == (view.shape, view.stride())
     assert torch.equal(again, view + 1)
