@@ -37,7 +37,7 @@ Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
-ExpertCachePolicy: TypeAlias = Literal["auto", "lfu", "lru", "off"]
+ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
 """The word for offloading with every setting at its default, and the key to nest settings under."""
@@ -108,9 +108,9 @@ class OffloadConfig:
 
     expert_cache: ExpertCachePolicy = AUTO
     """Which experts have a copy in host memory while a model generates and its experts stream, where `cpu_memory` has
-    room for some of them, behind copies of all else: "auto" those that were loaded most often, and one only if it was
-    loaded oftener than what has to make room; "lfu" is Algorithm 2 of MoESys, "lru" keeps what was loaded last, "off"
-    keeps the same experts all the time. With `resident_records: none` there are none. No number depends on it."""
+    room for some of them, after copies of all else: "auto" keeps those that were loaded most often; "lru" keeps those
+    that were loaded last, which is better only if the preferred experts change every few tokens; "off" keeps the same
+    experts all the time. With `resident_records: none` there are none. No number depends on it."""
 
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the

@@ -20,7 +20,7 @@ from hf_lohan.experts import (
     NextRouter,
     StreamedExperts,
     find_routers,
-    policy_named,
+    make_policy,
 )
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
@@ -59,7 +59,7 @@ def expert_loader(
     if room is None or policy == "off":
         return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
     cache = ExpertCache(
-        tiers.device, source, policy_named(policy, room.num_experts), room.bytes_of_each, ring.version_of
+        tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
     return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
 

@@ -10,7 +10,7 @@ for layers (`two_lanes`). Of few tokens, the `next_router` is asked what they wi
 an `expert_cache` keeps in RAM what a policy (`cache_policies`) finds worth it.
 """
 
-from hf_lohan.experts.cache_policies import policy_named
+from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
 from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.next_router import NextRouter, find_routers
@@ -29,6 +29,6 @@ __all__ = [
     "StreamedExperts",
     "TwoLanes",
     "find_routers",
-    "policy_named",
+    "make_policy",
     "run_experts",
 ]

@@ -117,5 +117,5 @@ class ExpertCache:
     def _forget(self, block: Block) -> None:
         place = self._places.pop(block, None)
         if place is not None:
-            self._policy.drop(block)
+            self._policy.remove(block)
             self._free.append(place)

@@ -259,7 +259,7 @@ def test_experts_come_one_by_one_where_a_pass_goes_to_half_of_them_or_fewer(
     assert torch.equal(*tokens)
 
 
-@pytest.mark.parametrize("policy", ["auto", "lfu", "lru", "off"])
+@pytest.mark.parametrize("policy", ["auto", "lru", "off"])
 def test_experts_in_ram_are_not_read(
     policy: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
 ) -> None:
