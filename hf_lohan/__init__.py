@@ -35,7 +35,7 @@ _HOMES = {
     "Trainer": "hf_lohan.huggingface",
     "engine_of": "hf_lohan.huggingface",
     "from_pretrained": "hf_lohan.huggingface",
-    "gathered_parameters": "hf_lohan.weights",
+    "gathered_parameters": "hf_lohan.absent",
     "last_step": "hf_lohan.huggingface",
     "load_for_generation": "hf_lohan.huggingface",
 }
