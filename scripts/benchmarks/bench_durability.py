@@ -1,4 +1,4 @@
-"""What checksums and commits cost: the same offloaded model with and without them, in one interleaved run.
+"""The cost of checksums and commits: one offloaded model with and without them, in one interleaved run.
 
     python scripts/benchmarks/bench_durability.py  # Llama 151M, batch 2 x 256, float32, max_grad_norm 1.0
     python scripts/benchmarks/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16

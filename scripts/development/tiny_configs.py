@@ -1,4 +1,4 @@
-"""A tiny model of any causal-LM class of transformers, from its config class: what is large is made small."""
+"""Makes a tiny model of any causal-LM class of transformers, by shrinking the sizes in its config."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ SIZES: dict[str, Any] = {
     "image_size": 16,
     "patch_size": 8,
 }
-"""By the names that configs have for them. A config gets those that it has."""
+"""Sizes by their names in configs. A config gets those that it has."""
 
 SPECIAL_TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
@@ -108,11 +108,11 @@ OF_CLASS: dict[str, dict[str, Any]] = {
     "Zamba2ForCausalLM": {**_HYBRID, "kv_channels": 8, "num_query_groups": 4, "mamba_headdim": 8, "adapter_rank": 4},
     "ZayaForCausalLM": {"num_experts_per_tok": 1, "router_hidden_size": 16},
 }
-"""What the sizes above do not fit, by model class."""
+"""Further sizes by model class, where those above do not fit."""
 _OR_NONE = frozenset(("head_dim", "num_key_value_heads"))
-"""Sizes that follow from others where a config does not say them, or should."""
+"""Sizes that may be None in a config."""
 _KINDS = ("layer_types", "mlp_layer_types")
-"""Lists of what each layer is."""
+"""Config entries that list the kind of each layer."""
 
 
 def model_class_of(name: str) -> Any:
@@ -161,7 +161,7 @@ def tiny_model_of(name: str, *, seed: int = 0) -> Any:
 
 
 def more_inputs(name: str, model: Any, batch: dict[str, Any], generator: Any) -> dict[str, Any]:
-    """The batch with what this class wants beside token ids, or instead of them."""
+    """The batch with the class's further inputs, or its inputs in place of token ids."""
     import torch
 
     size, length = batch["input_ids"].shape
