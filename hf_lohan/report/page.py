@@ -136,12 +136,8 @@ def _card(label: str, figure: str, beside: str) -> str:
 
 
 def _chart(heading: str, sentence: str, svg: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p>{_scrolling(svg)}</section>"
-
-
-def _scrolling(svg: str) -> str:
-    """A chart that scrolls on narrow screens, so that its letters stay readable."""
-    return f'<div class="chart">{svg}</div>'
+    """A section with a chart, which scrolls on narrow screens so that its letters stay readable."""
+    return f'<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p><div class="chart">{svg}</div></section>'
 
 
 def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

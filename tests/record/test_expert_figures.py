@@ -5,28 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from transformers import TrainingArguments
-
-import hf_lohan
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from small_trainer import small_trainer
 
 NUM_STEPS = 3
 
 
 def test_each_line_counts_used_and_loaded_experts(tmp_path: Path) -> None:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(16)]
-    args = TrainingArguments(
-        str(tmp_path),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    model = tiny_model("mixtral")
     offload = {"cpu_memory": "3MiB", "gpu_memory": "288KiB", "resident_records": "none", "experts": "streamed"}
-    trainer = hf_lohan.Trainer(model, args, train_dataset=rows, offload=offload)
+    trainer = small_trainer(tmp_path, offload, family="mixtral", max_steps=NUM_STEPS)
     trainer.train()
     engine = trainer.offload_engine
     assert engine is not None and engine.expert_loader is not None

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from small_trainer import small_trainer
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-import hf_lohan
 from hf_lohan.config import OffloadConfig
-from hf_lohan.testing.models import tiny_batch, tiny_model
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {
@@ -42,22 +40,9 @@ class Tracker(TensorBoardCallback):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("run")
-    rows = [
-        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
-        for seed in range(16)
-    ]
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=BATCH_SIZE,
-        gradient_accumulation_steps=ACCUMULATE,
-        logging_steps=2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
+    trainer = small_trainer(
+        folder, SETTINGS, max_steps=NUM_STEPS, gradient_accumulation_steps=ACCUMULATE, logging_steps=2
     )
-    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=SETTINGS)
     tracker = Tracker()
     trainer.add_callback(tracker)
     printed = io.StringIO()
@@ -133,11 +118,7 @@ def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
 
 
 def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=1, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
-    )
-    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows)
+    trainer = small_trainer(tmp_path, None, max_steps=1, logging_steps=1)
     trainer.train()
     assert not any(key.startswith("lohan/") for row in trainer.state.log_history for key in row)
     assert not (tmp_path / "lohan").exists()

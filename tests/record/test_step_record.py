@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from small_trainer import small_trainer
 from torch import Tensor
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -22,7 +23,6 @@ from hf_lohan.cli import app
 from hf_lohan.files import StorageError
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import HardwareProfile, plan_offload
-from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
 NUM_STEPS, MORE_STEPS, BATCH_SIZE, ACCUMULATE, SEQUENCE_LENGTH = 6, 2, 2, 2, 16
@@ -30,24 +30,15 @@ SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "resident_records": "non
 
 
 def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False) -> hf_lohan.Trainer:
-    rows = [
-        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
-        for seed in range(64)
-    ]
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
+    return small_trainer(
+        folder,
+        {**SETTINGS, "trace": trace},
+        num_rows=64,
         max_steps=num_steps,
-        per_device_train_batch_size=BATCH_SIZE,
         gradient_accumulation_steps=ACCUMULATE,
         logging_steps=2,
         lr_scheduler_type="constant",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
-    offload = {**SETTINGS, "trace": trace}
-    return hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=offload)
 
 
 def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
