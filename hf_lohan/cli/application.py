@@ -15,7 +15,7 @@ from typer.core import TyperGroup
 import hf_lohan
 
 if TYPE_CHECKING:
-    from hf_lohan.huggingface.text_generation import GenerationFigures
+    from hf_lohan.huggingface.generate.text_generation import GenerationFigures
 
 _ANY_LENGTH = 10_000
 _GENERATION_STORES = Path("lohan_generate")
@@ -100,9 +100,9 @@ def lohan(
 def launch_command(context: typer.Context) -> None:
     """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
     with one_line_errors():
-        from hf_lohan.huggingface.launch import launch
+        from hf_lohan.huggingface.launch import launch_script
 
-        raise typer.Exit(launch(context.args))
+        raise typer.Exit(launch_script(context.args))
 
 
 @app.command()
@@ -254,7 +254,7 @@ def generate(
     """Print what a model says, also one that fits neither RAM nor the device: its weights are read token by token."""
     with one_line_errors():
         from hf_lohan.config import OffloadConfig
-        from hf_lohan.huggingface.text_generation import TextRequest, generate_text
+        from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
 
         request = TextRequest(
             prompt=prompt,
@@ -328,9 +328,9 @@ def export_command(
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
     with one_line_errors():
-        from hf_lohan.huggingface.export import export
+        from hf_lohan.huggingface.models.export import export_model
 
-        step = export(run, out, dtype)
+        step = export_model(run, out, dtype)
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 

@@ -12,8 +12,8 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.huggingface.models.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.planner import BudgetError, HardwareProfile
 from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
 from hf_lohan.planning.tracing import TracedModel

@@ -32,7 +32,7 @@ def _progress(console: Console) -> Progress:
 
 def reshard_stores(stores: Sequence[str], num_ranks: int, *, removes_old: bool) -> None:
     """Copy the last step of a run for another number of ranks, and print where it is. Raises as `reshard`."""
-    from hf_lohan.huggingface.export import described_model  # imports transformers
+    from hf_lohan.huggingface.models.export import described_model  # imports transformers
 
     with _progress(Console(stderr=True)) as progress:
         task = progress.add_task("copying", total=None)
@@ -140,7 +140,9 @@ def _useless_journal(store: Store, commit: Commit) -> list[StorageError]:
     """What is wrong with the journal of a Trainer's step, though its checksum is right."""
     if not commit.facts.get("is_resumable"):
         return []
-    from hf_lohan.huggingface.step_journal import check_journal  # imports transformers: seconds, after the reading
+    from hf_lohan.huggingface.trainer.step_journal import (
+        check_journal,  # imports transformers: seconds, after the reading
+    )
 
     try:
         check_journal(commit, store.log, store.paths[0].path)

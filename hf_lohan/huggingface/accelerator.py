@@ -19,16 +19,16 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
-from hf_lohan.huggingface.loading import reload_state_dict, reload_weights
-from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
-from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
-from hf_lohan.huggingface.state_dicts import (
+from hf_lohan.huggingface.models.loading import reload_state_dict, reload_weights
+from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_together
+from hf_lohan.huggingface.models.state_dicts import (
     WEIGHTS_NAME,
     is_of_diffusers,
     save_shards,
     save_state_dict,
     saves_itself,
 )
+from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import LoopRecord, record_folder

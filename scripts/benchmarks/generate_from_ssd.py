@@ -44,7 +44,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.experts.expert_schedule import ExpertSchedule, Load
 from hf_lohan.files import IoEngine
 from hf_lohan.huggingface.attachment import attach
-from hf_lohan.huggingface.text_generation import PassClock
+from hf_lohan.huggingface.generate.text_generation import PassClock
 from hf_lohan.planner import KeysAndValues, SizeClass
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
 from hf_lohan.cli.application import app, generation_summary
-from hf_lohan.huggingface.text_generation import GenerationFigures
+from hf_lohan.huggingface.generate.text_generation import GenerationFigures
 
 PROMPT = "block 7 goes down"
 NUM_LAYERS, LAYER_KIB = 6, 168

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.export import described_model
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import records_of_rank
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
