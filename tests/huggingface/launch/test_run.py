@@ -37,7 +37,7 @@ def test_a_script_runs_as_if_started_directly(
     link = str(tmp_path / "link.py")
     run.main(["--offload", "lohan", link, "--offload", "its own", "-m", "x"])
     argv = [link, "--offload", "its own", "-m", "x"]
-    assert echoed(capsys) == ["__main__", argv, str(script.parent), "hf_lohan.huggingface.trainer", True]
+    assert echoed(capsys) == ["__main__", argv, str(script.parent), "hf_lohan.huggingface.trainer.trainer", True]
 
 
 def test_a_trace_is_asked_for_whatever_the_file_says(
@@ -63,7 +63,7 @@ def test_a_module_runs_as_python_would_run_it(
     (tmp_path / "echo_package" / "train.py").write_text(ECHO)
     run.main(["-m", "echo_package.train", "--lr", "1"])
     argv = [str(tmp_path / "echo_package" / "train.py"), "--lr", "1"]
-    assert echoed(capsys) == ["__main__", argv, str(tmp_path), "hf_lohan.huggingface.trainer", True]
+    assert echoed(capsys) == ["__main__", argv, str(tmp_path), "hf_lohan.huggingface.trainer.trainer", True]
 
 
 @pytest.mark.parametrize(
