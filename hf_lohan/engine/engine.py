@@ -26,7 +26,7 @@ from hf_lohan.engine.rank_parts import agree, block_loader, gradient_pipeline, l
 from hf_lohan.engine.ranks import agreed_decision
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert, TwoLanes
+from hf_lohan.experts import ComputeExpert, LayerAndExpertLoaders
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -115,7 +115,8 @@ class OffloadEngine:
         self.expert_loader = expert_loader(
             self._ring, tiers, layout, self._pipeline.deliver, self.records, config.expert_cache
         )
-        self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
+        experts = self.expert_loader
+        self._prefetcher = LayerAndExpertLoaders(layer_loader, experts) if experts else layer_loader
         interval = CommitInterval.asked_for(config.commit_every)
         self.commits = StepCommits(
             tiers.store,
@@ -276,7 +277,7 @@ class OffloadEngine:
         self.commits.keep_what_was_loaded()
         with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
             result = self._step.finish_step(group_of)
-        self._prefetcher.foresee(is_training=True)
+        self._prefetcher.foresee_pass(is_training=True)
         self._pass.clock.end_step()
         self.commits.end_step()
         self.tiers.codecs.end_step()

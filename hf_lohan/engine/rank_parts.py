@@ -24,9 +24,9 @@ from hf_lohan.updates import (
 from hf_lohan.weights import (
     BlockLoader,
     BoxParts,
+    LayerLoader,
     LocalWeights,
-    LockstepPrefetcher,
-    Prefetcher,
+    LockstepLoader,
     SharedWeights,
     SlotRing,
 )
@@ -44,7 +44,7 @@ def block_loader(
     ``deliver``: see `LocalWeights`."""
     if tiers.rank_memory is None:
         order = [block for block in layout.blocks if block.size_class is not SizeClass.EXPERT]
-        return Prefetcher(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
+        return LayerLoader(ring, LocalWeights(tiers.device, tiers.store, tiers.staging, deliver), order)
     source = SharedWeights(
         tiers.device,
         tiers.store,
@@ -62,7 +62,7 @@ def block_loader(
             version_of=ring.version_of,
         ),
     )
-    return LockstepPrefetcher(ring, source, layout.blocks)
+    return LockstepLoader(ring, source, layout.blocks)
 
 
 def gradient_pipeline(

@@ -5,19 +5,18 @@ matrix product. `routing` tells the host how many rows go to which expert. `stre
 to, once in forward and once in backward, computes with it, and sends its gradient away before the next one comes.
 
 They have a lane of loads of their own. The `expert_schedule` says which is needed next, for sure or by a hint;
-`next_expert` which slot it goes to, `farthest_use` finding it; the `expert_loader` has a thread of its own, beside that
-for layers (`two_lanes`). Of few tokens, the `next_router` is asked what they will need next. Where a model generates,
+`next_expert` which slot it goes to; the `expert_loader` has a thread of its own, beside that
+for layers. Of few tokens, the `next_router` is asked what they will need next. Where a model generates,
 an `expert_cache` keeps in RAM what a policy (`cache_policies`) finds worth it.
 """
 
 from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
-from hf_lohan.experts.expert_loader import ExpertLoader
+from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
 from hf_lohan.experts.next_router import NextRouter, find_routers
 from hf_lohan.experts.operation import run_experts
 from hf_lohan.experts.routing import HostNumbers
 from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts
-from hf_lohan.experts.two_lanes import TwoLanes
 
 __all__ = [
     "ComputeExpert",
@@ -25,9 +24,9 @@ __all__ = [
     "ExpertLoader",
     "ExpertParts",
     "HostNumbers",
+    "LayerAndExpertLoaders",
     "NextRouter",
     "StreamedExperts",
-    "TwoLanes",
     "find_routers",
     "make_policy",
     "run_experts",

@@ -11,11 +11,12 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.model import Block
+from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot
 
 
 @dataclass(eq=False)
-class _Place:
+class _Entry:
     """Room for one expert."""
 
     memory: Tensor
@@ -26,7 +27,7 @@ class _Place:
 
 
 class ExpertCache:
-    """An `ExpertSource`: the policy says which experts have a copy in RAM. What is there is copied to the slot from
+    """A `WeightSource`: the policy says which experts have a copy in RAM. What is there is copied to the slot from
     there. What is to be kept is read into its place and copied from there, all else goes past it.
 
     A use, for the policy, is a load: what stays in a slot needs no copy in RAM. One thread loads, others may ask and
@@ -47,8 +48,8 @@ class ExpertCache:
         self._source = source
         self._policy = policy
         self._version_of = version_of
-        self._free = [_Place(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
-        self._places: dict[Block, _Place] = {}
+        self._free = [_Entry(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
+        self._places: dict[Block, _Entry] = {}
         # Of the policy and the places. Nothing is waited for within.
         self._lock = Lock()
 
@@ -63,21 +64,20 @@ class ExpertCache:
         with self._lock:
             self._policy.end_pass()
 
-    def finish(self) -> None:
-        """See `LocalWeights.finish`."""
-        self._source.finish()
+    def finish_loads(self) -> None:
+        self._source.finish_loads()
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
-        """See `LocalWeights.begin`. What updates still have of a block goes past the cache."""
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Blocks of which updates still have a part do not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
                 self._forget(block)
-            self._source.begin_rest(block, slot, delivery, ended)
+            self._source.begin_rest(block, slot, delivery, listener)
             return
         place, is_hit = self._use(block)
         if place is None:
-            self._source.begin_rest(block, slot, delivery, ended)
+            self._source.begin_rest(block, slot, delivery, listener)
             return
         memory = place.memory.view(block.master.working_dtype)[: block.numel]
         try:
@@ -93,9 +93,9 @@ class ExpertCache:
             raise
         finally:
             place.copied = self._device.record(Lane.H2D)
-        delivery.when_ended(ended)
+        delivery.set_listener(listener)
 
-    def _use(self, block: Block) -> tuple[_Place | None, bool]:
+    def _use(self, block: Block) -> tuple[_Entry | None, bool]:
         """Where the block is, or is to be, and whether it is there."""
         version = self._version_of(block)
         with self._lock:

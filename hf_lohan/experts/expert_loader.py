@@ -6,35 +6,25 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
-from hf_lohan.experts.next_expert import ExpertFigures, ExpertLoad, NextExpert
+from hf_lohan.experts.next_expert import ExpertFigures, NextExpert
 from hf_lohan.model import Block
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights import BlockLoader, Slot, SlotRing
+from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSource
 
 
-class ExpertSource(Protocol):
-    """Brings experts, the next one's reads ordered before the last one's have ended: see `LocalWeights`."""
+class ExpertLoader(LocalLoader):
+    """Brings experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on a thread of its own.
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class ExpertLoader(BlockLoader):
-    """One thread that has an `ExpertSource` load what the `ExpertSchedule` says, into slots of the class EXPERT.
-
-    Several blocks may be in use at once, but whoever keeps all slots and asks for another block waits for ever.
+    Several blocks may be in use at once. A caller that keeps all slots and asks for another block waits for ever.
     """
 
     def __init__(
         self,
         ring: SlotRing,
-        source: ExpertSource,
+        source: WeightSource,
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         when_pass_ends: Callable[[], None] = lambda: None,
@@ -44,9 +34,10 @@ class ExpertLoader(BlockLoader):
         on the thread that computes."""
         self._when_pass_ends = when_pass_ends
         self._experts = ExpertSchedule(layers)
-        super().__init__(ring, self._experts, thread_name="lohan-experts")
-        self._source = source
-        self._next = NextExpert(self._experts, ring, is_in_ram)
+        self._next_expert = NextExpert(self._experts, ring, is_in_ram)
+        super().__init__(
+            ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
+        )
         self._arrived: deque[Block] = deque()
         """What the call under way needs and has not used, in the order in which it came."""
         self._lane_name = ""
@@ -57,12 +48,11 @@ class ExpertLoader(BlockLoader):
     def figures(self) -> ExpertFigures:
         """What was needed and loaded so far."""
         with self._ring.lock:
-            return replace(self._next.figures)
+            return replace(self._next_expert.figures)
 
     # The compute thread's side.
 
     def end_pass(self) -> None:
-        """See `BlockLoader.end_pass`."""
         super().end_pass()
         self._when_pass_ends()
 
@@ -82,7 +72,7 @@ class ExpertLoader(BlockLoader):
         with self._ring.lock:
             self._experts.route(layer, experts, num_rows=num_rows, call=call)
             needed = self._experts.left
-            self._next.begin_call(layer, needed)
+            self._next_expert.begin_call(layer, needed)
             here = (block for block in needed if self._ring.is_here(block))
             self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
             self._lane_name = self._experts.experts_of(layer)[0].name
@@ -101,7 +91,7 @@ class ExpertLoader(BlockLoader):
         """See `ExpertSchedule.hint`. Being wrong costs bytes."""
         with self._ring.lock:
             self._experts.hint(layer, experts)
-            self._next.note_layer(layer)
+            self._next_expert.note_layer(layer)
             self._order_loads()
 
     def acquire_any(self) -> tuple[Block, Slot]:
@@ -127,60 +117,40 @@ class ExpertLoader(BlockLoader):
 
     def _pin(self, block: Block) -> tuple[Slot, Event]:
         slot, ready = super()._pin(block)
-        self._next.use(slot)
+        self._next_expert.note_use(slot)
         return slot, ready
 
-    def _order_loads(self) -> None:
-        self._ring.changed.notify_all()  # the thread looks for itself
+    def _note_arrival(self, block: Block) -> None:
+        if self._experts.is_left(block):
+            self._arrived.append(block)
 
-    def _order_urgent(self, block: Block) -> None:
-        self._next.urgent.append(block)
-        try:
-            self._ring.changed.notify_all()
-            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
-            self._raise_failure()
-        finally:
-            self._next.urgent.remove(block)
 
-    # The loading thread's side.
+class LayerAndExpertLoaders:
+    """Tells both loaders when passes begin and end. Experts are acquired from their own loader."""
 
-    def _load_until_closed(self) -> None:
-        while not self._is_closed:
-            load = self._take_load(waits=False)
-            if load is None:
-                self._source.finish()
-                load = self._take_load(waits=True)
-            if load is not None:
-                try:
-                    self._source.begin(load.block, load.slot, partial(self._end_load, load))
-                except BaseException as error:
-                    self._end_load(load, error)
-        self._source.finish()
+    def __init__(self, layers: BlockLoader, experts: ExpertLoader) -> None:
+        self._layers = layers
+        self._experts = experts
 
-    def _take_load(self, *, waits: bool) -> ExpertLoad | None:
-        """The next load, its slot claimed; None if there will be none, or, unless this waits, if there is none now."""
-        with self._ring.lock:
-            while not self._is_closed:
-                load = self._next.find() if self._failure is None else None
-                if load is not None:
-                    self._next.take(load)
-                    return load
-                if not waits:
-                    break
-                self._ring.changed.wait()
-        return None
+    def begin_pass(self, *, is_training: bool) -> None:
+        self._layers.begin_pass(is_training=is_training)
+        self._experts.begin_pass(is_training=is_training)
 
-    def _end_load(self, load: ExpertLoad, error: BaseException | None) -> None:
-        """All of it is on its way into the slot, or never will be; on this thread, or as `Delivery` says."""
-        block, slot = load.block, load.slot
-        ready = self._ring.device.record(Lane.H2D)
-        with self._ring.lock:
-            if error is None:
-                self._ring.publish(slot, ready)
-                if slot.block is block and self._experts.is_left(block):
-                    self._arrived.append(block)
-            else:
-                if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
-                    self._failure = error
-                self._ring.abandon(slot)
-            self._next.end(load)
+    def foresee_pass(self, *, is_training: bool) -> None:
+        self._layers.foresee_pass(is_training=is_training)
+        self._experts.foresee_pass(is_training=is_training)
+
+    def end_pass(self) -> None:
+        self._layers.end_pass()
+        self._experts.end_pass()
+
+    def cancel_pass(self) -> None:
+        self._layers.cancel_pass()
+        self._experts.cancel_pass()
+
+    def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
+        return self._layers.acquire(block, for_operation=for_operation)
+
+    def close(self) -> None:
+        self._layers.close()
+        self._experts.close()

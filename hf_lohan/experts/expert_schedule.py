@@ -18,22 +18,27 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from hf_lohan.experts.frequencies import Frequencies, Trust
 from hf_lohan.model import Block
-from hf_lohan.weights.schedule import NEVER
+from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
 """Rows for each expert, on average, from which on all are expected: with even routing one of 3,000 gets none."""
 
-Container: TypeAlias = "dict[int, None] | range"
+ExpertNumbers: TypeAlias = "dict[int, None] | range"
 """Numbers of experts, in an order, that are quickly looked up."""
 
 
 _NOT_EXPECTED = NEVER // 2
+_DECAY = 0.9**0.25
+"""What a use counts for one pass later: nine tenths behind four passes, as caches of experts do well with."""
+_TRUSTED_FROM = 0.5
+_RANK_STEPS = 16
+"""Ranks tell counts apart that differ by one part in so many of a doubling."""
 
 
 class Call(enum.Enum):
@@ -45,7 +50,70 @@ class Call(enum.Enum):
     BACKWARD = enum.auto()
 
 
-class Load(NamedTuple):
+class Frequencies:
+    """How often passes of one kind used each expert of one layer, the last passes counting most. Kept as logarithms, so
+    what was not used again stays as it is while later uses count for more."""
+
+    def __init__(self) -> None:
+        self._log_counts: dict[int, float] = {}
+        self._log_weight = 0.0
+        self._last: set[int] = set()
+        self._most_used: dict[int, None] | None = None
+
+    def note_uses(self, experts: Iterable[int], *, begins_pass: bool) -> None:
+        """A pass used these; more may follow of the same."""
+        if begins_pass:
+            self._log_weight -= math.log2(_DECAY)
+            self._last = set()
+        for expert in experts:
+            if expert not in self._last:
+                self._last.add(expert)
+                before = self._log_counts.get(expert, -math.inf)
+                self._log_counts[expert] = self._log_weight + math.log2(1 + 2 ** (before - self._log_weight))
+        self._most_used = None
+
+    @property
+    def most_used(self) -> dict[int, None]:
+        """As many as the last pass used, the most used first."""
+        if self._most_used is None:
+            counts = self._log_counts
+            most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
+            self._most_used = dict.fromkeys(most)
+        return self._most_used
+
+    def rank(self, expert: int) -> int:
+        """The higher, the more often it was used, comparable over layers; below all others if never."""
+        count = self._log_counts.get(expert)
+        return -1 if count is None else round(_RANK_STEPS * count)
+
+
+class Trust:
+    """Whom to believe of one layer: its habits, or its router asked beforehand. The share of experts each was right
+    about, the last passes counting most."""
+
+    def __init__(self) -> None:
+        self._right_by_habit = 0.0
+        self._right_by_router = 0.0
+        self._weight = 0.0
+
+    def note_pass(self, used: Collection[int], *, by_habit: Collection[int], by_router: Collection[int]) -> None:
+        """A pass used these, and those were expected."""
+        self._weight = _DECAY * self._weight + 1
+        self._right_by_habit += (_overlap(used, by_habit) - self._right_by_habit) / self._weight
+        self._right_by_router += (_overlap(used, by_router) - self._right_by_router) / self._weight
+
+    @property
+    def is_in_router(self) -> bool:
+        """Habits mostly name what is here; what routers name besides is worth loading if they are right about most.
+        Until that is known they are believed."""
+        return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
+
+
+def _overlap(used: Collection[int], expected: Collection[int]) -> float:
+    return len(set(used) & set(expected)) / max(len(used), len(expected), 1)
+
+
+class DueExpert(NamedTuple):
     """What to load next."""
 
     place: int
@@ -74,15 +142,11 @@ class _Scan:
     index: int = 0
 
 
-@dataclass
-class _Pass:
-    """One pass, and how far it has come."""
-
-    is_training: bool
+@dataclass(eq=False, kw_only=True)
+class _Pass(PassState):
     habits: _Habits
     use_all: bool
     num_together: int = 1
-    has_begun: bool = False
     visit: int = 0
     """The one under way, or, before the first call, the one to come."""
     call: Call | None = None
@@ -101,11 +165,14 @@ class _Pass:
     """Visits from here on have not been looked at."""
 
 
-class ExpertSchedule:
-    """What a pass needs next of the experts, and what to load next. Whoever calls holds the slots' lock."""
+class ExpertSchedule(PassSchedule[_Pass]):
+    """What a pass needs next of the experts, and what to load next."""
+
+    carries_on = True
 
     def __init__(self, layers: Sequence[Sequence[Block]]) -> None:
         """``layers``: in forward order, the blocks of each by expert number."""
+        super().__init__()
         self._layers = [tuple(experts) for experts in layers]
         self._at = {
             block: (layer, expert) for layer, experts in enumerate(self._layers) for expert, block in enumerate(experts)
@@ -114,50 +181,29 @@ class ExpertSchedule:
             kind: _Habits([Frequencies() for _ in self._layers], [Trust() for _ in self._layers])
             for kind in (True, False)
         }
-        self._pass: _Pass | None = None
-        self._waiting: _Pass | None = None
-        """A training pass between its forward and its backward, while one without gradients comes in between."""
         self._num_together = 1
-        self.version = 0
-        """Counts when the next uses of blocks changed that are not of the layer that something was said of."""
 
     # Passes.
 
-    def foresee(self, *, is_training: bool) -> None:
-        """Such a pass comes next."""
-        habits = self._habits[is_training]
-        self._pass = _Pass(is_training, habits, habits.use_all)
-        self.version += 1
-
-    def begin(self, *, is_training: bool) -> None:
-        """It begins. One without gradients may come between a training forward and its backward: the training pass
-        goes on behind it."""
-        under_way = self._pass
-        if not is_training and under_way is not None and under_way.is_training and under_way.has_begun:
-            self._waiting = under_way
-        self.foresee(is_training=is_training)
+    def begin_pass(self, *, is_training: bool) -> None:
+        super().begin_pass(is_training=is_training)
         assert self._pass is not None
-        self._pass.has_begun = True
         self._pass.num_together = self._num_together if is_training else 1
 
     def expect_together(self, num_micro_batches: int) -> None:
         """In training passes that begin from here on so many micro-batches pass each layer one after the other."""
         self._num_together = num_micro_batches
 
-    def end(self) -> None:
-        """The pass is complete: later ones of its kind are expected to be like it."""
-        ended, self._pass, self._waiting = self._pass, self._waiting, None
-        if ended is not None and ended.routed:
-            ended.habits.use_all = ended.use_all
-        self.look_anew()  # others had the slots
-        self.version += 1
-        if ended is not None and not ended.is_training and self._pass is None:
-            self.foresee(is_training=False)
+    def _expect_pass(self, *, is_training: bool) -> _Pass:
+        habits = self._habits[is_training]
+        return _Pass(is_training=is_training, habits=habits, use_all=habits.use_all)
 
-    def cancel(self) -> None:
-        """Nothing is needed any more."""
-        self._pass = self._waiting = None
-        self.version += 1
+    def _learn_from(self, ended: _Pass) -> None:
+        if ended.routed:
+            ended.habits.use_all = ended.use_all
+
+    def _resume_pass(self, resumed: _Pass) -> None:
+        self.look_anew()
 
     # What compute says.
 
@@ -165,7 +211,7 @@ class ExpertSchedule:
         """A call of the layer's experts begins, which needs these, in the order in which they are to be loaded; None:
         all. ``num_rows``: of all experts together. What was expected of the visit besides is not any more."""
         if self._pass is None:  # somebody calls the layer by itself
-            self.begin(is_training=call is not Call.FORWARD)
+            self.begin_pass(is_training=call is not Call.FORWARD)
         now = self._pass
         assert now is not None
         now.is_training |= call is not Call.FORWARD
@@ -192,8 +238,8 @@ class ExpertSchedule:
         habits, is_first = now.habits, now.num_calls == 1
         if is_first and layer in now.hints:
             of_layer = habits.frequencies[layer].most_used
-            habits.trust[layer].note(used, by_habit=of_layer, by_router=now.hints[layer])
-        habits.frequencies[layer].note(used, begins_pass=is_first)
+            habits.trust[layer].note_pass(used, by_habit=of_layer, by_router=now.hints[layer])
+        habits.frequencies[layer].note_uses(used, begins_pass=is_first)
 
     def _follow_rows(self, now: _Pass, *, use_all: bool) -> None:
         """The number of tokens, which a call is the first to know, says what is expected of the layers to come."""
@@ -228,7 +274,7 @@ class ExpertSchedule:
     def use_for_operation(self, block: Block) -> None:
         """One operation reads weights of it: nothing follows from that."""
 
-    def lose(self, block: Block) -> None:
+    def note_displaced(self, block: Block) -> None:
         """The block had to make room: if a visit of this pass needs it, it is loaded again."""
         visit, now = self.next_use(block) // 2, self._pass
         if now is None or visit >= 2 * len(self._layers):
@@ -292,7 +338,7 @@ class ExpertSchedule:
             return 2 * (self._num_visits(now) + layer)
         return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
-    def next_load(self, is_here: Callable[[Block], bool]) -> Load | None:
+    def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
         """The first block that a visit needs and that is not here; None if all are. Behind a training pass nothing is
         loaded before the next one is foreseen: its weights are not made yet."""
         now = self._pass
@@ -307,7 +353,7 @@ class ExpertSchedule:
                 return None
             block = self._first_missing(now, visit, is_here)
             if block is not None:
-                return Load(self.next_use(block), block, now.use_all or self._is_routed(now, visit))
+                return DueExpert(self.next_use(block), block, now.use_all or self._is_routed(now, visit))
             if visit < now.ahead:
                 heapq.heappop(now.again)
             else:
@@ -355,12 +401,12 @@ class ExpertSchedule:
             return expert in now.routed[layer]
         return now.visit < len(self._layers) and expert in self._expected(now, layer)
 
-    def _expected(self, now: _Pass, layer: int) -> Container:
+    def _expected(self, now: _Pass, layer: int) -> ExpertNumbers:
         """What a forward that has not been routed yet will use."""
         hints = now.hints.get(layer) if now.habits.trust[layer].is_in_router else None
         return self._by_habit(now, layer) if hints is None or now.use_all else hints
 
-    def _by_habit(self, now: _Pass, layer: int) -> Container:
+    def _by_habit(self, now: _Pass, layer: int) -> ExpertNumbers:
         return range(len(self._layers[layer])) if now.use_all else now.habits.frequencies[layer].most_used
 
     def _is_routed(self, now: _Pass, visit: int) -> bool:

@@ -4,6 +4,7 @@ backward borrows the old weights from the slot."""
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
@@ -17,7 +18,14 @@ from hf_lohan.model import Block, Chunk
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import raised_anew
 
-Ended = Callable[[BaseException | None], None]
+
+class DeliveryListener(ABC):
+    """Learns that a delivery has ended."""
+
+    @abstractmethod
+    def on_delivered(self, error: BaseException | None) -> None:
+        """All copies are enqueued on the device's H2D lane, or ``error`` made that impossible. Called once: at once, on
+        the thread that updates, or on the thread on which an update failed."""
 
 
 class UpdatesDroppedError(RuntimeError):
@@ -64,7 +72,7 @@ class Delivery:
         self._lock = threading.Lock()
         self._has_ended = not self.to_come
         self._error: BaseException | None = None
-        self._ended: Ended | None = None
+        self._listener: DeliveryListener | None = None
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
         """[start, stop) of the block's elements that are not delivered: the store has them."""
@@ -76,21 +84,20 @@ class Delivery:
         if start < self.weights.numel():
             yield start, self.weights.numel()
 
-    def when_ended(self, ended: Ended) -> None:
-        """Call ``ended`` once, when all copies are enqueued on the device's H2D lane, with None, or with the error that
-        made that impossible: at once, or on the thread that updates, or on the thread on which an update failed."""
+    def set_listener(self, listener: DeliveryListener) -> None:
+        """Tell ``listener`` when this has ended."""
         self._free_copied()
         with self._lock:
             if not self._has_ended:
-                self._ended = ended
+                self._listener = listener
                 return
-        ended(self._error)
+        listener.on_delivered(self._error)
 
     def wait(self) -> None:
         """Return when it has ended. Raises the error that made it impossible."""
-        errors: SimpleQueue[BaseException | None] = SimpleQueue()
-        self.when_ended(errors.put)
-        error = errors.get()
+        end = _DeliveryEnd()
+        self.set_listener(end)
+        error = end.errors.get()
         if error is not None:
             raise error
 
@@ -104,9 +111,19 @@ class Delivery:
         """Called by the updates: no more chunks will come."""
         with self._lock:
             self._has_ended, self._error = True, error
-            ended = self._ended
-        if ended is not None:
-            ended(error)
+            listener = self._listener
+        if listener is not None:
+            listener.on_delivered(error)
+
+
+class _DeliveryEnd(DeliveryListener):
+    """For a thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.errors: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.errors.put(error)
 
 
 class Handover:

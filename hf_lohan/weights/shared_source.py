@@ -22,14 +22,41 @@ from hf_lohan.ranks import Lane as LinkLane
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery, UpdatesDroppedError
+from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
 from hf_lohan.weights.box_parts import BoxParts
-from hf_lohan.weights.shared_places import SharedPlaces
 from hf_lohan.weights.source import RecordReader
+
+_PAGE_BYTES = 4096
+
+
+class SharedRegions:
+    """The regions of blocks in memory that a node's ranks share and that blocks pass through one after the other. They
+    follow from the order of the blocks, so all ranks know them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._next_start = 0
+        self._regions: dict[int, tuple[int, int]] = {}
+
+    def find_start(self, num_bytes: int) -> int | None:
+        """Offset of the next block in bytes; None while another block is there."""
+        start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
+        if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
+            return None
+        return start
+
+    def take_region(self, number: int, start: int, num_bytes: int) -> None:
+        """Load ``number`` has this region from here on."""
+        self._next_start = -(-(start + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        self._regions[number] = start, start + num_bytes
+
+    def free_region(self, number: int) -> None:
+        """All ranks have copied the block."""
+        del self._regions[number]
 
 
 @dataclass(eq=False)
-class _Load:
+class _SharedLoad:
     """One that has begun, and is not copied yet."""
 
     number: int
@@ -92,8 +119,8 @@ class SharedWeights:
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
         self._parts = parts or BoxParts(links.ranks, blocks)
-        self._places = SharedPlaces(memory.numel())
-        self._loads: dict[int, _Load] = {}
+        self._regions = SharedRegions(memory.numel())
+        self._loads: dict[int, _SharedLoad] = {}
         """In their order. Changed under the links' lock; what has news to tell of them, too."""
         self._filled: defaultdict[int, dict[int, int]] = defaultdict(dict)
         """By load: the ranks of this box that say that their part is there, and of which block."""
@@ -128,16 +155,16 @@ class SharedWeights:
     def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
         """See `JointSource`."""
         self._free_taken()
-        start = self._places.next_start(block.param_bytes)
+        start = self._regions.find_start(block.param_bytes)
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
         if start is None or is_coming:  # updates bring a block to one place at a time
             return False
-        self._places.take(number, start, block.param_bytes)
+        self._regions.take_region(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
         is_kept = self._parts.is_kept(block, version)
         missing = set() if is_kept else self._parts.senders(block)
-        load = _Load(number, block, version, entry, missing, is_wanted, sends=not is_kept)
+        load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.in_this_box)
@@ -147,7 +174,7 @@ class SharedWeights:
         self._begin_own(load)
         return True
 
-    def _is_over(self, load: _Load) -> bool:
+    def _is_over(self, load: _SharedLoad) -> bool:
         """Whether another load of the block may begin."""
         return load.has_ended and (load.has_told or not self._parts.keeps)
 
@@ -217,7 +244,7 @@ class SharedWeights:
 
     # This rank's part.
 
-    def _begin_own(self, load: _Load) -> None:
+    def _begin_own(self, load: _SharedLoad) -> None:
         load.has_ended, load.error = False, None
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
@@ -230,27 +257,27 @@ class SharedWeights:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
             read.add_done_callback(self.notify)
-        delivery.when_ended(lambda error: self._end_delivery(load, error))
+        delivery.set_listener(_OwnPartEnd(self, load))
 
     def _read_numel(self, block: Block) -> int:
         """Whole granules."""
         numel = self._read_bytes // block.master.working_dtype.itemsize
         return max(1, numel // block.granule_numel) * block.granule_numel
 
-    def _end_delivery(self, load: _Load, error: BaseException | None) -> None:
+    def _end_delivery(self, load: _SharedLoad, error: BaseException | None) -> None:
         with self._links.lock:
             load.error = load.error or error
             load.has_ended = True
         self.notify()
 
-    def _end_read(self, load: _Load, read: RecordRead) -> None:
+    def _end_read(self, load: _SharedLoad, read: RecordRead) -> None:
         try:
             read.wait()
         except StorageError as error:
             with self._links.lock:
                 load.error = load.error or error
 
-    def _end_own(self, load: _Load) -> None:
+    def _end_own(self, load: _SharedLoad) -> None:
         """Nobody writes this rank's part any more. What was forgotten since the load began may have been overwritten
         while it was read; the others get it all the same, for they have forgotten it as well, or will before they look.
         """
@@ -266,12 +293,12 @@ class SharedWeights:
             raise error
 
     @staticmethod
-    def _may_retry(load: _Load) -> bool:
+    def _may_retry(load: _SharedLoad) -> bool:
         """Once, for an update that is about to make the load unwanted may have overwritten what was read."""
         may_retry, load.has_retried = not load.has_retried, True
         return may_retry
 
-    def _tell_filled(self, load: _Load) -> None:
+    def _tell_filled(self, load: _SharedLoad) -> None:
         block_number = self._number_of[load.block]
         for rank in self._ranks.in_this_box:
             if rank != self._ranks.rank:
@@ -290,11 +317,11 @@ class SharedWeights:
                 self._refuse_other_blocks(load)
         self.notify()
 
-    def _refuse_other_blocks(self, load: _Load) -> None:
+    def _refuse_other_blocks(self, load: _SharedLoad) -> None:
         for rank, block_number in self._filled[load.number].items():
             self._refuse_other_block(load, rank, block_number)
 
-    def _refuse_other_block(self, load: _Load, rank: int, block_number: int) -> None:
+    def _refuse_other_block(self, load: _SharedLoad, rank: int, block_number: int) -> None:
         other = self._blocks[block_number]
         if other is not load.block:
             raise RanksDisagreeError(
@@ -335,13 +362,13 @@ class SharedWeights:
             taken = [number for number, ranks in self._not_taken.items() if not ranks]
             for number in taken:
                 del self._not_taken[number]
-                self._places.free(number)
+                self._regions.free_region(number)
 
     def _slow_to_copy(self) -> list[int]:
         """Ranks that keep the next block from beginning. Caller holds the links' lock."""
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
-    def _awaited(self, load: _Load) -> list[int]:
+    def _awaited(self, load: _SharedLoad) -> list[int]:
         """Ranks whose parts are missing, once this one's is there. Caller holds the links' lock."""
         if not load.is_own_there:
             return []
@@ -356,12 +383,12 @@ class SharedWeights:
 
     # Other boxes.
 
-    def _send_part(self, load: _Load, form: int, message: Tensor) -> None:
+    def _send_part(self, load: _SharedLoad, form: int, message: Tensor) -> None:
         """On a thread of its own: whoever has no room yet keeps nobody else waiting."""
         for rank in self._parts.recipients(load.block):
             self._sender.submit(partial(self._send_part_to, rank, load, form, message))
 
-    def _send_part_to(self, rank: int, load: _Load, form: int, message: Tensor) -> None:
+    def _send_part_to(self, rank: int, load: _SharedLoad, form: int, message: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)
         try:
             self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, lane=LinkLane.WEIGHTS)
@@ -385,6 +412,15 @@ class SharedWeights:
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()
+
+
+@dataclass(frozen=True, eq=False)
+class _OwnPartEnd(DeliveryListener):
+    source: SharedWeights
+    load: _SharedLoad
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.source._end_delivery(self.load, error)
 
 
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:

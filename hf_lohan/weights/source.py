@@ -14,23 +14,8 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights.slot_ring import Slot
-
-
-class Arrival(Protocol):
-    """Weights on their way into a slot."""
-
-    def when_ended(self, ended: Callable[[BaseException | None], None]) -> None:
-        """Call ``ended`` once the copies of all of them are enqueued on the H2D lane, or with what made that
-        impossible; at once, or on another thread."""
-
-
-class WeightSource(Protocol):
-    """Answers "these weights, into this slot". Nobody else knows where a block's weights lie, or in how many parts."""
-
-    def load(self, block: Block, slot: Slot) -> Arrival:
-        """Called by one thread, one load after the other. Raises what makes it impossible."""
 
 
 class RecordReader(Protocol):
@@ -72,8 +57,8 @@ class LocalWeights:
     """A `WeightSource`: this process's store, and what updates still have in RAM. Reads go through staging buffers, or
     into the slot itself where the device's memory is the host's.
 
-    Loads come one after the other (`load`), or the reads of one begin before those of the last have ended (`begin`,
-    `finish`): then the drive has something to do while weights are verified and copied.
+    The reads of a load may begin before those of the load before have ended. The drive then works while weights are
+    verified and copied.
     """
 
     def __init__(
@@ -91,24 +76,11 @@ class LocalWeights:
         self._reading: deque[_Part] = deque()
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
-    def load(self, block: Block, slot: Slot) -> Arrival:
-        """Read and copy what is to be read; what comes from updates may still come."""
-        delivery = self.deliver(block, slot)
-        errors: list[BaseException | None] = []
-        self._order(block, slot, delivery, errors.append)
-        self.finish()
-        if errors[0] is not None:
-            raise errors[0]
-        return delivery
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Returns once all reads of this load are ordered and those of earlier loads have ended."""
+        self.begin_rest(block, slot, self.deliver(block, slot), listener)
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
-        """The same, with what `Arrival.when_ended` is to be told. Returns once all reads are ordered and those of the
-        loads before have ended; ``ended`` is called here, in a later call, or as `Delivery` says. Raises what kept the
-        load from beginning."""
-        self.begin_rest(block, slot, self.deliver(block, slot), ended)
-
-    def finish(self) -> None:
-        """Return when all that was begun is read, and its copies are enqueued."""
+    def finish_loads(self) -> None:
         while self._reading:
             self._complete_one()
 
@@ -118,16 +90,14 @@ class LocalWeights:
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
-    def begin_rest(
-        self, block: Block, slot: Slot, delivery: Delivery, ended: Callable[[BaseException | None], None]
-    ) -> None:
-        """The second half of `begin`: read and copy what is not delivered."""
+    def begin_rest(self, block: Block, slot: Slot, delivery: Delivery, listener: DeliveryListener) -> None:
+        """The second half of `begin_load`: read and copy what is not delivered."""
 
         def end(error: BaseException | None) -> None:
             if error is None:
-                delivery.when_ended(ended)
+                delivery.set_listener(listener)
             else:
-                ended(error)
+                listener.on_delivered(error)
 
         load = self._order(block, slot, delivery, end)
         while self._reading and self._reading[0].load is not load:

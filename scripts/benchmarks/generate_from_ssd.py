@@ -38,10 +38,10 @@ from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen3MoeConf
 import hf_lohan.engine.tiers
 import hf_lohan.experts.expert_loader
 import hf_lohan.huggingface.attachment
-import hf_lohan.weights.prefetcher
+import hf_lohan.weights.block_loader
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.experts.expert_schedule import ExpertSchedule, Load
+from hf_lohan.experts.expert_schedule import DueExpert, ExpertSchedule
 from hf_lohan.files import IoEngine
 from hf_lohan.huggingface.attachment import attach
 from hf_lohan.huggingface.generate.text_generation import PassClock
@@ -173,7 +173,7 @@ def slots_only(schedule: type[LoadSchedule]) -> Callable[..., LoadSchedule]:
 class SureLoads(ExpertSchedule):
     """Loads experts only after their router has chosen."""
 
-    def next_load(self, is_here: Callable[[Any], bool]) -> Load | None:
+    def next_load(self, is_here: Callable[[Any], bool]) -> DueExpert | None:
         load = super().next_load(is_here)
         return load if load is not None and load.is_sure else None
 
@@ -223,7 +223,7 @@ def generating(
             held.enter_context(patch.object(hf_lohan.engine.tiers, "IoEngine", paced))
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)
-            held.enter_context(patch.object(hf_lohan.weights.prefetcher, "LoadSchedule", schedule))
+            held.enter_context(patch.object(hf_lohan.weights.block_loader, "LoadSchedule", schedule))
             held.enter_context(patch.object(hf_lohan.experts.expert_loader, "ExpertSchedule", SureLoads))
         if task.num_experts:
             held.enter_context(patch.object(hf_lohan.huggingface.attachment, "compute_expert", paced_expert(device)))

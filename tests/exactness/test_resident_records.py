@@ -151,7 +151,7 @@ def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num
     ring, prefetcher = engine._ring, engine._prefetcher
     with ring.lock:
         ring.changed.wait_for(
-            lambda: prefetcher._next() is None and not any(slot.is_loading for slot in ring._all()), timeout=60
+            lambda: prefetcher.find_load() is None and not any(slot.is_loading for slot in ring._all()), timeout=60
         )
 
 

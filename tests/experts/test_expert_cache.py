@@ -17,10 +17,18 @@ from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import RecordRead
 from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot
 
 NUM_EXPERTS, NUMEL, CAPACITY, PASS_LENGTH = 12, 3 * 4096, 4, 10
+
+
+class LoadEnd(DeliveryListener):
+    def __init__(self) -> None:
+        self.errors: list[BaseException | None] = []
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.errors.append(error)
 
 
 class Cached:
@@ -58,11 +66,11 @@ class Cached:
 
     def load(self, block: Block, slot: Slot) -> None:
         """Raises what kept it from being loaded."""
-        ended: list[BaseException | None] = []
-        self.cache.begin(block, slot, ended.append)
-        self.cache.finish()
-        if ended[0] is not None:
-            raise ended[0]
+        end = LoadEnd()
+        self.cache.begin_load(block, slot, end)
+        self.cache.finish_loads()
+        if end.errors[0] is not None:
+            raise end.errors[0]
 
     def use(self, number: int) -> bool:
         """Load it and look at the weights one load later; returns whether nothing was read."""

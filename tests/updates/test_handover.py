@@ -16,9 +16,19 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
-from hf_lohan.updates.handover import Delivery, Handover, NewParams
+from hf_lohan.updates.handover import Delivery, DeliveryListener, Handover, NewParams
 
 NUM_CHUNKS = 4
+
+
+class Noting(DeliveryListener):
+    """Notes how a delivery ended."""
+
+    def __init__(self, errors: list[BaseException | None]) -> None:
+        self._errors = errors
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self._errors.append(error)
 
 
 def a_block() -> tuple[Block, list[Chunk]]:
@@ -181,7 +191,7 @@ def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDev
     buffer.release()
     assert updates.pool.num_free == NUM_CHUNKS - 1  # somebody reads the buffer
     errors: list[BaseException | None] = []
-    delivery.when_ended(errors.append)
+    delivery.set_listener(Noting(errors))
     assert updates.pool.num_free == NUM_CHUNKS
     buffer.bytes.fill_(0xFF)
     assert not errors  # the other chunk is still to come
@@ -209,7 +219,7 @@ def test_who_asked_to_be_told_is_told_of_a_failure_once(end: str) -> None:
     updates = Updates().handover
     updates.announce(chunks)
     errors: list[BaseException | None] = []
-    updates.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    updates.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
     assert not errors
     if end == "abort":
         updates.abort(OSError("the drive is gone"))
@@ -224,7 +234,7 @@ def test_a_block_that_was_forgotten_while_it_came_is_delivered_again_when_it_has
     updates = Updates()
     updates.handover.announce(chunks[:1])
     errors: list[BaseException | None] = []
-    updates.handover.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    updates.handover.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
     weights = torch.full((block.numel,), -1.0)
     again: list[Delivery] = []
 

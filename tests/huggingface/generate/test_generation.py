@@ -12,7 +12,7 @@ from architectures import model_of
 from transformers import AutoModelForCausalLM
 
 import hf_lohan
-from hf_lohan.experts.frequencies import Trust
+from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.huggingface import engine_of
 from hf_lohan.huggingface.generate import generation
 from hf_lohan.planner import SizeClass
@@ -298,6 +298,6 @@ def settle(engine: Any) -> None:
     loader, ring = engine.expert_loader, engine._ring
     with ring.lock:
         assert ring.changed.wait_for(
-            lambda: not any(slot.is_loading for slot in ring.slots[SizeClass.EXPERT]) and loader._next.find() is None,
+            lambda: not any(slot.is_loading for slot in ring.slots[SizeClass.EXPERT]) and loader.find_load() is None,
             timeout=60,
         )

@@ -107,12 +107,12 @@ def test_the_next_pass_follows_the_order_of_the_last_of_its_kind(make_stream: St
     stream.until_idle()
     stream.ring.forget(stream.blocks)
     stream.reader.loads.clear()
-    stream.prefetcher.foresee(is_training=False)
+    stream.prefetcher.foresee_pass(is_training=False)
     stream.until_idle()
     assert stream.loads == "b4 b0 b2"
     stream.ring.forget(stream.blocks)
     stream.reader.loads.clear()
-    stream.prefetcher.foresee(is_training=True)  # this kind has not run yet
+    stream.prefetcher.foresee_pass(is_training=True)  # this kind has not run yet
     stream.until_idle()
     assert stream.loads == "b0 b1 b2"
 
@@ -126,7 +126,7 @@ def test_a_broken_off_pass_teaches_nothing(make_stream: StreamFactory) -> None:
     stream.until_idle()
     stream.ring.forget(stream.blocks)
     stream.reader.loads.clear()
-    stream.prefetcher.foresee(is_training=False)
+    stream.prefetcher.foresee_pass(is_training=False)
     stream.until_idle()
     assert stream.loads == "b0 b1"
 

@@ -14,7 +14,7 @@ from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 from hf_lohan.ranks import RankFailedError
 from hf_lohan.weights.block_loader import BlockLoader
-from hf_lohan.weights.fixed_order import FixedOrder, OrderedLoad
+from hf_lohan.weights.load_order import DeterministicLoadOrder, OrderedLoad
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import SlotRing
 
@@ -54,8 +54,8 @@ class JointSource(Protocol):
     def close(self) -> None: ...
 
 
-class LockstepPrefetcher(BlockLoader):
-    """The computing thread orders loads (`FixedOrder`); one thread carries them out, strictly in that order.
+class LockstepLoader(BlockLoader):
+    """The computing thread orders loads (`DeterministicLoadOrder`); one thread carries them out, in that order.
 
     The next loads begin while the first is under way, as far as the source has room. A load waits for its slot only
     when it is its turn to be copied. Nothing that was ordered is taken back: the others would wait for it. What fails
@@ -67,7 +67,7 @@ class LockstepPrefetcher(BlockLoader):
         schedule = LoadSchedule(forward_order, ring.num_slots, max_ahead=max_ahead)
         super().__init__(ring, schedule)
         self._source = source
-        self._order = FixedOrder(schedule, ring)
+        self._order = DeterministicLoadOrder(schedule, ring)
         self._ordered: deque[OrderedLoad] = deque()
         self._begun: deque[OrderedLoad] = deque()
         ring.when_loan_ends(source.notify)
@@ -83,7 +83,7 @@ class LockstepPrefetcher(BlockLoader):
     # The compute thread's side.
 
     def _order_loads(self) -> None:
-        self._put(self._order.order())
+        self._put(self._order.order_loads())
 
     def _order_urgent(self, block: Block) -> None:
         self._put([self._order.order_urgent(block)])
@@ -93,8 +93,8 @@ class LockstepPrefetcher(BlockLoader):
             self._ordered.extend(loads)
             self._source.notify()
 
-    def _forgive(self) -> None:
-        """Nothing: another pass of this rank alone would not help."""
+    def _reset_failure(self) -> None:
+        """A failure is final with several ranks."""
 
     # The thread's side.
 
@@ -109,8 +109,7 @@ class LockstepPrefetcher(BlockLoader):
                     return
                 self._failure = error
                 self._ring.changed.notify_all()
-            # Who waits for another rank's part in vain need not be told by this one: nobody may want these loads any
-            # more. Whoever does want them is told where he waits.
+            # Do not report another rank's failure here. Whoever still needs the load will see it.
             if not isinstance(error, RankFailedError):
                 self._source.fail(error)
 

@@ -22,9 +22,10 @@ from lockstep_ranks import (
 )
 
 from hf_lohan.device import Device
+from hf_lohan.model import Block
 from hf_lohan.testing.async_device import AsyncDevice
-from hf_lohan.updates import Delivery
-from hf_lohan.weights import LoadSchedule, LockstepPrefetcher, Prefetcher, Slot, SlotRing
+from hf_lohan.updates import DeliveryListener
+from hf_lohan.weights import LayerLoader, LoadSchedule, LockstepLoader, Slot, SlotRing
 
 BLOCKS = make_blocks()
 
@@ -44,7 +45,7 @@ class Rank:
         self.ring = SlotRing(device, plan)
         self.weights = Weights(BLOCKS)
         self.source = MeetingSource(meeting, rank, self.ring, self.weights, delays)
-        self.prefetcher = LockstepPrefetcher(self.ring, self.source, BLOCKS)
+        self.prefetcher = LockstepLoader(self.ring, self.source, BLOCKS)
         self._delays = delays
 
     def run(self, ops: Sequence[Op]) -> None:
@@ -127,11 +128,13 @@ class CountingSource:
         self.num_loads = 0
         self._weights = weights
 
-    def load(self, block: object, slot: Slot) -> Delivery:
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
         self.num_loads += 1
-        assert slot.block is not None
-        slot.weights.fill_(self._weights.of(slot.block))
-        return Delivery(slot.weights)
+        slot.weights.fill_(self._weights.of(block))
+        listener.on_delivered(None)
+
+    def finish_loads(self) -> None:
+        """All loads have ended."""
 
 
 @pytest.mark.parametrize("num_slots", SLOTS)
@@ -142,7 +145,7 @@ def test_it_reads_what_one_rank_alone_would_read(num_slots: tuple[int, int]) -> 
     plan = slots_for(BLOCKS, num_layer_slots=num_slots[0], num_outer_slots=num_slots[1])
     ring, weights = SlotRing(host_device(0), plan), Weights(BLOCKS)
     source = CountingSource(weights)
-    alone = Prefetcher(ring, source, BLOCKS)
+    alone = LayerLoader(ring, source, BLOCKS)
     try:
         run_program(ops, BLOCKS, alone, ring, weights)
     finally:
@@ -163,8 +166,8 @@ def test_what_is_updated_last_is_not_asked_for_first() -> None:
 def test_a_pass_reads_what_its_schedule_says(num_slots: tuple[int, int]) -> None:
     plan = slots_for(BLOCKS, num_layer_slots=num_slots[0], num_outer_slots=num_slots[1])
     schedule = LoadSchedule(BLOCKS, plan.num_slots)
-    schedule.foresee(is_training=True)
-    num_loads = len(schedule._order.loads)
+    schedule.foresee_pass(is_training=True)
+    num_loads = len(schedule._now.order.loads)
     one_step = write(0, num_slots, num_passes=1, oddity=0.0)
     assert one_step[0] == ("begin", 1)
     (carried,) = run_ranks(one_step[:-1], 1, num_slots, seed=None)  # without reading ahead for the next
