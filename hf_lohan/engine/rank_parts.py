@@ -23,10 +23,10 @@ from hf_lohan.updates import (
 )
 from hf_lohan.weights import (
     BlockLoader,
-    BoxParts,
     LayerLoader,
     LocalWeights,
     LockstepLoader,
+    NodeShards,
     SharedWeights,
     SlotRing,
 )
@@ -53,7 +53,7 @@ def block_loader(
         tiers.rank_memory.weights.bytes,
         layout.blocks,
         read_bytes=layout.plan.staging_buffer_bytes,
-        parts=BoxParts(
+        parts=NodeShards(
             layout.ranks,
             layout.blocks,
             coded=tiers.codecs.weights,

@@ -29,7 +29,7 @@ from hf_lohan.ranks import (
     StepAgreement,
 )
 from hf_lohan.store import Store
-from hf_lohan.weights import KeptInRam, KeptOnSsd, KeptParts
+from hf_lohan.weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
 from hf_lohan.wording import format_bytes, percent
 
 logger = logging.getLogger(__name__)
@@ -170,7 +170,7 @@ class RankMemory:
     """This rank's buffers in it."""
     weights: SharedRegion
     """Through it blocks pass to all ranks of this node."""
-    kept_weights: KeptParts | None
+    kept_weights: PeerWeightCache | None
     """Weights of other nodes, kept from one pass to the next."""
 
 
@@ -192,15 +192,15 @@ def open_rank_memory(
     )
 
 
-def _kept_weights(layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store) -> KeptParts | None:
+def _kept_weights(layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store) -> PeerWeightCache | None:
     """In RAM, or on the SSD if the layout says so. A rank that receives no parts still counts what the others keep."""
     if layout.ranks.num_nodes == 1 or not config.collectives.keeps_weights:
         return None
     if layout.kept_records:
-        return KeptOnSsd(store.scratch(layout.kept_records, _KEPT_NAME))
+        return SsdPeerWeights(store.scratch(layout.kept_records, _KEPT_NAME))
     num_bytes = layout.kept_weight_bytes
     memory = device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-    return KeptInRam(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
+    return RamPeerWeights(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
 
 
 def agree_on_commits(store: Store, links: Links) -> None:

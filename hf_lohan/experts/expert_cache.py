@@ -1,4 +1,4 @@
-"""Experts in RAM, by what a model that generates was seen to use, beside the slots on the device."""
+"""A cache of experts in RAM for a model that generates, besides the slots on the device."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from hf_lohan.weights import LocalWeights, Slot
 
 @dataclass(eq=False)
 class _Entry:
-    """Room for one expert."""
+    """Memory for one expert."""
 
     memory: Tensor
     version: int = 0
-    """Of the block whose weights are here."""
+    """Of the block in `memory`."""
     copied: Event | None = None
-    """Reached when nothing copies from here any more."""
+    """Reached when no copy reads `memory` any more."""
 
 
 class ExpertCache:
-    """A `WeightSource`: the policy says which experts have a copy in RAM. What is there is copied to the slot from
-    there. What is to be kept is read into its place and copied from there, all else goes past it.
+    """A `WeightSource` whose policy decides which experts have a copy in RAM. Cached experts are copied to the slot
+    from RAM, others are read: into the cache first if they are to be kept.
 
-    A use, for the policy, is a load: what stays in a slot needs no copy in RAM. One thread loads, others may ask and
-    tell.
+    For the policy, a load is a use: an expert that stays in a slot needs no copy in RAM. One thread loads; other
+    threads may call `has` and `end_pass`.
     """
 
     def __init__(
@@ -42,25 +42,25 @@ class ExpertCache:
         place_bytes: int,
         version_of: Callable[[Block], int],
     ) -> None:
-        """Takes `policy.capacity` places of ``place_bytes``, a multiple of a page that holds the largest expert.
-        ``version_of``: see `SlotRing.version_of`."""
+        """Allocates `policy.capacity` entries of ``place_bytes``, a multiple of the page size that holds the largest
+        expert. ``version_of``: see `SlotRing.version_of`."""
         self._device = device
         self._source = source
         self._policy = policy
         self._version_of = version_of
         self._free = [_Entry(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
         self._places: dict[Block, _Entry] = {}
-        # Of the policy and the places. Nothing is waited for within.
+        # Guards the policy and the entries. No thread waits while it holds the lock.
         self._lock = Lock()
 
     def has(self, block: Block) -> bool:
-        """Whether its present weights are here."""
+        """Whether the block's current weights are in the cache."""
         with self._lock:
             place = self._places.get(block)
             return place is not None and place.version == self._version_of(block)
 
     def end_pass(self) -> None:
-        """All layers have had their turn."""
+        """All layers have run."""
         with self._lock:
             self._policy.end_pass()
 
@@ -96,7 +96,7 @@ class ExpertCache:
         delivery.set_listener(listener)
 
     def _use(self, block: Block) -> tuple[_Entry | None, bool]:
-        """Where the block is, or is to be, and whether it is there."""
+        """The block's entry, if it has one or gets one, and whether the block is in it."""
         version = self._version_of(block)
         with self._lock:
             place = self._places.get(block)

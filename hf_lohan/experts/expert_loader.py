@@ -29,9 +29,9 @@ class ExpertLoader(LocalLoader):
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         when_pass_ends: Callable[[], None] = lambda: None,
     ) -> None:
-        """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone.
-        ``is_in_ram``: whether a block's weights have a copy in RAM, for the figures. ``when_pass_ends`` is called then,
-        on the thread that computes."""
+        """``layers``: in forward order, the experts of each by number. ``source`` is used by this thread alone.
+        ``is_in_ram``: whether a block has a copy in RAM, for the figures. ``when_pass_ends`` is called on the computing
+        thread."""
         self._when_pass_ends = when_pass_ends
         self._experts = ExpertSchedule(layers)
         self._next_expert = NextExpert(self._experts, ring, is_in_ram)
@@ -39,18 +39,18 @@ class ExpertLoader(LocalLoader):
             ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
         )
         self._arrived: deque[Block] = deque()
-        """What the call under way needs and has not used, in the order in which it came."""
+        """Blocks that have arrived and that the running call has not used, in the order of arrival."""
         self._lane_name = ""
         self._num_tokens = [[0] * len(experts) for experts in layers]
         self._start()
 
     @property
     def figures(self) -> ExpertFigures:
-        """What was needed and loaded so far."""
+        """What was needed and loaded so far, as a copy."""
         with self._ring.lock:
             return replace(self._next_expert.figures)
 
-    # The compute thread's side.
+    # For the computing thread.
 
     def end_pass(self) -> None:
         super().end_pass()
@@ -58,7 +58,7 @@ class ExpertLoader(LocalLoader):
 
     @contextmanager
     def together(self, num_micro_batches: int) -> Iterator[None]:
-        """In a training pass that begins within, so many micro-batches pass each layer one after the other."""
+        """In training passes that begin within the context, this many micro-batches pass each layer together."""
         with self._ring.lock:
             self._experts.expect_together(num_micro_batches)
         try:
@@ -68,7 +68,7 @@ class ExpertLoader(LocalLoader):
                 self._experts.expect_together(1)
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
-        """A call of the layer's experts begins; see `ExpertSchedule.route`. From here on `acquire_any` brings them."""
+        """A call of the layer's experts begins (`ExpertSchedule.route`). `acquire_any` then returns them one by one."""
         with self._ring.lock:
             self._experts.route(layer, experts, num_rows=num_rows, call=call)
             needed = self._experts.left
@@ -79,24 +79,24 @@ class ExpertLoader(LocalLoader):
             self._order_loads()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """A forward of the layer sent so many to each of these."""
+        """A forward of the layer sent this many tokens to each of these experts."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 
     def routing(self) -> list[tuple[Block, list[int]]]:
-        """Of each layer, its first expert and how many tokens went to each so far."""
+        """For each layer: its first expert, and how many tokens went to each expert so far."""
         return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """See `ExpertSchedule.hint`. Being wrong costs bytes."""
+        """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction only costs loads."""
         with self._ring.lock:
             self._experts.hint(layer, experts)
             self._next_expert.note_layer(layer)
             self._order_loads()
 
     def acquire_any(self) -> tuple[Block, Slot]:
-        """Pin an expert that the call under way has not used yet, the first that is here; waits until one is. Compute
-        that is enqueued from now on may use the slot. Each comes once; `SlotRing.unpin` lets it go."""
+        """Pin an expert that the running call has not used yet: the first that is present, or the next that arrives.
+        Compute enqueued from now on may use the slot. Each expert is returned once. `SlotRing.unpin` releases it."""
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=self._lane_name), self._ring.lock:
             self._ring.changed.wait_for(lambda: self._has_arrived() or self._is_broken)
@@ -109,7 +109,7 @@ class ExpertLoader(LocalLoader):
 
     def _has_arrived(self) -> bool:
         while self._arrived and not self._is_wanted(self._arrived[0]):
-            self._arrived.popleft()  # it made room for what was urgent, and has come again or will
+            self._arrived.popleft()  # overwritten by an urgent load; it comes again
         return bool(self._arrived)
 
     def _is_wanted(self, block: Block) -> bool:

@@ -1,4 +1,4 @@
-"""Which expert is loaded next, and which slot it goes to."""
+"""Which expert is loaded next, and which slot it overwrites."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from hf_lohan.weights.schedule import NEVER
 
 _EMPTY = NEVER + 1
 _MOST_HINTS = 2
-"""Under way: one is read while the other is verified and copied."""
+"""Hints being loaded at a time: one is read while the other is verified and copied."""
 
 
 @dataclass
 class ExpertFigures:
-    """What calls of experts needed so far, and where they found it."""
+    """What calls of experts needed so far, and where it was."""
 
     num_used: int = 0
-    """Experts that calls computed with, each call by itself."""
+    """Experts that calls computed with, summed over calls."""
     num_here: int = 0
-    """Those of them that were in a slot, or on their way, when their call began."""
+    """Those of them that were in a slot, or being loaded, when their call began."""
     num_loads: int = 0
     num_from_ram: int = 0
-    """Loads of experts whose weights have a copy in RAM."""
+    """Loads from a copy in RAM."""
     loaded_bytes: int = 0
     wrong_bytes: int = 0
-    """Of loads ahead that were overwritten before anybody used them."""
+    """Bytes of loads ahead that were overwritten before they were used."""
 
 
 class FarthestUse:
-    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). Whoever changes the next use of a
-    block says so, with `note_next_use`; blocks that were expected at a place that is behind are found without that."""
+    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). A changed next use is noted with
+    `note_next_use`. Blocks that were expected at a past place are found without that."""
 
     def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
         self._slots = tuple(slots)
@@ -43,14 +43,14 @@ class FarthestUse:
         self._at: dict[int, dict[Slot, None]] = {}
         self._place_of: dict[Slot, int] = {}
         self._places: list[int] = []
-        """A heap of those with slots, the last first, negated; some may have none any more."""
+        """A heap of negated places, the last one first. Some may have no slots any more."""
         self._busy: set[Slot] = set()
-        """Those that could not be overwritten when somebody looked."""
+        """Slots that could not be overwritten when they were last looked at."""
         self._place = 0
         self.rebuild(0)
 
     def rebuild(self, place: int) -> None:
-        """All next uses may be others. ``place`` is at hand."""
+        """All next uses may have changed. ``place`` is the current place."""
         self._at.clear()
         self._place_of.clear()
         self._places.clear()
@@ -60,7 +60,7 @@ class FarthestUse:
             self.note_next_use(slot)
 
     def advance(self, place: int) -> None:
-        """``place`` is at hand: those before it need nothing any more."""
+        """``place`` is the current place: earlier ones need nothing any more."""
         if place < self._place:
             self.rebuild(place)
             return
@@ -71,7 +71,7 @@ class FarthestUse:
         self._place = place
 
     def note_next_use(self, slot: Slot) -> None:
-        """The slot has another block, or its block another next use."""
+        """The slot has a new block, or its block a new next use."""
         self._take_out(slot)
         place = _EMPTY if slot.block is None else self._next_use(slot.block)
         slots = self._at.get(place)
@@ -82,9 +82,9 @@ class FarthestUse:
         self._place_of[slot] = place
 
     def find_slot(self, before: int) -> Slot | None:
-        """A slot that may be overwritten by what is needed at ``before``: of those that are needed later, or never,
-        the one needed last. Among equals the one that was noted first. Slots that the device has yet to compute with
-        come last, though they were used last and so are needed last: a copy to them would wait, and keep its buffer."""
+        """A slot for a block that is needed at ``before``: of the slots whose blocks are needed later, or never, the
+        one needed last; of equal ones, the one that was noted first. Slots that the device still has to compute with
+        come last, because a copy to them would wait and keep its buffer."""
         for slot in [slot for slot in self._busy if slot.is_claimable]:
             self.note_next_use(slot)
         computing: Slot | None = None
@@ -132,9 +132,9 @@ class NextExpert(NextLoad):
         self._farthest = FarthestUse(ring.slots[SizeClass.EXPERT], self._next_use)
         self._seen = (schedule.version, ring.num_forgets)
         self._num_hints = 0
-        """Loads under way that may be in vain."""
+        """Hints that are being loaded."""
         self._unused: dict[Block, None] = {}
-        """Loaded, and not used since."""
+        """Blocks that were loaded and not used since."""
 
     def find_load(self) -> SlotLoad | None:
         self._catch_up()
@@ -168,25 +168,25 @@ class NextExpert(NextLoad):
         self._farthest.note_next_use(load.slot)
 
     def begin_call(self, layer: int, needed: Sequence[Block]) -> None:
-        """The schedule was told of a call."""
+        """A call began, of which the schedule knows."""
         self.note_layer(layer)
         self.figures.num_used += len(needed)
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
     def note_use(self, slot: Slot) -> None:
-        """Its block was pinned, and the schedule told."""
+        """The slot's block was pinned, and the schedule knows of its use."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
         self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """The schedule was told something of the layer."""
+        """The schedule has learned something about the layer."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
                 self._farthest.note_next_use(self._ring.slot_of(block))
 
     def _catch_up(self) -> None:
-        """With what was said of passes, and with slots that were emptied."""
+        """Follow changes of passes, and slots that were emptied."""
         seen = (self._schedule.version, self._ring.num_forgets)
         if seen == self._seen:
             self._farthest.advance(self._schedule.place)
@@ -198,5 +198,5 @@ class NextExpert(NextLoad):
         self._farthest.rebuild(self._schedule.place)
 
     def _next_use(self, block: Block) -> int:
-        """Nothing is needed sooner than what compute waits for."""
+        """Blocks that compute waits for come first."""
         return -1 if block in self.urgent else self._schedule.next_use(block)

@@ -8,10 +8,10 @@ what has become new.
 
 from hf_lohan.weights.block_loader import BlockLoader, LayerLoader, Loads, LocalLoader, WeightSource
 from hf_lohan.weights.blocks_in_use import BlocksInUse
-from hf_lohan.weights.box_parts import BoxParts
-from hf_lohan.weights.kept_parts import KeptInRam, KeptOnSsd, KeptParts
 from hf_lohan.weights.load_order import NextLoad, SlotLoad
 from hf_lohan.weights.lockstep_loader import JointSource, LockstepLoader
+from hf_lohan.weights.node_shards import NodeShards
+from hf_lohan.weights.peer_weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.shared_source import SharedWeights
 from hf_lohan.weights.slot_ring import Slot, SlotRing
@@ -20,11 +20,7 @@ from hf_lohan.weights.source import LocalWeights, RecordReader
 __all__ = [
     "BlockLoader",
     "BlocksInUse",
-    "BoxParts",
     "JointSource",
-    "KeptInRam",
-    "KeptOnSsd",
-    "KeptParts",
     "LayerLoader",
     "LoadSchedule",
     "Loads",
@@ -32,10 +28,14 @@ __all__ = [
     "LocalWeights",
     "LockstepLoader",
     "NextLoad",
+    "NodeShards",
+    "PeerWeightCache",
+    "RamPeerWeights",
     "RecordReader",
     "SharedWeights",
     "Slot",
     "SlotLoad",
     "SlotRing",
+    "SsdPeerWeights",
     "WeightSource",
 ]

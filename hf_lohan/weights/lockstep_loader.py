@@ -1,4 +1,5 @@
-"""Load blocks ahead of their use where several ranks bring each block together: all carry out one list of loads."""
+"""Load blocks ahead of their use with several ranks: all ranks carry out one list of loads, and bring each block
+together."""
 
 from __future__ import annotations
 

@@ -67,6 +67,10 @@ class PassState:
     is_training: bool
     has_begun: bool = False
 
+    def expect_backward(self) -> None:
+        """The pass turned out to have a backward."""
+        self.is_training = True
+
 
 PassT = TypeVar("PassT", bound=PassState)
 

@@ -1,4 +1,4 @@
-"""Where weights come from: one block's parameters into one slot."""
+"""Read one block's parameters into one slot, from this process's store and from updates in RAM."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class RecordReader(Protocol):
 
 @dataclass(eq=False)
 class _Load:
-    """One block's, some of whose reads may be under way."""
+    """The load of one block."""
 
     block: Block
     slot: Slot
     end: Callable[[BaseException | None], None]
     num_reading: int = 0
     is_whole: bool = False
-    """All its reads have been ordered, or as many as will be."""
+    """No more reads will be ordered."""
     error: BaseException | None = None
 
     def end_if_done(self) -> None:
@@ -42,13 +42,13 @@ class _Load:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _SliceRead:
     """Elements [start, stop) of a block, being read."""
 
     load: _Load
     read: RecordRead
     buffer: Buffer | None
-    """None: straight into the slot."""
+    """None if the read goes straight into the slot."""
     start: int
     stop: int
 
@@ -68,12 +68,13 @@ class LocalWeights:
         staging: BufferPool,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
     ) -> None:
-        """``deliver`` says what comes from updates, and sees that it does; nothing is copied before its event."""
+        """``deliver(block, weights, free)`` has updates put their part of the block into ``weights``, not before
+        ``free``."""
         self._device = device
         self._store = store
         self._staging = staging
         self._deliver = deliver
-        self._reading: deque[_Part] = deque()
+        self._reading: deque[_SliceRead] = deque()
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
     def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
@@ -85,8 +86,8 @@ class LocalWeights:
             self._complete_one()
 
     def deliver(self, block: Block, slot: Slot) -> Delivery:
-        """The first half of a load: what comes from updates is on its way. What the H2D lane copies to the slot from
-        here on comes behind its last use."""
+        """The first half of a load: updates deliver their part. Copies to the slot enqueued on the H2D lane from here
+        on run after its last use."""
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
@@ -104,9 +105,8 @@ class LocalWeights:
             self._complete_one()
 
     def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
-        """The second half where nothing is delivered: read all of the block into ``memory`` [block.numel], which is
-        page-aligned, and copy it from there. When this raises, nobody writes to ``memory`` any more, and copies out of
-        it may be under way."""
+        """The second half if nothing is delivered: read the whole block into page-aligned ``memory`` [block.numel], and
+        copy it from there. After an error, no read writes to ``memory`` any more, but copies may still read it."""
         reads: list[tuple[RecordRead, int, int]] = []
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
@@ -130,12 +130,12 @@ class LocalWeights:
     def _order(
         self, block: Block, slot: Slot, delivery: Delivery, end: Callable[[BaseException | None], None]
     ) -> _Load:
-        """Order the reads of a block, completing earlier ones where their buffers are needed. What goes wrong is told
-        by ``end``, once nobody writes into the slot any more."""
+        """Order the reads of a block. Earlier reads are completed if their buffers are needed. ``end`` gets an error
+        once nothing writes to the slot any more."""
 
         def end_safely(error: BaseException | None) -> None:
             if error is not None:
-                with contextlib.suppress(Exception):  # while others write into the slot, nobody may take it
+                with contextlib.suppress(Exception):  # the slot is not free while updates write to it
                     delivery.wait()
             end(error)
 
@@ -165,7 +165,7 @@ class LocalWeights:
                 buffer.release()
             raise
         load.num_reading += 1
-        self._reading.append(_Part(load, read, buffer, start, stop))
+        self._reading.append(_SliceRead(load, read, buffer, start, stop))
 
     def _free_buffer(self) -> Buffer:
         while self._staging.num_free == 0:
@@ -178,7 +178,7 @@ class LocalWeights:
         return self._staging.acquire()
 
     def _complete_one(self) -> None:
-        """The read that was ordered first ends, and is copied."""
+        """Wait for the oldest read, and copy it to its slot."""
         part = self._reading.popleft()
         load, buffer = part.load, part.buffer
         try:

@@ -1,8 +1,8 @@
-"""How a rank's part of a block goes to other boxes, and what this box keeps of theirs.
+"""How a rank's shard of a block goes to other nodes, and which shards of other nodes this node keeps.
 
-A part goes as it is, or rounded by a codec: then all ranks compute with the rounded weights, those of its own box as
-well, and only the store has the exact ones. Each part passes through one rank of a box, which may keep it: as long as
-no update has changed the block it need not come again. What is kept over a step is changed by what the step changed.
+A shard is sent unchanged, or rounded by a codec. Then all ranks compute with the rounded weights, also those of its own
+node, and only the store has the exact ones. One rank of each node receives a shard and may keep it, so that it need not
+be sent again until an update changes the block. Of a kept shard, only the changes of a step are sent.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from hf_lohan.model import Block, ranges
 from hf_lohan.planning import part_bytes
 from hf_lohan.ranks import CodedBytes, CodedLane, PayloadReader, Ranks, StepDelta
 from hf_lohan.store import RecordRead
-from hf_lohan.weights.kept_parts import KeptParts
+from hf_lohan.weights.peer_weights import PeerWeightCache
 
-PIECE_NUMEL = 256 * 1024
-"""Coded at a time: whole blocks of the codec."""
+_CODED_PIECE_NUMEL = 256 * 1024
+"""Elements coded at a time: whole blocks of the codec."""
 _RAW, _CODED, _CHANGES = range(3)
-"""What a message of a part is."""
+"""The forms of a shard's payload."""
 _DELTA = StepDelta()
 _DELTA_DTYPES = (torch.bfloat16, torch.float16)
 
@@ -36,8 +36,8 @@ def part_of(block: Block, rank: int, entry: Tensor) -> Tensor:
     return entry[first:last]
 
 
-class BoxParts:
-    """Of one rank. Loads begin on one thread, `receive` is called on others."""
+class NodeShards:
+    """The shards that one rank sends and receives. Loads begin on one thread, `receive_shard` is called on others."""
 
     def __init__(
         self,
@@ -46,41 +46,42 @@ class BoxParts:
         *,
         coded: CodedLane | None = None,
         changes: CodedBytes | None = None,
-        kept: KeptParts | None = None,
+        kept: PeerWeightCache | None = None,
         version_of: Callable[[Block], int] = lambda block: 0,
     ) -> None:
-        """``coded``: parts are rounded by it. ``changes``: of a block that was sent before, what changed is sent, and
-        counted there. ``kept``: room for the parts of `kept_ranks`. ``version_of`` says how often a block was
-        changed, as all ranks count."""
-        assert changes is None or kept is not None, "changes are of what was kept"
+        """``coded``: the codec that rounds shards. ``changes``: send only what changed in a block that was sent before,
+        and count that traffic here. ``kept``: room for the shards of `kept_ranks`. ``version_of``: how often a block
+        was changed, equal on all ranks."""
+        assert changes is None or kept is not None, "changes need a kept shard"
         self._ranks = ranks
         self._coded = coded
         self._changes = changes
         self._version_of = version_of
         self._versions: dict[Block, int] = {}
-        """What is kept of, or comes."""
+        """The versions that are kept or being received."""
         self._kept = kept
         self.keeps = kept is not None
-        """Whether a block need not come again that nobody changed."""
+        """Whether an unchanged block need not be sent again."""
         self._sent: set[Block] = set()
-        """Of which the other boxes have what `kept` has of this rank's part."""
+        """Blocks of which other nodes have the same shard of this rank as `kept`."""
 
     def senders(self, block: Block) -> set[int]:
-        """Ranks of other boxes whose parts come to this one."""
+        """Ranks of other nodes that send their shards to this rank."""
         return {rank for rank in self._ranks.counterparts if has_part(block, rank)}
 
     def recipients(self, block: Block) -> list[int]:
-        """Ranks of other boxes to which this one's part goes."""
+        """Ranks of other nodes that receive this rank's shard."""
         return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
 
     def is_kept(self, block: Block, version: int) -> bool:
-        """Whether this box has that version, as then all boxes have. If not, all send theirs, and it will be kept."""
+        """Whether this node keeps that version; then all nodes do. If not, all ranks send their shards, and it will be
+        kept."""
         is_kept = self.keeps and self._versions.get(block) == version
         self._versions[block] = version
         return is_kept
 
     def begin_read(self, block: Block, entry: Tensor, piece_numel: int) -> list[RecordRead]:
-        """Put what is kept of other boxes into a whole block, by reads that may go on."""
+        """Begin to put the kept shards of other nodes into a whole block. Returns the reads."""
         reads: list[RecordRead] = []
         for rank in self.senders(block):
             assert self._kept is not None
@@ -88,14 +89,13 @@ class BoxParts:
         return reads
 
     def matters(self, block: Block, version: int) -> bool:
-        """Whether another load may take what comes now of that version."""
+        """Whether a later load may use what is received now of that version."""
         return self.keeps and self._version_of(block) == version
 
-    # This rank's part.
+    # This rank's shard.
 
     def make_own(self, block: Block, entry: Tensor, *, sends: bool) -> tuple[int, Tensor]:
-        """Make this rank's part in ``entry`` what all ranks compute with. Returns the form in which it is sent, and
-        what is sent."""
+        """Make this rank's shard in ``entry`` what all ranks compute with. Returns the form and the payload to send."""
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
             return _CODED, self._round(part, self._coded)
@@ -111,23 +111,23 @@ class BoxParts:
         return form, message
 
     def count(self, block: Block, message: Tensor) -> None:
-        """The part went to another box as ``message``."""
+        """The shard was sent to another node as ``message``."""
         for counted in (self._coded, self._changes):
             if counted is not None:
                 counted.count(part_bytes(block, self._ranks.rank), message.nbytes)
 
     @staticmethod
     def _round(part: Tensor, coded: CodedLane) -> Tensor:
-        """The message of a part, piece by piece. The part becomes what it brings."""
+        """The coded payload of a shard. The shard becomes what the payload decodes to."""
         message = torch.empty(coded.codec.message_bytes(part.numel()), dtype=torch.uint8)
         for piece, place in _pieces(part, coded):
             coded.codec.decode(coded.encode(piece, message[place]), piece)
         return message
 
-    # The parts of others.
+    # Shards of other nodes.
 
     def receive(self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor) -> None:
-        """Put a part that comes from another box into ``entry``."""
+        """Put a shard from another node into ``entry``."""
         part = part_of(block, rank, entry)
         if form == _CHANGES:
             assert self._kept is not None
@@ -137,7 +137,8 @@ class BoxParts:
             _DELTA.apply_(part, message)
         elif form == _CODED:
             assert self._coded is not None
-            scratch = torch.empty(self._coded.codec.message_bytes(min(PIECE_NUMEL, part.numel())), dtype=torch.uint8)
+            max_bytes = self._coded.codec.message_bytes(min(_CODED_PIECE_NUMEL, part.numel()))
+            scratch = torch.empty(max_bytes, dtype=torch.uint8)
             for piece, place in _pieces(part, self._coded):
                 message = scratch[: place.stop - place.start]
                 payload.read_into(message)
@@ -149,8 +150,8 @@ class BoxParts:
 
 
 def _pieces(part: Tensor, coded: CodedLane) -> Iterator[tuple[Tensor, slice]]:
-    """Of a part, and where the message of each lies in that of the part."""
+    """The pieces of a shard, each with its slice of the coded payload."""
     end = 0
-    for start, stop in ranges(part.numel(), PIECE_NUMEL):
+    for start, stop in ranges(part.numel(), _CODED_PIECE_NUMEL):
         begin, end = end, end + coded.codec.message_bytes(stop - start)
         yield part[start:stop], slice(begin, end)
