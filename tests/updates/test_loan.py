@@ -107,7 +107,7 @@ def test_what_is_lent_is_not_overwritten_and_one_block_is_lent_at_a_time(
     prefetcher.acquire(layers[1])
     assert ring.borrow_slot(layers[1]) is None
     with ring.lock:
-        assert slot not in ring.claimable(SizeClass.LAYER)
+        assert not slot.is_claimable
     loan.give_back()
     with ring.lock:
-        assert slot not in ring.claimable(SizeClass.LAYER)  # it was lent twice
+        assert not slot.is_claimable  # it was lent twice
