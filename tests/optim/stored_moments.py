@@ -1,4 +1,4 @@
-"""Moments as training has them, in and out of the records that store them."""
+"""Typical moments, encoded to records and decoded again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def decoded(dtype: MomentDtype, records: Mapping[str, Tensor]) -> tuple[Tensor, 
 
 
 def some_moments(seed: int = 0, numel: int = NUMEL) -> tuple[Tensor, Tensor]:
-    """As training has them: of very different sizes, and some still zero."""
+    """Typical moments: of very different sizes, and some are zero."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(3 * torch.randn(numel, generator=generator)) * 1e-4
     exp_avg, exp_avg_sq = torch.randn(numel, generator=generator) * sizes, sizes.square()

@@ -1,4 +1,4 @@
-"""A gradient pipeline over experts in a store of files, some of whose updates come steps later, or none do."""
+"""A gradient pipeline over experts in a store of files. Lazy experts take steps with gradients of zeros later."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_lohan.updates.worker import Applied
 NUM_EXPERTS = 4
 CHUNK_NUMEL = GRANULE_NUMEL
 _NUM_ROWS = 3 * GRANULE_NUMEL // 2 // 64
-"""So that an expert has a parameter in two chunks, and another that lies beside its end."""
+"""Makes one parameter of an expert lie in two chunks, with another one behind it."""
 
 
 def _pool(name: str, num_buffers: int, chunk_numel: int) -> BufferPool:
@@ -29,7 +29,7 @@ def _pool(name: str, num_buffers: int, chunk_numel: int) -> BufferPool:
 
 
 class LazyBench:
-    """Experts of one fused weight and one fused bias each, both of them parts of one parameter."""
+    """Experts with one weight and one bias each, which are parts of two fused parameters."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LazyBench:
         schedule: Schedule = "optimized",
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
-        """``most``: how many steps an expert may be behind; ``from_share``: where steps leave out so large a share."""
+        """``most``, ``from_share``: see `MissedSteps`."""
         self.folder, self.form = folder, form
         self.weights = nn.Parameter(torch.zeros(NUM_EXPERTS, _NUM_ROWS, 64))
         self.biases = nn.Parameter(torch.zeros(NUM_EXPERTS, 64))
@@ -113,7 +113,7 @@ class LazyBench:
         self.io.close()
 
     def backward(self, touched: Collection[int], seed: int, *, is_final: bool = True) -> None:
-        """One that came by all experts, and has gradients for some."""
+        """A backward that passes all experts and has gradients for the touched ones."""
         random = torch.Generator().manual_seed(seed)
         for chunk in reversed(self.chunks):
             values = torch.randn(chunk.numel, generator=random)
@@ -157,7 +157,7 @@ class LazyBench:
         self.missed.restore(commit.journal.get("missed"))
 
     def weights_of(self, number: int) -> Tensor:
-        """As they come to a slot."""
+        """The weights as a slot would get them."""
         block = self.blocks[number]
         weights = torch.full((block.numel,), float("nan"), dtype=self.form.working_dtype)
         delivery = self.pipeline.deliver(block, weights)
@@ -169,7 +169,7 @@ class LazyBench:
         return weights
 
     def states_of(self, number: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
-        """All records of an expert, as the last step left them."""
+        """All records of an expert, up to date."""
         self.pipeline.wait_for_updates()
         block, found = self.blocks[number], {}
         for kind in kinds or ("param", *self.form.state_kinds):
