@@ -42,7 +42,7 @@ NARROWER = {
     "planner": {"wording"},
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},
-    "store": {"compat", "device", "files", "threads", "timeline"},
+    "store": {"compat", "device", "files", "threads", "timeline", "wording"},
     "ranks": {"device", "files", "planner", "threads", "timeline", "wording"},
     "optim": {"compat"},
     "report": {"config", "timeline", "wording"},

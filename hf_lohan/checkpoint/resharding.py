@@ -18,6 +18,7 @@ from hf_lohan.files.durable_file import remove_folder
 from hf_lohan.model import StoredForm, records_of_rank
 from hf_lohan.ranks import RanksDisagreeError, newest_of_all
 from hf_lohan.store import Commit, RecordSpec, Store
+from hf_lohan.store.commits import ImmediateAgreement
 from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
 from hf_lohan.store.store_folders import remove_store
 from hf_lohan.updates import MISSED_STEPS_NAME
@@ -216,26 +217,13 @@ def _store_with(old: Sequence[Store], record: RecordSpec, element: int) -> tuple
     )
 
 
-class NumberedAgreement:
-    """The commit agreement of stores whose ranks are not running: what one has, all have."""
-
-    def __init__(self, group_id: str) -> None:
-        self.group_id = group_id
-
-    def tell(self, number: int) -> None:
-        """There is no other process."""
-
-    def wait(self, number: int) -> None:
-        """There is no other process."""
-
-
 def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
     facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
     group_id = commits[0].group_id or uuid.uuid4().hex
     for rank, store in enumerate(new):
         source = old[rank if rank < len(old) else 0]
         if len(new) > 1:
-            store.agree_on_commits(NumberedAgreement(group_id))
+            store.agree_on_commits(ImmediateAgreement(group_id))
         store.count_commits_from(commits[0].number)
         journal = journal_of_rank(journals, rank, len(new))
         store.commit(facts, journal, source.log, model_files=source.model_files)

@@ -23,7 +23,7 @@ from hf_lohan.report.run_data import (
     output_folder,
 )
 from hf_lohan.store import Commit, committed_log, kept_commits
-from hf_lohan.store.rank_folders import folder_of_all, rank_folder, ranks_under
+from hf_lohan.store.rank_folders import rank_folder, ranks_under, shared_directory
 
 LAST_STEP = "last_step"
 _TRAINER_STATE_NAME = "trainer_state.json"
@@ -114,7 +114,7 @@ def store_paths_of(run: str | Path) -> list[str]:
         raise no_run_in(run, SETTINGS_NAME)
     file = folder / FOLDER / SETTINGS_NAME
     try:
-        paths = [folder_of_all(str(ssd["path"])) for ssd in json.loads(file.read_text())["ssd"]]
+        paths = [shared_directory(str(ssd["path"])) for ssd in json.loads(file.read_text())["ssd"]]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{file} is damaged ({error}); give the folder of the store itself") from error
     was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts

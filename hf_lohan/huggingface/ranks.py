@@ -20,7 +20,7 @@ from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
 from hf_lohan.ranks import ALONE, Links, Ranks, connect
-from hf_lohan.store.rank_folders import directory_of, refuse_other_ranks
+from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
 _FIRST_TIMEOUT_S = 600.0
 """Ranks start, import and load at different speeds."""
@@ -117,10 +117,10 @@ def check_layout(layout: OffloadLayout, config: OffloadConfig, links: Links) -> 
     check_rules(layout.blocks, num_ranks)
     assert config.ssd != "auto"
     for ssd in config.ssd:
-        refuse_other_ranks(directory_of(ssd.path, num_ranks), num_ranks)
+        refuse_other_ranks(shared_directory(ssd.path), num_ranks)
     if num_ranks > 1:
         for ssd in config.ssd:
-            make_directory(directory_of(ssd.path, num_ranks))
+            make_directory(shared_directory(ssd.path))
         links.barrier("the directories of the ssd paths to be there")
 
 

@@ -56,6 +56,7 @@ class CommitAgreement:
         self._prepared = dict.fromkeys(links.ranks.others, 0)
         """By rank, the number of the last commit that is durable there."""
         self.group_id = ""
+        self.keeps_previous = True
 
     def begin(self, store: AgreeingStore[Kept]) -> Kept | None:
         """Have this rank's store be at the newest commit that all ranks hold, and commit with the others from now on.
@@ -83,11 +84,11 @@ class CommitAgreement:
         store.agree_on_commits(self)
         return chosen
 
-    def tell(self, number: int) -> None:
+    def announce_commit(self, number: int) -> None:
         """This rank's commit is durable."""
         self._links.send_all(Kind.PREPARED, number)
 
-    def wait(self, number: int) -> None:
+    def wait_for_commit(self, number: int) -> None:
         """Return when every rank's is. Raises RankFailedError or RankTimeoutError."""
 
         def behind() -> list[int]:

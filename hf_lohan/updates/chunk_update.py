@@ -135,7 +135,7 @@ class ChunkUpdater:
                 clip_coefficient=clip_coefficient,
                 private=[buffer.bytes for buffer in update.private],
                 checksums_of=partial(self._store.checksums, block),
-                unhashed=[kind for kind in update.records if self._store.ram.keeps(block, kind)],
+                unhashed=[kind for kind in update.records if self._store.ram.keeps_write(block, kind)],
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
                 missed=self._missed.steps_before(gradient.chunk),

@@ -9,11 +9,11 @@ from random import Random
 
 import pytest
 
-from hf_lohan.checkpoint.resharding import NumberedAgreement, copy_records, facts_of_all, journal_of_rank
+from hf_lohan.checkpoint.resharding import copy_records, facts_of_all, journal_of_rank
 from hf_lohan.files import CorruptionError, IoEngine, StorageError, StorePath
 from hf_lohan.planner import cut_for_ranks, units_between
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
-from hf_lohan.store.commits import COMMIT_NAME
+from hf_lohan.store.commits import COMMIT_NAME, ImmediateAgreement
 from hf_lohan.testing.stored_state import aligned, content_of
 
 MODEL = ModelIdentity("LlamaForCausalLM", 12345, "abc")
@@ -121,7 +121,7 @@ def test_a_part_that_is_nowhere_is_named(tmp_path: Path, engine: IoEngine) -> No
 def test_commits_are_counted_on(tmp_path: Path, engine: IoEngine) -> None:
     with ExitStack() as held:
         (store,) = make_stores(tmp_path, 1, engine, held)
-        store.agree_on_commits(NumberedAgreement("run"))
+        store.agree_on_commits(ImmediateAgreement("run", keeps_previous=True))
         store.count_commits_from(17)
         write_all([store], Random(1))
         assert store.committed is not None

@@ -112,14 +112,14 @@ def calls_that_kill(kill: KilledAt) -> Iterator[None]:
     with ExitStack() as patched:
         for name in ("fsync", "fdatasync", "link", "replace", "unlink"):
             patched.enter_context(patch.object(os, name, passing(name, getattr(os, name))))
-        real_tell = CommitAgreement.tell
+        real_tell = CommitAgreement.announce_commit
 
         def tell(agreement: CommitAgreement, number: int) -> None:
             thread = threading.current_thread()
             kill.pass_by(int(thread.name.removeprefix("rank-")), number, "tell")
             real_tell(agreement, number)
 
-        patched.enter_context(patch.object(CommitAgreement, "tell", tell))
+        patched.enter_context(patch.object(CommitAgreement, "announce_commit", tell))
         yield
 
 

@@ -31,14 +31,15 @@ class OtherRanks:
     """Who say that they have a commit when they are waited for."""
 
     group_id: str = "run"
+    keeps_previous: bool = True
     told: list[int] = field(default_factory=list)
     waited: list[int] = field(default_factory=list)
     on_wait: Callable[[int], None] = lambda number: None
 
-    def tell(self, number: int) -> None:
+    def announce_commit(self, number: int) -> None:
         self.told.append(number)
 
-    def wait(self, number: int) -> None:
+    def wait_for_commit(self, number: int) -> None:
         self.on_wait(number)
         self.waited.append(number)
 

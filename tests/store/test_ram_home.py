@@ -43,7 +43,7 @@ def test_what_has_no_copy_is_written_at_once(tmp_path: Path) -> None:
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         assert engine.write_bytes == WEIGHT.num_bytes
-        assert not store.ram.keeps("layer", "param") and store.ram.keeps("layer", "exp_avg")
+        assert not store.ram.keeps_write("layer", "param") and store.ram.keeps_write("layer", "exp_avg")
 
 
 @pytest.mark.parametrize("num_homes", [1, 2])
@@ -96,9 +96,9 @@ def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
         lent = store.ram.borrow("layer", "param", 0, GRANULE_NUMEL)
         assert lent is not None
         lent[:7] = 5  # and something breaks
-        with pytest.raises(StorageError, match="half changed in memory"):
+        with pytest.raises(StorageError, match="incomplete in RAM"):
             is_all(store, 2)
-        with pytest.raises(StorageError, match="not written whole"):
+        with pytest.raises(StorageError, match="is incomplete from element"):
             store.commit()
         store.drop_drafts()
         assert is_all(store, 1)

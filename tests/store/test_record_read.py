@@ -42,7 +42,7 @@ def test_what_arrives_is_not_verified_and_what_is_verified_counts(damaged: Recor
     damaged.verify(3, 4)
     assert not damaged.is_verified
     for _ in range(2):
-        with pytest.raises(CorruptionError, match=r"exp_avg of block .* from 4096 on .*r\.bin at byte 16384"):
+        with pytest.raises(CorruptionError, match=r"exp_avg of block .* from element 4096 on .*r\.bin at byte 16384"):
             damaged.verify(2, 3)
         with pytest.raises(CorruptionError):
             damaged.wait()
@@ -73,7 +73,7 @@ def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, ra
     wrong = files.checksums("block", "exp_avg", values)
     wrong[1] += 1
     files.write("block", "exp_avg", 0, values, checksums=wrong).wait()
-    with pytest.raises(CorruptionError, match="elements from 2048 on"):
+    with pytest.raises(CorruptionError, match="from element 2048 on"):
         files.read("block", "exp_avg", 0, values).wait()
     with pytest.raises(AssertionError, match="a checksum for each granule"):
         files.write("block", "exp_avg", 0, values, checksums=wrong[1:])

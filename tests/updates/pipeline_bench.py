@@ -58,7 +58,7 @@ class NothingInRam:
     def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> None:
         return None
 
-    def keeps(self, block: str, kind: str) -> bool:
+    def keeps_write(self, block: str, kind: str) -> bool:
         return False
 
 

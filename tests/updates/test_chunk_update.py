@@ -173,7 +173,7 @@ def test_every_granule_of_every_input_is_verified(
     for record in store.records:
         first = form.numel(record.kind, granule * GRANULE_NUMEL)
         flip(record.kind, first * record.itemsize + 3)
-        with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged: .* from {first} on"):
+        with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged from element {first} on"):
             in_parts(store, form, 2)
         flip(record.kind, first * record.itemsize + 3)
     in_parts(store, form, 2)
