@@ -20,8 +20,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "hf_lohan"
 
 FLOORS = {
-    **dict.fromkeys(("compat", "timeline", "wording"), -1),
-    **dict.fromkeys(("config", "planner", "threads"), 0),
+    **dict.fromkeys(("compat", "timeline", "wording"), -2),
+    "planner": -1,
+    **dict.fromkeys(("config", "threads"), 0),
     **dict.fromkeys(("device", "files", "optim", "report"), 1),
     **dict.fromkeys(("ranks", "store"), 2),
     "hardware": 3,
@@ -38,7 +39,7 @@ FLOORS = {
 }
 NARROWER = {
     "compat": set[str](),
-    "config": {"wording"},
+    "config": {"planner", "wording"},
     "planner": {"wording"},
     "threads": set[str](),
     "files": {"threads", "timeline", "wording"},

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from hf_lohan.config import Collectives, OffloadConfig
-from hf_lohan.planner import Cluster, CollectiveChoice, HardwareProfile, OffloadPlan
-from hf_lohan.planning.rank_setup import choice_of
+from hf_lohan.planner import Cluster, Collectives, HardwareProfile, OffloadPlan, all_ways
+from hf_lohan.planner.collectives import COLLECTIVE_VALUES
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
@@ -45,11 +45,21 @@ def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> Ha
     return hardware
 
 
-def collective_choice(asked: str | None, config: OffloadConfig) -> CollectiveChoice:
-    """What a plan may choose from. A configuration that says nothing leaves all that is exact."""
-    if asked is not None:
-        return CollectiveChoice.parse(asked)
-    return CollectiveChoice() if config.collectives == Collectives() else choice_of(config)
+def ways_asked_for(text: str | None, num_nodes: int) -> tuple[Collectives, ...] | None:
+    """The ways to exchange weights and gradients that `--collectives` lets the plan choose from: "exact", "quantized"
+    (all), or values by name, "forward=int8,backward=node". None: those that the configuration leaves open. Raises
+    ValueError."""
+    if text is None:
+        return None
+    if text == "quantized":
+        return all_ways(num_nodes)
+    words = [] if text == "exact" else text.split(",")
+    values = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
+    if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in values.items()):
+        allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in COLLECTIVE_VALUES.items())
+        raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {allowed}")
+    settings: dict[str, Any] = dict(values)
+    return Collectives(**settings).open_ways(num_nodes)
 
 
 def of_each_rank(cluster: Cluster) -> str:

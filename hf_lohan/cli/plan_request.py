@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hf_lohan.cli.plan_ranks import collective_choice, with_link
+from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
@@ -159,7 +159,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ),
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
-        collectives=collective_choice(request.collectives, config),
+        ways=ways_asked_for(request.collectives, ranks.num_nodes),
     )
     return PlannedRun(
         **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because

@@ -22,7 +22,13 @@ from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
 from hf_lohan.engine.planned_memory import PlannedMemory
-from hf_lohan.engine.rank_parts import agree, block_loader, gradient_pipeline, lending_slots
+from hf_lohan.engine.rank_parts import (
+    agree,
+    block_loader,
+    follow_collectives,
+    gradient_pipeline,
+    lending_slots,
+)
 from hf_lohan.engine.ranks import agreed_decision
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
@@ -141,7 +147,8 @@ class OffloadEngine:
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
-        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout)
+        on_decided = partial(follow_collectives, layer_loader, tiers)
+        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout, on_decided)
         routing = routing_of(self.expert_loader, layers.values())
         self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits, routing)
         self._lifetime = Lifetime()

@@ -43,8 +43,14 @@ class PlannedMemory:
     """
 
     def __init__(
-        self, activations: ActivationTiers, config: OffloadConfig, tiers: Tiers, layout: OffloadLayout
+        self,
+        activations: ActivationTiers,
+        config: OffloadConfig,
+        tiers: Tiers,
+        layout: OffloadLayout,
+        on_decided: Callable[[OffloadLayout], None] = lambda _layout: None,
     ) -> None:
+        """``on_decided`` is called once, with the layout that the run follows."""
         self._activations = activations
         self._mode = mode = config.activations
         self._planned: PlannedStep | None = None
@@ -55,6 +61,7 @@ class PlannedMemory:
         self._tiers = tiers
         self.layout = layout
         """Divides the RAM as the plan does; before the plan, as it will if there is none."""
+        self._on_decided = on_decided
         self._has_copies = False
         self.num_together = 1
         """Largest number of micro-batches whose forwards all ran before the first backward."""
@@ -81,6 +88,8 @@ class PlannedMemory:
         if self._has_copies:
             return
         self._has_copies = True
+        self.layout = self.layout.decided()
+        self._on_decided(self.layout)
         names = [(record.block, record.kind) for record in self.layout.resident_records]
         self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
         if names:

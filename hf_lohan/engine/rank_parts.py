@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from torch import Tensor
 
 from hf_lohan.device import CpuDevice, Event
+from hf_lohan.engine.ranks import open_peer_weights
 from hf_lohan.engine.tiers import Tiers
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
@@ -30,6 +32,8 @@ from hf_lohan.weights import (
     SharedWeights,
     SlotRing,
 )
+
+logger = logging.getLogger(__name__)
 
 _YES, _NO = b"yes", b"no"
 
@@ -57,12 +61,25 @@ def block_loader(
             layout.ranks,
             layout.blocks,
             coded=tiers.codecs.weights,
-            changes=tiers.codecs.changes,
-            kept=tiers.rank_memory.kept_weights,
             version_of=ring.version_of,
         ),
     )
     return LockstepLoader(ring, source, layout.blocks)
+
+
+def follow_collectives(loader: BlockLoader, tiers: Tiers, layout: OffloadLayout) -> None:
+    """Exchange weights in the way that was decided. Called once, by all ranks at the same point of their first pass."""
+    peer_weights = open_peer_weights(layout, tiers.device, tiers.store)
+    if peer_weights is None:
+        return
+    assert layout.collectives is not None and isinstance(loader, LockstepLoader)
+    changes = tiers.codecs.count_changes() if layout.collectives.keeps_own else None
+    loader.keep_weights(peer_weights, changes)
+    logger.info(
+        "weights go to other nodes %s; each node keeps a copy %s",
+        "as changes of a step" if changes is not None else "whole",
+        "in RAM" if layout.collectives.backward == "ram" else "on the SSD",
+    )
 
 
 def gradient_pipeline(

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from hf_lohan.config import Collectives, OffloadConfig
+from hf_lohan.config import Collectives
 from hf_lohan.device import Device
 from hf_lohan.engine.commits import CommitInterval
 from hf_lohan.planning import OffloadLayout
@@ -64,13 +64,6 @@ class LinkCodecs:
             return
         if collectives.forward == "int8":
             self.weights = CodedLane("weights", WEIGHTS_INT8)
-        elif collectives.forward == "delta":
-            self.changes = CodedBytes("weights")
-            if collectives.backward == "world":
-                logger.info(
-                    "collectives: with forward 'delta' each machine keeps all weights, so backward reads them there, "
-                    "as with backward 'node'"
-                )
         if collectives.gradients != "exact":
             self.gradients = CodedLane("gradients", _GRADIENT_CODECS[collectives.gradients])
         for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):
@@ -81,6 +74,11 @@ class LinkCodecs:
                     lane.name,
                     word,
                 )
+
+    def count_changes(self) -> CodedBytes:
+        """From now on weights go to other nodes as the changes of a step. Returns the counter of their bytes."""
+        self.changes = CodedBytes("weights")
+        return self.changes
 
     @property
     def all(self) -> list[CodedBytes]:
@@ -170,13 +168,9 @@ class RankMemory:
     """This rank's buffers in it."""
     weights: SharedRegion
     """Through it blocks pass to all ranks of this node."""
-    kept_weights: PeerWeightCache | None
-    """Weights of other nodes, kept from one pass to the next."""
 
 
-def open_rank_memory(
-    layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store, links: Links
-) -> RankMemory | None:
+def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
     """Called by all ranks together. None for a single rank."""
     ranks = links.ranks
     if not ranks.others:
@@ -188,19 +182,19 @@ def open_rank_memory(
         gradients=gradients,
         own_gradients=gradients.bytes.split(num_bytes)[ranks.local_rank],
         weights=weights,
-        kept_weights=_kept_weights(layout, config, device, store),
     )
 
 
-def _kept_weights(layout: OffloadLayout, config: OffloadConfig, device: Device, store: Store) -> PeerWeightCache | None:
-    """In RAM, or on the SSD if the layout says so. A rank that receives no parts still counts what the others keep."""
-    if layout.ranks.num_nodes == 1 or not config.collectives.keeps_weights:
+def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> PeerWeightCache | None:
+    """This rank's room for the weights of other nodes, in RAM or on the SSD. None if the collectives that were decided
+    keep no copy of all weights in each node. Raises CapacityError."""
+    way = layout.collectives
+    if way is None or way.backward == "world":
         return None
-    if layout.kept_records:
-        return SsdPeerWeights(store.scratch(layout.kept_records, _KEPT_NAME))
-    num_bytes = layout.kept_weight_bytes
-    memory = device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
-    return RamPeerWeights(memory, layout.blocks, layout.ranks, keeps_own=config.collectives.forward == "delta")
+    if way.backward == "ssd":
+        return SsdPeerWeights(store.scratch(layout.copy_records, _KEPT_NAME))
+    memory = device.host_empty(layout.copy_bytes) if layout.copy_bytes else torch.empty(0, dtype=torch.uint8)
+    return RamPeerWeights(memory, layout.blocks, layout.ranks, keeps_own=way.keeps_own)
 
 
 def agree_on_commits(store: Store, links: Links) -> None:

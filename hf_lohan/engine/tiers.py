@@ -89,7 +89,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
                 model=layout.identity,
                 engine=io,
                 durability=config.durability,
-                scratch=(*layout.spill_records(), *layout.kept_records),
+                scratch=(*layout.spill_records(), *layout.decided().copy_records),
             )
     except BaseException:
         io.close()
@@ -100,7 +100,7 @@ def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, lin
         spill_records = layout.spill_records()
         spill = store.scratch(spill_records) if spill_records else None
 
-        rank_memory = open_rank_memory(layout, config, device, store, links)
+        rank_memory = open_rank_memory(layout, device, links)
         own_gradients = rank_memory.own_gradients if rank_memory is not None else None
 
         def staging(name: str, num_buffers: int) -> BufferPool:

@@ -289,16 +289,18 @@ def _planning() -> contextlib.AbstractContextManager[None]:
     return long_work("planning the first step; a machine that is new is measured")
 
 
-def _plan_step(model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+def _plan_step(
+    model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape, layout: OffloadLayout
+) -> PlannedStep | None:
     """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
-        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
+        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout)
 
 
-def _plan_order(plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+def _plan_order(plan: RunPlan, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
     with _planning():
-        return plan.make(shape, may_run_together=True)
+        return plan.make(shape, layout, may_run_together=True)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:

@@ -6,7 +6,7 @@ and `record_traffic` says which records have a copy in RAM. From a `HardwareProf
 `plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
-from hf_lohan.planner.collectives import ChosenCollectives, Cluster, CollectiveChoice, TriedWay
+from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
 from hf_lohan.planner.cuts import cut_for_ranks, cut_units, units_between
 from hf_lohan.planner.fitting import fits_without_offloading
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
@@ -52,7 +52,7 @@ from hf_lohan.planner.search.hardware_changes import (
     one_more_ssd,
     what_hardware_buys,
 )
-from hf_lohan.planner.search.plan_search import forecast, plan_offload, plan_over_ranks, scaled_to, sweep_swapped_bytes
+from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes
 
 __all__ = [
     "INPUT",
@@ -67,9 +67,8 @@ __all__ = [
     "BlockProfile",
     "BlockShape",
     "BudgetError",
-    "ChosenCollectives",
     "Cluster",
-    "CollectiveChoice",
+    "Collectives",
     "CpuProfile",
     "DeviceProfile",
     "Durability",
@@ -93,15 +92,16 @@ __all__ = [
     "StepPrediction",
     "TrainingSetup",
     "TriedWay",
+    "all_ways",
     "choose_resident_records",
     "cut_for_ranks",
     "cut_units",
     "drive_life",
+    "fastest_way",
     "fits_without_offloading",
     "forecast",
     "one_more_ssd",
     "plan_offload",
-    "plan_over_ranks",
     "plan_pools",
     "scaled_to",
     "slots_for_generation",

@@ -117,6 +117,11 @@ class TrainingSetup:
     """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
     cluster: Cluster = ONE_RANK
     """Budgets, records and micro-batches are those of one rank, the SSDs those of its node."""
+    copy_cpu_bytes: int | None = None
+    """RAM of each rank for the copy of all weights that its node keeps, if the collectives keep it in RAM; None: each
+    rank's share of the weights."""
+    copy_ssd_bytes: int | None = None
+    """Bytes on the node's SSDs for that copy, if the collectives keep it there; None: the weights of other nodes."""
     counts_fill: bool = True
     """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
 

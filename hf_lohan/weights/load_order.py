@@ -120,7 +120,8 @@ class DeterministicLoadOrder:
     def __init__(self, schedule: LoadSchedule, ring: SlotRing) -> None:
         self._ring = ring
         self._next_load = NextLayer(schedule, ring, lambda slot: slot.num_pins == 0)
-        self._num_ordered = 0
+        self.num_ordered = 0
+        """Loads so far, equal on all ranks at the same point of their passes."""
         self._latest: dict[Slot, OrderedLoad] = {}
 
     def order_loads(self) -> list[OrderedLoad]:
@@ -153,7 +154,7 @@ class DeterministicLoadOrder:
         free = slot.last_use
         self._next_load.claim_slot(load)
         version = self._ring.version_of(block)
-        ordered = OrderedLoad(self._num_ordered, block, slot, slot.weights[: block.numel], free, version)
-        self._num_ordered += 1
+        ordered = OrderedLoad(self.num_ordered, block, slot, slot.weights[: block.numel], free, version)
+        self.num_ordered += 1
         self._latest[slot] = ordered
         return ordered

@@ -13,9 +13,10 @@ from torch import Tensor
 from hf_lohan.device import Event
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.ranks import RankFailedError
+from hf_lohan.ranks import CodedBytes, RankFailedError
 from hf_lohan.weights.block_loader import BlockLoader
 from hf_lohan.weights.load_order import DeterministicLoadOrder, OrderedLoad
+from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.schedule import LoadSchedule
 from hf_lohan.weights.slot_ring import SlotRing
 
@@ -48,6 +49,10 @@ class JointSource(Protocol):
 
     def notify(self) -> None:
         """From any thread."""
+
+    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedBytes | None) -> None:
+        """Keep the weights of other nodes in ``kept`` from load ``first_load`` on, which has not begun. With
+        ``changes``, which counts them, only what a step changed is sent."""
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one brings nothing any more. From any thread."""
@@ -82,6 +87,11 @@ class LockstepLoader(BlockLoader):
         self._source.close()
 
     # The compute thread's side.
+
+    def keep_weights(self, kept: PeerWeightCache, changes: CodedBytes | None) -> None:
+        """`JointSource.keep_weights` from the next load on that is ordered. Called by all ranks at the same point of
+        their passes."""
+        self._source.keep_weights(self._order.num_ordered, kept, changes)
 
     def _order_loads(self) -> None:
         self._put(self._order.order_loads())

@@ -62,8 +62,19 @@ class NodeShards:
         self._kept = kept
         self.keeps = kept is not None
         """Whether an unchanged block need not be sent again."""
+        self._first_kept_load = 0
         self._sent: set[Block] = set()
         """Blocks of which other nodes have the same shard of this rank as `kept`."""
+
+    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedBytes | None) -> None:
+        """From load ``first_load`` on, keep shards in ``kept``, and with ``changes`` send only what changed. All ranks
+        give the same number."""
+        self._kept, self._changes = kept, changes
+        self._first_kept_load, self.keeps = first_load, True
+
+    def keeps_load(self, number: int) -> bool:
+        """Whether the shards of this load are kept."""
+        return self.keeps and number >= self._first_kept_load
 
     def senders(self, block: Block) -> set[int]:
         """Ranks of other nodes that send their shards to this rank."""
@@ -73,10 +84,12 @@ class NodeShards:
         """Ranks of other nodes that receive this rank's shard."""
         return self._ranks.counterparts if has_part(block, self._ranks.rank) else []
 
-    def is_kept(self, block: Block, version: int) -> bool:
-        """Whether this node keeps that version; then all nodes do. If not, all ranks send their shards, and it will be
-        kept."""
-        is_kept = self.keeps and self._versions.get(block) == version
+    def is_kept(self, block: Block, version: int, number: int = 0) -> bool:
+        """Whether this node keeps that version when load ``number`` begins; then all nodes do. If not, all ranks send
+        their shards, and it will be kept."""
+        if not self.keeps_load(number):
+            return False
+        is_kept = self._versions.get(block) == version
         self._versions[block] = version
         return is_kept
 
@@ -94,12 +107,13 @@ class NodeShards:
 
     # This rank's shard.
 
-    def make_own(self, block: Block, entry: Tensor, *, sends: bool) -> tuple[int, Tensor]:
-        """Make this rank's shard in ``entry`` what all ranks compute with. Returns the form and the payload to send."""
+    def make_own(self, block: Block, entry: Tensor, *, sends: bool, keeps: bool = True) -> tuple[int, Tensor]:
+        """Make this rank's shard in ``entry`` what all ranks compute with. Returns the form and the payload to send.
+        ``keeps``: see `keeps_load`."""
         part = part_of(block, self._ranks.rank, entry)
         if self._coded is not None:
             return _CODED, self._round(part, self._coded)
-        if not sends or self._changes is None or self._kept is None:
+        if not sends or not keeps or self._changes is None or self._kept is None:
             return _RAW, part
         form, message = _RAW, part
         if block in self._sent and part.dtype in _DELTA_DTYPES:
@@ -126,8 +140,10 @@ class NodeShards:
 
     # Shards of other nodes.
 
-    def receive(self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor) -> None:
-        """Put a shard from another node into ``entry``."""
+    def receive(
+        self, block: Block, rank: int, form: int, payload: PayloadReader, entry: Tensor, *, keeps: bool = True
+    ) -> None:
+        """Put a shard from another node into ``entry``. ``keeps``: see `keeps_load`."""
         part = part_of(block, rank, entry)
         if form == _CHANGES:
             assert self._kept is not None
@@ -145,7 +161,7 @@ class NodeShards:
                 self._coded.codec.decode(message, piece)
         else:
             payload.read_into(part)
-        if self._kept is not None:
+        if keeps and self._kept is not None:
             self._kept.write(block, rank, part)
 
 

@@ -17,13 +17,14 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import Kind, Links, PayloadReader, RanksDisagreeError
+from hf_lohan.ranks import CodedBytes, Kind, Links, PayloadReader, RanksDisagreeError
 from hf_lohan.ranks import Lane as LinkLane
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
 from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
 from hf_lohan.weights.node_shards import NodeShards
+from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import RecordReader
 
 _PAGE_BYTES = 4096
@@ -161,7 +162,7 @@ class SharedWeights:
             return False
         self._regions.take_region(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
-        is_kept = self._parts.is_kept(block, version)
+        is_kept = self._parts.is_kept(block, version, number)
         missing = set() if is_kept else self._parts.senders(block)
         load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
@@ -222,6 +223,9 @@ class SharedWeights:
             self._has_news = True
             self._links.notify()
 
+    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedBytes | None) -> None:
+        self._parts.keep_weights(first_load, kept, changes)
+
     def fail(self, error: BaseException) -> None:
         self._links.fail(error)
 
@@ -275,7 +279,8 @@ class SharedWeights:
         data may be stale. It is sent anyway: every receiver drops that load before using it."""
         error = load.error
         if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
-            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends)
+            keeps = self._parts.keeps_load(load.number)
+            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
             load.is_own_there = True
             if load.sends:
                 self._send_part(load, form, message)
@@ -400,7 +405,8 @@ class SharedWeights:
             if load is None:
                 return
             self._refuse_other_block(load, rank, block_number)
-        self._parts.receive(load.block, rank, form, payload, load.entry)
+        keeps = self._parts.keeps_load(load.number)
+        self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()

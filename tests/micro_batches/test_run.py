@@ -100,7 +100,7 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
 def test_a_step_of_more_micro_batches_than_the_first_is_decided_for_anew(make_twins: TwinsFactory) -> None:
     """A resumed run may begin with the last batch of an epoch."""
     decided_for = []
-    events = EngineEvents(plan=lambda shape: decided_for.append(shape.num_together))
+    events = EngineEvents(plan=lambda shape, _layout: decided_for.append(shape.num_together))
     twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB", events=events)
     twins.train(2)
     train(twins, 0)

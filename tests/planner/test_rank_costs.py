@@ -22,16 +22,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_lohan.planner import (
-    ChosenCollectives,
     Cluster,
-    CollectiveChoice,
+    Collectives,
     HardwareProfile,
     ModelProfile,
     StepPrediction,
     TrainingSetup,
+    all_ways,
+    fastest_way,
     plan_offload,
-    plan_over_ranks,
 )
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.costs.rank_costs import RankStepCosts, step_costs
 from hf_lohan.planner.costs.step_costs import Choice, StepCosts
 from hf_lohan.planner.offload_plan import ClipMode
@@ -44,7 +45,7 @@ F = 153e12
 
 
 def cluster_of(num_nodes: int, num_local: int, **ways: Any) -> Cluster:
-    return Cluster(num_nodes=num_nodes, num_local=num_local, collectives=ChosenCollectives(**ways))
+    return Cluster(num_nodes=num_nodes, num_local=num_local, collectives=replace(WAY_WITHIN_A_NODE, **ways))
 
 
 def predict(
@@ -227,7 +228,7 @@ def test_other_ways_hide_by_their_bytes(ways: dict[str, str], num_local: int, by
 # The choice.
 
 
-def choice(link: float, asked: str = "exact", **changes: Any) -> tuple[ChosenCollectives, Any]:
+def choice(link: float, *, may_round: bool = False, **changes: Any) -> tuple[Collectives, Any]:
     model = decoder(4096, 32, batch_size=16, sequence_length=1024, vocabulary=32000)
     hardware = machine(
         flops_per_s=150e12,
@@ -245,10 +246,11 @@ def choice(link: float, asked: str = "exact", **changes: Any) -> tuple[ChosenCol
         cluster=Cluster(num_nodes=2, num_local=1),
         num_together=4,
     )
-    ways = CollectiveChoice.parse(asked).ways(2)
-    plan, used = plan_over_ranks(model, hardware, replace(setup, **changes), ways)
-    assert used.cluster == plan.cluster
-    return plan.cluster.collectives, plan
+    ways = all_ways(2) if may_round else Collectives().open_ways(2)
+    setups = [replace(setup, cluster=replace(setup.cluster, collectives=way), **changes) for way in ways]
+    plans = [plan_offload(model, hardware, setup) for setup in setups]
+    index, tried_ways = fastest_way(plans)
+    return ways[index], replace(plans[index], tried_ways=tried_ways)
 
 
 def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
@@ -256,7 +258,7 @@ def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
     assert (slow.forward, slow.backward, slow.gradients) == ("delta", "ram", "exact")
     assert plan.prediction.step_s < 0.6 * max(way.step_s for way in plan.tried_ways)
     fast, plan = choice(400.0)
-    assert fast == ChosenCollectives() or fast.backward == "ram"
+    assert fast == WAY_WITHIN_A_NODE or fast.backward == "ram"
     assert plan.prediction.bottleneck != "net"
 
 
@@ -268,10 +270,10 @@ def test_without_ram_the_copy_is_on_the_drives() -> None:
 
 def test_rounding_is_chosen_only_where_it_may_be() -> None:
     exact, plan = choice(1.0)
-    quantized, faster = choice(1.0, "quantized")
+    quantized, faster = choice(1.0, may_round=True)
     assert exact.is_exact and not quantized.is_exact
     assert faster.prediction.step_s < 0.5 * plan.prediction.step_s
-    enough, _ = choice(400.0, "quantized")
+    enough, _ = choice(400.0, may_round=True)
     assert enough.is_exact, "where it saves no time, nothing is rounded"
 
 

@@ -83,7 +83,7 @@ class RankStepCosts(StepCosts):
                 return max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
             case "ram":
                 return 0
-            case "ssd":
+            case _:
                 return super()._backward_read_bytes()
 
     def _forward(self, choice: Choice) -> ResourceUse:

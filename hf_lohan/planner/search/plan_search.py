@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
 
-from hf_lohan.planner.collectives import ChosenCollectives, TriedWay
+from hf_lohan.planner.collectives import TriedWay
 from hf_lohan.planner.costs.expert_costs import ExpertCosts
 from hf_lohan.planner.costs.rank_costs import step_costs
-from hf_lohan.planner.costs.step_costs import Choice, StepCosts, Values, operation_s
+from hf_lohan.planner.costs.step_costs import Choice, Values, operation_s
 from hf_lohan.planner.fitting import (
     allocator_bytes,
     explain_refusal,
@@ -363,7 +363,7 @@ def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetu
     )
     own = replace(setup, commit_every_steps=plan.commit_every_steps)
     decided = {name: getattr(before, name) for name in _DECIDED}
-    return StepCosts(model, hardware, own).predict(choice, plan.clip, **decided)
+    return step_costs(model, hardware, own).predict(choice, plan.clip, **decided)
 
 
 def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
@@ -376,30 +376,13 @@ WORTH_ANOTHER_WAY = 0.99
 """Of the step of a way that rounds less, or needs no copy."""
 
 
-def with_ways(model: ModelProfile, setup: TrainingSetup, ways: ChosenCollectives) -> TrainingSetup:
-    """The setup for ranks that send like this. A copy in RAM takes the room of copied records."""
-    changed = replace(setup, cluster=replace(setup.cluster, collectives=ways))
-    room_bytes = setup.record_cpu_bytes - ram_copy_bytes(model, changed)
-    return replace(changed, record_cpu_bytes=max(0, room_bytes))
-
-
-def plan_over_ranks(
-    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, ways: Iterable[ChosenCollectives]
-) -> tuple[OffloadPlan, TrainingSetup]:
-    """The best plan, and the setup that it is for. Where nothing fits, that of the first way."""
-    tried = [with_ways(model, setup, way) for way in ways]
-    plans = [plan_offload(model, hardware, own) for own in tried]
+def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
+    """The index of the best of ``plans``, one for each way to exchange weights and gradients, and all of the ways if
+    there are several. An earlier way is kept unless a later one is clearly faster; if none fits, the first."""
     best = 0
     for index, plan in enumerate(plans):
-        if _is_better(plan, plans[best]):
+        is_faster = plan.prediction.step_s < WORTH_ANOTHER_WAY * plans[best].prediction.step_s
+        if plan.fits and (is_faster or not plans[best].fits):
             best = index
-    steps = tuple(
-        TriedWay(plan.cluster.collectives, plan.prediction.step_s, plan.fits) for plan in plans if len(plans) > 1
-    )
-    return replace(plans[best], tried_ways=steps), tried[best]
-
-
-def _is_better(plan: OffloadPlan, than: OffloadPlan) -> bool:
-    if plan.fits != than.fits:
-        return plan.fits
-    return plan.prediction.step_s < WORTH_ANOTHER_WAY * than.prediction.step_s
+    tried = [TriedWay(plan.cluster.collectives, plan.prediction.step_s, plan.fits) for plan in plans]
+    return best, tuple(tried) if len(tried) > 1 else ()
