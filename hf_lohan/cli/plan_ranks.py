@@ -45,21 +45,21 @@ def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> Ha
     return hardware
 
 
-def ways_asked_for(text: str | None, num_nodes: int) -> tuple[Collectives, ...] | None:
+def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
     """The ways to exchange weights and gradients that `--collectives` lets the plan choose from: "exact", "quantized"
     (all), or values by name, "forward=int8,backward=node". None: those that the configuration leaves open. Raises
     ValueError."""
     if text is None:
         return None
     if text == "quantized":
-        return all_ways(num_nodes)
+        return all_ways()
     words = [] if text == "exact" else text.split(",")
     values = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
     if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in values.items()):
         allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in COLLECTIVE_VALUES.items())
         raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {allowed}")
     settings: dict[str, Any] = dict(values)
-    return Collectives(**settings).open_ways(num_nodes)
+    return Collectives(**settings).open_ways()
 
 
 def of_each_rank(cluster: Cluster) -> str:
@@ -69,6 +69,11 @@ def of_each_rank(cluster: Cluster) -> str:
     return f" on each of {cluster.num_ranks} ranks" + (
         f" in {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else " of one node"
     )
+
+
+def nodes_send(plan: OffloadPlan) -> bool:
+    """Whether there are several nodes, which send each other weights and gradients."""
+    return plan.cluster.num_nodes > 1
 
 
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:

@@ -19,7 +19,7 @@ from hf_lohan.cli.plan_changes import (
     times_slower_than_hidden,
     tokens_at_once,
 )
-from hf_lohan.cli.plan_ranks import of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
+from hf_lohan.cli.plan_ranks import nodes_send, of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
@@ -75,7 +75,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
     }
-    if planned.plan.cluster.num_nodes > 1:
+    if nodes_send(planned.plan):
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (hiding(planned), *what_hides(planned.plan))
@@ -175,7 +175,7 @@ def _resources(planned: PlannedRun) -> Table:
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
     """Between nodes: what the plan sends, and what else it could have sent."""
-    if planned.plan.cluster.num_nodes == 1:
+    if not nodes_send(planned.plan):
         return
     table = _table("one node sends in a step", "", "bytes")
     for row in sent_rows(planned.plan):

@@ -159,7 +159,7 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         ),
         fused_attention=not memory_is_host,
         may_run_together=micro_batches.run_together is None and in_turn_because is None,
-        ways=ways_asked_for(request.collectives, ranks.num_nodes),
+        ways=ways_asked_for(request.collectives),
     )
     return PlannedRun(
         **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because

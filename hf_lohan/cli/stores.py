@@ -70,7 +70,7 @@ def verify_stores(stores: Sequence[str]) -> bool:
                 opened.append(stack.enter_context(Store.open(store_paths, model=None, engine=io)))
             if rank_of(paths[0]) == (0, 1):  # not the folder of one rank alone
                 refuse_other_parts(opened)
-            return _verify_one(opened[0], console) if num_ranks == 1 else _verify_ranks(opened, console)
+            return _verify_ranks(opened, console) if opened[1:] else _verify_one(opened[0], console)
     finally:
         io.close()
 

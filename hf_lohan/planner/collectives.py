@@ -83,11 +83,8 @@ class Collectives:
                 return word
         return {name: value for name, value in asdict(self).items() if value != "auto"}
 
-    def open_ways(self, num_nodes: int) -> tuple[Collectives, ...]:
-        """The ways that the plan may choose from, each without "auto" or "node". Within one node nothing is sent, so
-        there is one."""
-        if num_nodes == 1:
-            return (WAY_WITHIN_A_NODE,)
+    def open_ways(self) -> tuple[Collectives, ...]:
+        """The ways that a plan of several nodes may choose from, each without "auto" or "node"."""
         forwards = ("exact", "delta") if self.forward == "auto" else (self.forward,)
         copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
         sources = copies.get(self.backward, (self.backward,))
@@ -124,10 +121,8 @@ def collectives_of_word(word: str) -> Collectives:
     return Collectives(forward="int8", backward="node", gradients="int4") if word == "quantized" else ANY_EXACT_WAY
 
 
-def all_ways(num_nodes: int) -> tuple[Collectives, ...]:
-    """All ways to exchange weights and gradients, those that round nothing first."""
-    if num_nodes == 1:
-        return (WAY_WITHIN_A_NODE,)
+def all_ways() -> tuple[Collectives, ...]:
+    """All ways to exchange weights and gradients between nodes, those that round nothing first."""
     ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
     return tuple(sorted(ways, key=lambda way: not way.is_exact))
 

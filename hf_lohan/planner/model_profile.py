@@ -56,11 +56,6 @@ class ExpertsProfile:
         return [(_chance_of_any(chance, num_tokens), 1) for chance in self.chances]
 
     @property
-    def hit_share(self) -> float:
-        """Of the experts, in one micro-batch."""
-        return self.hits() / self.num_experts
-
-    @property
     def hit_bytes(self) -> float:
         """Weights that a forward of one micro-batch needs."""
         return self.hits() * self.param_bytes

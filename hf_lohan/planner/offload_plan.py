@@ -333,7 +333,7 @@ class OffloadPlan:
         """For JSON: the prediction's figures beside every decision."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
-        if self.cluster.num_ranks > 1:
+        if self.prediction.ranks is not None:
             own["cluster"] = asdict(self.cluster)
             own["tried_ways"] = [way.to_mapping() for way in self.tried_ways]
         return {

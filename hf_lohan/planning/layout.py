@@ -3,7 +3,8 @@ records, its pools, and the records with copies in RAM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +14,9 @@ from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
 from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.config.offload_config import Experts
 from hf_lohan.device import Device
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.model import (
     Block,
     Chunk,
@@ -42,8 +45,11 @@ from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
 from hf_lohan.ranks import ALONE, Links, Ranks
-from hf_lohan.store import GRANULE_NUMEL, RecordSpec
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.wording import format_bytes
+
+logger = logging.getLogger(__name__)
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
@@ -154,6 +160,10 @@ class OffloadLayout(StoredForm):
             record_bytes=max(0, free_bytes - activation_bytes),
             activation_bytes=activation_bytes,
         )
+
+    def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
+        """Those of ``ways``, by default those that the configuration leaves open, that differ here."""
+        return self.open_ways if ways is None or self.ranks.num_nodes == 1 else ways
 
     def has_ram_for(self, way: Collectives) -> bool:
         """Whether the RAM beside the pools suffices for this way to exchange weights and gradients."""
@@ -325,7 +335,8 @@ def lay_out(
     shared_bytes = _SHARED_BLOCKS * max(block.param_bytes for block in blocks) if ranks.num_ranks > 1 else 0
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    open_ways = config.collectives.open_ways(ranks.num_nodes)
+    # Within a node nothing is sent.
+    open_ways = config.collectives.open_ways() if ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
     messages = min(message_bytes(blocks, ranks, way) for way in open_ways)
     exchange_bytes = shared_bytes // ranks.num_local + messages
     if exchange_bytes >= config.cpu_memory:
@@ -417,3 +428,34 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[R
             if master_of[record.block] == master:
                 by_block.setdefault(record.block, []).append(record)
     return tuple(record for block in blocks for record in by_block.get(block.name, ()))
+
+
+_COME = {"streamed": "come one by one", "with_layer": "come with their layers"}
+
+
+def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
+    """The configuration with `experts: auto` as the store in its paths has them, and a log line. `config` must be
+    resolved. Raises ForeignStoreError where something else was asked for than a store of this model class has."""
+    found = find_experts(model) if ranks.num_ranks == 1 else {}
+    manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
+    if manifest is None or not _is_of(manifest.model, model):  # whoever opens it says what it is
+        return config
+    blocks = {record.block for record in manifest.layout.records}
+    stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
+    if config.experts == stored:
+        return config
+    assert config.ssd != "auto"
+    directory = config.ssd[0].path
+    if config.experts != "auto":
+        raise ForeignStoreError(
+            f"{directory} holds a store of this model whose experts {_COME[stored]}, and experts: {config.experts} "
+            f"was asked for; set experts to auto or {stored} to go on from there, or choose another directory and "
+            "resume from a checkpoint, which goes with either"
+        )
+    logger.info("experts %s, as in the store in %s", _COME[stored], directory)
+    return replace(config, experts=stored)
+
+
+def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (identity.model_class, identity.num_parameters) == (type(model).__name__, num_parameters)

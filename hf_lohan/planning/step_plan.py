@@ -185,7 +185,7 @@ def _plan_shape(
 
         laid_out = [layout]
         if layout.collectives is None:
-            in_order = sorted(ways or layout.open_ways, key=lambda way: not layout.has_ram_for(way))
+            in_order = sorted(layout.ways_to_plan(ways), key=lambda way: not layout.has_ram_for(way))
             laid_out = [layout.with_collectives(way) for way in in_order]
         by_way = [_best_split([plan_split(split) for split in own.ram_splits()]) for own in laid_out]
         index, tried_ways = fastest_way([planned.plan for planned in by_way])

@@ -94,22 +94,21 @@ def test_payloads_are_as_long_as_the_codecs_make_them(num_blocks: int) -> None:
         assert codec.message_bytes(numel) == size.payload_bytes(numel)
 
 
-def test_one_node_sends_nothing_and_has_one_way() -> None:
+def test_one_node_sends_nothing() -> None:
     assert set(sent(1, 4).values()) == {0}
-    assert all_ways(1) == Collectives(forward="delta").open_ways(1) == (WAY_WITHIN_A_NODE,)
 
 
 def test_a_setting_leaves_open_what_it_does_not_name_and_rounds_only_what_it_names() -> None:
-    exact = Collectives().open_ways(2)
+    exact = Collectives().open_ways()
     assert len(exact) == 5 and all(way.is_exact for way in exact) and exact[0] == WAY_WITHIN_A_NODE
-    ways = all_ways(2)
+    ways = all_ways()
     assert ways[:5] == exact and not any(way.is_exact for way in ways[5:])
     assert len(ways) == 24, "no change of weights that nobody kept"
-    assert Collectives(forward="int8", backward="node", gradients="int4").open_ways(2) == tuple(
+    assert Collectives(forward="int8", backward="node", gradients="int4").open_ways() == tuple(
         Collectives(forward="int8", backward=source, gradients="int4")  # type: ignore[arg-type]
         for source in ("ram", "ssd")
     )
-    assert Collectives(forward="exact", backward="world").open_ways(2) == (WAY_WITHIN_A_NODE,)
+    assert Collectives(forward="exact", backward="world").open_ways() == (WAY_WITHIN_A_NODE,)
     changes = tuple(Collectives(forward="delta", backward=source) for source in ("ram", "ssd"))  # type: ignore[arg-type]
-    assert Collectives(forward="delta").open_ways(2) == changes
-    assert Collectives(forward="delta", backward="world").open_ways(2) == changes, "a change needs a copy"
+    assert Collectives(forward="delta").open_ways() == changes
+    assert Collectives(forward="delta", backward="world").open_ways() == changes, "a change needs a copy"

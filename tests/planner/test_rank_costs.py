@@ -246,7 +246,7 @@ def choice(link: float, *, may_round: bool = False, **changes: Any) -> tuple[Col
         cluster=Cluster(num_nodes=2, num_local=1),
         num_together=4,
     )
-    ways = all_ways(2) if may_round else Collectives().open_ways(2)
+    ways = all_ways() if may_round else Collectives().open_ways()
     setups = [replace(setup, cluster=replace(setup.cluster, collectives=way), **changes) for way in ways]
     plans = [plan_offload(model, hardware, setup) for setup in setups]
     index, tried_ways = fastest_way(plans)
