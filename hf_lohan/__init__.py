@@ -9,6 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from hf_lohan.absent import gathered_parameters
     from hf_lohan.config import ConfigError, OffloadConfig
     from hf_lohan.huggingface import (
         Accelerator,
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
         load_for_generation,
     )
     from hf_lohan.optim import OffloadAdamW
-    from hf_lohan.weights import gathered_parameters
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "Trainer": "hf_lohan.huggingface",
     "engine_of": "hf_lohan.huggingface",
     "from_pretrained": "hf_lohan.huggingface",
-    "gathered_parameters": "hf_lohan.weights",
+    "gathered_parameters": "hf_lohan.absent",
     "last_step": "hf_lohan.huggingface",
     "load_for_generation": "hf_lohan.huggingface",
 }

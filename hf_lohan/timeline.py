@@ -1,8 +1,7 @@
-"""What a run did when: seconds busy and bytes moved for each lane, always; each single task, while a trace is wanted.
+"""Counts busy seconds and bytes of each lane, and keeps every task if a trace is wanted.
 
-Every room that does work notes it here, under the lane of the resource that does it. The counters cost a lock and two
-clock readings a task. A trace keeps every task and writes them as Chrome's trace JSON, which Perfetto
-(ui.perfetto.dev) and chrome://tracing open. Uses the standard library alone.
+A lane is a resource: compute, a copy direction, a drive direction, the optimizer, or a thread that waits. A task costs
+a lock and two clock readings. A trace is Chrome's JSON, which Perfetto (ui.perfetto.dev) and chrome://tracing open.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ SSD_READ = "ssd read"
 SSD_WRITE = "ssd write"
 CPU_OPTIMIZER = "cpu optimizer"
 COMPUTE_WAITS = "compute waits"
-"""What the computing thread waits for; the names of its tasks are the causes."""
+"""Waits of the computing thread. A task's name is the cause."""
 UPDATES_WAIT = "updates wait"
 LOADS_WAIT = "loads wait"
 LANES = (COMPUTE, H2D, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 
 MAX_TASKS = 400_000
-"""A trace keeps the first so many: some hundred steps of a large model."""
+"""Tasks that a trace keeps at most: some hundred steps of a large model."""
 _PID = 1
 _STEPS_ROW = 1_000_000
-"""The thread number of the row with the steps; those of the lanes count from 1."""
+"""Thread number of the row with the steps. Lanes are numbered from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One piece of work. Times are `time.perf_counter`'s."""
+    """One piece of work, with times of `time.perf_counter`."""
 
     lane: str
     name: str
@@ -51,14 +50,14 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class LaneTotals:
-    """Of one lane since the timeline began."""
+    """Work of one lane since the timeline began."""
 
     busy_s: float = 0.0
     """Seconds in which at least one task ran."""
     num_bytes: int = 0
     num_tasks: int = 0
     task_s: Mapping[str, float] = field(default_factory=dict)
-    """Seconds of all tasks together, by name."""
+    """Summed seconds by task name."""
 
 
 class _LaneCounter:
@@ -71,7 +70,7 @@ class _LaneCounter:
         self.busy_since_s = 0.0
         self.task_s: dict[str, float] = {}
 
-    def begin(self) -> float:
+    def begin_task(self) -> float:
         with self.lock:
             now_s = time.perf_counter()
             if self.num_running == 0:
@@ -79,7 +78,7 @@ class _LaneCounter:
             self.num_running += 1
             return now_s
 
-    def end(self, name: str, began_s: float, num_bytes: int) -> float:
+    def end_task(self, name: str, began_s: float, num_bytes: int) -> float:
         with self.lock:
             now_s = time.perf_counter()
             self.num_running -= 1
@@ -88,7 +87,7 @@ class _LaneCounter:
             self._count(name, now_s - began_s, num_bytes)
             return now_s
 
-    def add(self, name: str, seconds: float, num_bytes: int) -> None:
+    def add_task(self, name: str, seconds: float, num_bytes: int) -> None:
         with self.lock:
             self.busy_s += seconds
             self._count(name, seconds, num_bytes)
@@ -105,7 +104,7 @@ class _LaneCounter:
 
 
 class Timeline:
-    """What ran when. Any thread may note tasks; tasks of one lane may overlap."""
+    """The lanes of one run. Any thread may add tasks; tasks of one lane may overlap."""
 
     def __init__(self, *, is_tracing: bool = False) -> None:
         self.began_s = time.perf_counter()
@@ -123,34 +122,35 @@ class Timeline:
 
     @contextmanager
     def task(self, lane: str, name: str, *, block: str = "", num_bytes: int = 0) -> Iterator[None]:
-        """What runs in this context, on this thread, is one task of ``lane``. ``name`` is of one of few kinds, what it
-        is about is the ``block``."""
+        """Count the body of this context as a task of ``lane``. There are few names; ``block`` is its subject."""
         counter = self._counters[lane]
-        began_s = counter.begin()
+        began_s = counter.begin_task()
         uses_drives = lane in (SSD_READ, SSD_WRITE)
         if uses_drives:
-            self._drives.begin()
+            self._drives.begin_task()
         try:
             yield
         finally:
-            ended_s = counter.end(name, began_s, num_bytes)
+            ended_s = counter.end_task(name, began_s, num_bytes)
             if uses_drives:
-                self._drives.end(name, began_s, num_bytes)
+                self._drives.end_task(name, began_s, num_bytes)
             self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
-    def add(self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0) -> None:
-        """Note a task that is over and overlapped no other one of its lane."""
-        self._counters[lane].add(name, ended_s - began_s, num_bytes)
+    def add_task(
+        self, lane: str, name: str, began_s: float, ended_s: float, *, block: str = "", num_bytes: int = 0
+    ) -> None:
+        """Count a finished task that overlapped no other of its lane."""
+        self._counters[lane].add_task(name, ended_s - began_s, num_bytes)
         self._keep(lane, name, block, began_s, ended_s, num_bytes)
 
     @property
     def drives_busy_s(self) -> float:
-        """Seconds in which something was read or written."""
+        """Seconds in which a read or a write ran."""
         return self._drives.totals().busy_s
 
     @property
     def drives_bytes(self) -> int:
-        """Read and written so far."""
+        """Bytes read and written so far."""
         return self._drives.totals().num_bytes
 
     def totals(self) -> dict[str, LaneTotals]:
@@ -168,11 +168,8 @@ class Timeline:
 def trace_events(
     tasks: Iterable[Task], *, began_s: float, steps: Iterable[tuple[int, float, float]] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The `traceEvents` of a trace, one at a time, for there may be millions. Their clock starts at ``began_s`` and
-    counts microseconds. ``steps`` (number, begin and end) are in a row of their own, on top.
-
-    Tasks of a lane that overlap without one holding the other are drawn in rows of their own, for the format allows
-    only nested ones in a row.
+    """Yield the `traceEvents` of a trace, in microseconds from ``began_s``. The row of ``steps`` (number, begin, end)
+    is on top. A lane gets further rows for overlapping tasks: the format allows only nested tasks in one row.
     """
     rows: dict[tuple[str, int], int] = {}
     yield _metadata("process_name", 0, {"name": "hf_lohan"})

@@ -1,29 +1,37 @@
 """TRL's trainers with `offload=`: `from hf_lohan.trl import SFTTrainer` in place of `from trl import SFTTrainer`.
 
-Loaded when they are first used. Any other trainer of TRL takes the argument from `hf_lohan.OffloadTrainerMixin`.
+Importing this imports TRL. Any other trainer of TRL takes the argument from `hf_lohan.OffloadTrainerMixin`.
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+try:
+    import trl
+except ModuleNotFoundError as error:
+    if error.name != "trl":
+        raise
+    raise ImportError("TRL is not installed; pip install hf-lohan[trl]") from error
 
-if TYPE_CHECKING:
-    from hf_lohan.huggingface.trl_trainers import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
+from hf_lohan.huggingface import OffloadTrainerMixin  # under `lohan launch` TRL's own have it already
 
 __all__ = ["DPOTrainer", "GRPOTrainer", "KTOTrainer", "RewardTrainer", "SFTTrainer"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        return getattr(import_module("hf_lohan.huggingface.trl_trainers"), name)
-    except ModuleNotFoundError as error:
-        if error.name != "trl":
-            raise
-        raise ImportError("TRL is not installed; pip install hf-lohan[trl]") from error
+class SFTTrainer(OffloadTrainerMixin, trl.SFTTrainer):
+    """`trl.SFTTrainer` with `offload=`."""
 
 
-def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+class DPOTrainer(OffloadTrainerMixin, trl.DPOTrainer):
+    """`trl.DPOTrainer` with `offload=`. A reference model lies in a store of its own, in `ref` beside the policy's."""
+
+
+class KTOTrainer(OffloadTrainerMixin, trl.KTOTrainer):
+    """`trl.KTOTrainer` with `offload=`. A reference model lies in a store of its own, in `ref` beside the policy's."""
+
+
+class RewardTrainer(OffloadTrainerMixin, trl.RewardTrainer):
+    """`trl.RewardTrainer` with `offload=`."""
+
+
+class GRPOTrainer(OffloadTrainerMixin, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with `offload=`. The streamed model generates: each token is a pass through all blocks."""

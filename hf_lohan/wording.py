@@ -1,4 +1,4 @@
-"""Numbers as people read them. The one place that turns bytes, seconds and counts into words."""
+"""Formats bytes, seconds, rates and counts for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ UNIT_BYTES = {
     **{unit.lower(): 1024**power for power, unit in enumerate(BINARY_UNITS)},
     **{f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", start=1)},
 }
-"""By a unit in small letters; "": bytes."""
+"""Bytes of a unit, by its name in lower case."""
 _BOTTLENECKS = {
     "compute": "computing",
     "h2d": "the link to the device",
@@ -19,7 +19,7 @@ _BOTTLENECKS = {
     "ssd": "the SSDs",
     "cpu": "the optimizer on the CPU",
     "net": "the network",
-    "host": "the RAM of a box",
+    "host": "the RAM of a node",
 }
 
 
@@ -33,35 +33,35 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def exact_bytes(num_bytes: int) -> str:
-    """All digits and, from 1 KiB on, also at a glance: "2,097,152 bytes (2 MiB)"."""
+    """All digits and, from 1 KiB on, the rounded size: "2,097,152 bytes (2 MiB)"."""
     exact = f"{num_bytes:,} bytes"
     return exact if num_bytes < 1024 else f"{exact} ({format_bytes(num_bytes)})"
 
 
 def drive_bytes(num_bytes: float) -> str:
-    """Decimal, as drives are sold: "1.2 TB"."""
+    """In decimal units, as drives are sold: "1.2 TB"."""
     return f"{_decimal(num_bytes)}B"
 
 
 def rate(per_s: float, unit: str) -> str:
-    """1.2e9 "B" -> "1.2 GB/s". Decimal, as data sheets have it."""
+    """In decimal units, as in data sheets: 1.2e9 "B" -> "1.2 GB/s"."""
     return f"{_decimal(per_s)}{unit}/s"
 
 
 def gb_per_s(bytes_per_s: float) -> str:
-    """As `rate`, but always in the same unit: for lines that are compared."""
+    """A rate always in GB/s, for figures that are compared."""
     return f"{bytes_per_s / 1e9:.3g} GB/s"
 
 
 def seconds(value: float) -> str:
-    """Three digits, in a unit that suits."""
+    """Three digits, in ms, s or min."""
     if value < 1:
         return f"{1000 * value:.3g} ms"
     return f"{value:.3g} s" if value < 600 else f"{value / 60:.0f} min"
 
 
 def duration(value: float) -> str:
-    """A long time: "3.2 hours"."""
+    """10000 -> "2.78 hours"."""
     for size, word in ((86400.0, "days"), (3600.0, "hours"), (60.0, "minutes")):
         if value >= 2 * size:
             return f"{value / size:.3g} {word}"
@@ -88,7 +88,7 @@ def times(number: int, word: str) -> str:
 
 
 def bottleneck_label(name: str, *, shares_cpu: bool = False) -> str:
-    """The planner's word for what bounds a step, in words. Where the CPU is the device, its cores do everything."""
+    """A readable name of the planner's bottleneck. ``shares_cpu``: the device is the CPU."""
     return "the CPU" if shares_cpu and name == "compute" else _BOTTLENECKS.get(name, name)
 
 

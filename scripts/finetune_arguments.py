@@ -20,7 +20,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Family:
-    """A family of models: what its checkpoints call themselves, and defaults that suit fine-tuning them."""
+    """A family of models: the types in their configs, and default arguments for fine-tuning them."""
 
     name: str
     model_types: tuple[str, ...]
@@ -30,7 +30,7 @@ class Family:
 
 @dataclass
 class ModelArguments:
-    """Which model, and where its state lives."""
+    """The model and the place of its state."""
 
     model_name_or_path: str = field(metadata={"help": "A checkpoint folder (with --offload), or also a Hub name."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Default: the model's own."})
@@ -38,8 +38,8 @@ class ModelArguments:
         default="float32",
         metadata={
             "choices": list(DTYPES),
-            "help": "Dtype the weights are loaded in, whatever it is on disk. For bfloat16 training leave it and give "
-            "--bf16: the store then keeps exact float32 masters.",
+            "help": "Dtype of the loaded weights, whatever it is on disk. For bfloat16 training keep float32 and give "
+            "--bf16: the store then has exact float32 masters.",
         },
     )
     offload: str | None = field(
@@ -50,7 +50,7 @@ class ModelArguments:
 
 @dataclass
 class DataArguments:
-    """Which text, and how it is cut."""
+    """The text and how it is cut."""
 
     train_file: list[str] = field(
         default_factory=list, metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."}
@@ -69,14 +69,14 @@ class DataArguments:
         metadata={
             "nargs": "?",
             "const": "last",
-            "help": "Go on from a checkpoint: its folder, or the last "
-            "one, or the last step that was committed after it.",
+            "help": "Continue from this checkpoint folder. Without a value: "
+            "from the last checkpoint or the last committed step, whichever is newer.",
         },
     )
 
 
 def choose_block_size(wanted: int | None, config: Any) -> int:
-    """Tokens a row. Raises ValueError for more than the model has positions."""
+    """Tokens a row. Raises ValueError if the model has fewer positions."""
     most: int = getattr(config, "max_position_embeddings", None) or sys.maxsize
     if wanted is None:
         return min(1024, most)
@@ -86,16 +86,16 @@ def choose_block_size(wanted: int | None, config: Any) -> int:
 
 
 def checkpoint_to_resume(wanted: str | None, output_dir: str) -> str | bool | None:
-    """What Trainer is to resume from; `wanted` is a folder, "last" or "last_step". Raises ValueError if there is none.
+    """Trainer's `resume_from_checkpoint` for a folder, "last" or "last_step". Raises ValueError if there is none.
 
-    True: the last committed step of an offloaded run or its last checkpoint, whichever is newer.
+    True is the last committed step or the last checkpoint, whichever is newer.
     """
     last: str | None = get_last_checkpoint(output_dir) if Path(output_dir).is_dir() else None
     step = hf_lohan.last_step(output_dir)
     if wanted is None:
         if last is not None or step is not None:
             what = last or f"step {step} in {output_dir}"
-            logger.warning("starting anew although %s exists; give --resume to go on from it", what)
+            logger.warning("starting anew although %s exists; give --resume to continue from it", what)
         return None
     if wanted.lower() in ("last", "true"):
         if last is None and step is None:

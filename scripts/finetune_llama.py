@@ -4,8 +4,8 @@
     python scripts/finetune_llama.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
         --train_file notes.jsonl --do_train --do_eval --bf16 --output_dir outputs/llama
 
-Under Accelerate put `accelerate launch --config_file configs/accelerate_single.yaml` in place of `python`. All flags
-of `transformers.TrainingArguments` are taken; `--help` lists the others. Without --offload this is a plain Trainer run.
+It takes all flags of `transformers.TrainingArguments`; `--help` lists the others. Without --offload it is a plain
+Trainer run. Under Accelerate replace `python` by `accelerate launch --config_file configs/accelerate_single.yaml`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What `finetune_llama.py` and `finetune_opt.py` share: arguments, model, data, and the run from start to metrics."""
+"""The run that `finetune_llama.py` and `finetune_opt.py` share: arguments, model, data, training, metrics."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ Arguments = tuple[ModelArguments, DataArguments, TrainingArguments]
 def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, float]:
     """Run a fine-tuning script; returns all metrics. Bad input ends it with one line and exit status 1."""
     parser = HfArgumentParser((ModelArguments, DataArguments, TrainingArguments))
-    # TrainingArguments refuses --bf16 where there is no accelerator, unless it is told that this is meant.
+    # Without use_cpu TrainingArguments refuses --bf16 on a CPU.
     parser.set_defaults(use_cpu=default_torch_device().type == "cpu", **family.defaults)
     try:
         arguments: Arguments = parser.parse_args_into_dataclasses(args=argv)
         _set_up_logging(arguments[2])
         trainer, checkpoint = prepare(family, *arguments)
     except (ValueError, OSError) as error:
-        logger.debug("where the error below comes from:", exc_info=True)
+        logger.debug("traceback of the error below:", exc_info=True)
         sys.exit(f"error: {error}")
     return run(trainer, checkpoint)
 
@@ -55,11 +55,11 @@ def main(family: Family, argv: Sequence[str] | None = None) -> dict[str, float]:
 def prepare(
     family: Family, model_args: ModelArguments, data_args: DataArguments, args: TrainingArguments
 ) -> tuple[hf_lohan.Trainer, str | bool | None]:
-    """A trainer ready to run, and the checkpoint to resume from, if any. Raises ValueError or OSError on bad input."""
+    """Return a trainer and the checkpoint to resume from, if any. Raises ValueError or OSError for bad input."""
     if not (args.do_train or args.do_eval):
         raise ValueError("nothing to do; give --do_train, --do_eval or both")
     checkpoint = checkpoint_to_resume(data_args.resume or args.resume_from_checkpoint, args.output_dir)
-    # Cheap checks first: all else is read before the weights move.
+    # Cheap checks first, weights last.
     offload = hf_lohan.OffloadConfig.load(model_args.offload) if model_args.offload else None
     path = model_args.model_name_or_path
     config = AutoConfig.from_pretrained(path)
@@ -74,7 +74,7 @@ def prepare(
         args=args,
         train_dataset=data.get("train"),
         eval_dataset=data.get("validation"),
-        # Pads labels with -100 by position: a collator that goes by token would hide the end-of-text it is padded with.
+        # Pads labels by position. A collator that masks the pad token would mask the end-of-text token as well.
         data_collator=DataCollatorForSeq2Seq(tokenizer),
         processing_class=tokenizer,
         offload=offload,
@@ -83,7 +83,7 @@ def prepare(
 
 
 def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_lohan.OffloadConfig | None) -> Any:
-    """The model: in memory, or streamed from its folder into the store if offloaded."""
+    """Load the model into memory, or stream it into the store if offloaded."""
     path, dtype = model_args.model_name_or_path, DTYPES[model_args.dtype]
     if offload is None:
         return AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
@@ -94,13 +94,13 @@ def load_model(model_args: ModelArguments, args: TrainingArguments, offload: hf_
         bf16=args.bf16,
         torch_device=args.device,
         default_ssd_path=Path(args.output_dir) / "_lohan" / "store",
-        # Clipping needs all gradients before the first update, accumulation the sum of several backwards.
+        # Clipping needs the norm of all gradients first, accumulation their sum.
         hold_gradients=args.max_grad_norm > 0 or args.gradient_accumulation_steps > 1,
     )
 
 
 def read_data(data_args: DataArguments, args: TrainingArguments, tokenizer: Any, *, block_size: int) -> DatasetDict:
-    """The blocks to train on ("train") and to evaluate on ("validation"), as far as the run needs them."""
+    """Read the blocks that the run needs: "train" and "validation"."""
     evaluates = args.do_eval or args.eval_strategy != "no"
 
     def blocks_of(files: list[str]) -> Dataset:
@@ -126,7 +126,7 @@ def read_data(data_args: DataArguments, args: TrainingArguments, tokenizer: Any,
 
 
 def run(trainer: hf_lohan.Trainer, checkpoint: str | bool | None) -> dict[str, float]:
-    """Train, save and evaluate as asked; metrics go to the log and to `<output_dir>/*_results.json`."""
+    """Train, save and evaluate. Metrics go to the log and to `<output_dir>/*_results.json`."""
     args = trainer.args
     results: dict[str, float] = {}
     if args.do_train:
@@ -146,7 +146,7 @@ def run(trainer: hf_lohan.Trainer, checkpoint: str | bool | None) -> dict[str, f
 
 
 def perplexity(loss: float) -> float:
-    """e^loss; infinite where that has no float."""
+    """e^loss, or infinity if that overflows."""
     try:
         return math.exp(loss)
     except OverflowError:

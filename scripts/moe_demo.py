@@ -1,4 +1,4 @@
-"""Fine-tune a mixture whose experts come one by one; show that it learnt, where tokens went, where bytes were.
+"""Fine-tune a mixture whose experts stream one by one, and print losses, routing and bytes.
 
 python scripts/moe_demo.py moe_demo_out        (after moe_inputs.py; scripts/moe_demo.sh runs both)
 """
@@ -32,7 +32,7 @@ from hf_lohan.wording import format_bytes
 CONFIG = Path(__file__).resolve().parents[1] / "configs" / "moe_demo.yaml"
 BLOCK_SIZE = 64
 NUM_EVAL_BLOCKS = 4
-"""Of each kind of text."""
+"""Blocks of each kind of text."""
 MAX_STEPS = 5
 MIN_IMPROVEMENT_FRACTION = 0.05
 
@@ -45,7 +45,7 @@ console = Console(highlight=False)
 
 
 def training_arguments(output_dir: Path, *, max_steps: int = MAX_STEPS, batch_size: int = 4) -> TrainingArguments:
-    """A short run. A step moves all parameters, however few tokens it has."""
+    """A short run: each step moves all parameters."""
     return TrainingArguments(
         output_dir=str(output_dir),
         max_steps=max_steps,
@@ -66,7 +66,7 @@ def training_arguments(output_dir: Path, *, max_steps: int = MAX_STEPS, batch_si
 
 @contextmanager
 def counted_routing(model: Any) -> Iterator[dict[str, Tensor]]:
-    """While it lasts, how many tokens each router sends to each expert, by the router's name."""
+    """Count the tokens that each router sends to each expert, by the router's name."""
     counts: dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
@@ -75,8 +75,8 @@ def counted_routing(model: Any) -> Iterator[dict[str, Tensor]]:
 
         def count(_module: Any, _inputs: Any, output: tuple[Tensor, ...], name: str = name) -> None:
             (chosen,) = (tensor for tensor in output if not tensor.is_floating_point())
-            found = torch.bincount(chosen.flatten().cpu(), minlength=output[0].shape[-1])
-            counts[name] = counts.get(name, torch.zeros_like(found)) + found
+            tokens = torch.bincount(chosen.flatten().cpu(), minlength=output[0].shape[-1])
+            counts[name] = counts.get(name, torch.zeros_like(tokens)) + tokens
 
         hooks.append(module.register_forward_hook(count))
     try:
@@ -87,7 +87,7 @@ def counted_routing(model: Any) -> Iterator[dict[str, Tensor]]:
 
 
 def evaluate(trainer: Trainer, held_out: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """By kind of text: the held-out loss, and which share of its tokens' choices each expert has [layers, experts]."""
+    """By kind of text: the held-out loss, and each expert's share of the tokens [layers, experts]."""
     losses, shares = {}, {}
     for kind, blocks in held_out.items():
         with counted_routing(trainer.model) as counts:
@@ -98,15 +98,15 @@ def evaluate(trainer: Trainer, held_out: Mapping[str, Any]) -> tuple[dict[str, f
 
 
 def separation(shares: Mapping[str, Tensor]) -> float:
-    """How far two kinds of text go to different experts: 0, all alike, to 1, none in common. The total variation
-    distance of their shares, averaged over pairs of kinds and layers."""
+    """Total variation distance of two kinds' shares, averaged over pairs of kinds and layers: 0, equal, to 1,
+    disjoint."""
     pairs = itertools.combinations(shares.values(), 2)
     return torch.stack([(one - other).abs().sum(dim=1).mean() / 2 for one, other in pairs]).mean().item()
 
 
 def routing_picture(stages: Mapping[str, Mapping[str, Tensor]]) -> str:
-    """Shares by stage (rows of tables) and kind of text (columns), each a table of layers by experts: the darker, the
-    more of the layer's tokens. A standalone SVG."""
+    """A standalone SVG with a table of layers by experts for each stage (rows) and kind of text (columns). Darker cells
+    have more of the layer's tokens."""
     first = next(iter(next(iter(stages.values())).values()))
     num_layers, num_experts = first.shape
     darkest = max(share.max().item() for shares in stages.values() for share in shares.values())
@@ -146,7 +146,7 @@ def loss_table(before: Mapping[str, float], after: Mapping[str, float]) -> Table
 
 
 def describe_slots(trainer: Trainer) -> str:
-    """What of the experts is on the device at once. Raises ValueError if they do not come one by one."""
+    """Describe the experts' slots. Raises ValueError if experts do not stream one by one."""
     assert trainer.offload_engine is not None
     plan = trainer.offload_engine.layout.plan
     one_bytes, num_slots = plan.slot_bytes[SizeClass.EXPERT], plan.num_slots[SizeClass.EXPERT]
@@ -167,7 +167,7 @@ def main(
     args: TrainingArguments | None = None,
     min_improvement_fraction: float = MIN_IMPROVEMENT_FRACTION,
 ) -> None:
-    """Train, compare, export; exit status 1 if the held-out loss did not fall enough or the export is another model."""
+    """Train, compare and export. Exits with 1 if the held-out loss did not fall enough or the export differs."""
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -207,7 +207,7 @@ def main(
     with torch.no_grad():
         streamed = trainer.model.eval()(input_ids=ids).logits.clone()
     assert trainer.offload_engine is not None
-    trainer.offload_engine.close()  # gives its memory back
+    trainer.offload_engine.close()  # frees its memory
 
     picture = out / "routing.svg"
     picture.write_text(routing_picture({"before": shares_before, "after": shares_after}))

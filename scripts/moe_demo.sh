@@ -10,7 +10,7 @@ dense=quickstart_out out=moe_demo_out layers=${LAYERS:-6}
 say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 say "Python environment in .venv"
-. scripts/python_environment.sh
+. scripts/development/python_environment.sh
 make_environment .venv quickstart
 
 say "SmolLM2-135M-Instruct in $dense, and a mixture of experts made of it in $out"

@@ -1,10 +1,10 @@
-"""A pytest plugin: `transformers.Trainer` and `accelerate.Accelerator` are offloaded in all tests.
+"""A pytest plugin that offloads `transformers.Trainer` and `accelerate.Accelerator` in all tests.
 
     PYTHONPATH=scripts python -m pytest -p offloaded_trainer <transformers>/tests/trainer/test_trainer.py
 
-`LOHAN_OFFLOAD` has the offload configuration; `lohan` is everything automatic. With `LOHAN_STOCK_WITHOUT_LAYERS=1` a
-model that has no layers, such as the line with two scalars that most of these tests fit, is left to the stock Trainer
-instead of being refused. docs/upstream_tests.md says where the tests are, and which fail.
+`LOHAN_OFFLOAD` is the offload configuration, by default `lohan`. With `LOHAN_STOCK_WITHOUT_LAYERS=1` the stock Trainer
+trains models without layers, which are refused otherwise; most of these tests fit a line with two scalars.
+docs/upstream_tests.md says where the tests are, and which fail.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fine-tune SmolLM2-135M with its training state on disk, and show that it learnt and where the bytes were.
+"""Fine-tune SmolLM2-135M with its training state on disk, and print losses, samples and bytes.
 
 python scripts/quickstart.py quickstart_out        (after quickstart_inputs.py; scripts/quickstart.sh runs both)
 """
@@ -36,7 +36,7 @@ console = Console(highlight=False)
 
 
 class Progress(TrainerCallback):
-    """A line a step in place of Trainer's dictionaries and bar. Below it, on a terminal, hf_lohan says where it is."""
+    """Prints a line a step in place of Trainer's dictionaries and bar."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         if logs and "loss" in logs:
@@ -62,7 +62,7 @@ def training_arguments(output_dir: Path) -> TrainingArguments:
 
 
 def continuation(model: Any, tokenizer: Any) -> str:
-    """What the model makes of the prompt, greedily."""
+    """The greedy continuation of the prompt."""
     inputs = tokenizer(PROMPT, return_tensors="pt").to(model.device)
     with live_line("sample, token", MAX_NEW_TOKENS):
         ids = model.generate(**inputs, max_new_tokens=MAX_NEW_TOKENS, do_sample=False)
@@ -70,7 +70,7 @@ def continuation(model: Any, tokenizer: Any) -> str:
 
 
 def byte_table(summary: dict[str, Any]) -> Table:
-    """Where the training state was, and what moved."""
+    """A table of the sizes of the training state and of what moved."""
     table = Table("where the bytes were", show_edge=False, title_justify="left")
     table.add_column(justify="right")
     table.add_row("parameters", f"{summary['num_parameters'] / 1e6:.1f} million")
@@ -90,7 +90,7 @@ def byte_table(summary: dict[str, Any]) -> Table:
 
 
 def main(out: Path) -> None:
-    """Train, compare, export; exit status 1 if the held-out loss did not fall enough."""
+    """Train, compare and export. Exits with 1 if the held-out loss did not fall enough."""
     transformers.utils.logging.set_verbosity_error()
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -122,14 +122,14 @@ def main(out: Path) -> None:
     after, text_after = trainer.evaluate()["eval_loss"], continuation(trainer.model, tokenizer)
     trainer.save_model(str(exported))
     if trainer.offload_engine is not None:
-        trainer.offload_engine.close()  # gives its memory back
+        trainer.offload_engine.close()  # frees its memory
 
     console.print(Panel(text_before, title="before", title_align="left"))
     console.print(Panel(text_after, title="after", title_align="left"))
     console.print(byte_table(json.loads((run_folder / "lohan" / "summary.json").read_text())))
     plain = AutoModelForCausalLM.from_pretrained(exported)
     if continuation(plain, tokenizer) != text_after:
-        sys.exit(f"error: {exported}, loaded by plain transformers, does not say what the trained model said")
+        sys.exit(f"error: {exported}, loaded by plain transformers, continues the prompt differently")
     console.print(f"\n{exported}: an ordinary checkpoint; plain transformers loads it and it generates the same text")
     improvement_fraction = 1 - after / before
     console.print(f"held-out loss: {before:.3f} before, {after:.3f} after ({improvement_fraction:.1%} lower)")

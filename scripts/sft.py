@@ -4,8 +4,8 @@
     python scripts/sft.py --model_name_or_path models/llama-3-8b --offload configs/lohan.yaml \\
         --train_file notes.jsonl --eval_file heldout.jsonl --packing --output_dir outputs/sft
 
-This is TRL's own script with other data: all flags of `trl.SFTConfig` and `trl.ModelConfig` are taken, LoRA's among
-them, and `--config file.yaml`. Without --offload it is a plain TRL run. Prints the held-out loss before and after.
+It takes all flags of TRL's own script (`trl.SFTConfig` and `trl.ModelConfig`, with LoRA's) and `--config file.yaml`.
+Without --offload it is a plain TRL run. It prints the held-out loss before and after.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_lohan.trl import SFTTrainer  # in place of `from trl import SFTTrainer`
 
 @dataclass
 class RunArguments:
-    """Which text, and where the training state lives."""
+    """The text and the place of the training state."""
 
     train_file: list[str] = field(metadata={"help": "Local .txt, .json, .jsonl, .parquet or .csv files of one kind."})
     eval_file: list[str] = field(default_factory=list, metadata={"help": "As --train_file, held out."})
@@ -68,7 +68,7 @@ def prepare(run_args: RunArguments, args: SFTConfig, model_args: ModelConfig) ->
         train_dataset=text_data.read_documents(run_args.train_file),
         eval_dataset=held_out,
         peft_config=get_peft_config(model_args),
-        offload=run_args.offload,  # the one argument more
+        offload=run_args.offload,  # the only additional argument
     )
 
 

@@ -1,4 +1,4 @@
-"""Local text files to blocks of token ids, for the fine-tuning scripts.
+"""Turns local text files into blocks of token ids for the fine-tuning scripts.
 
 files -> documents (one text each) -> token ids -> blocks {"input_ids", "labels"} of at most `block_size` ids
 """
@@ -15,14 +15,14 @@ from datasets import Dataset, DatasetDict, load_dataset
 from datasets.exceptions import DatasetGenerationError
 
 BUILDERS = {".txt": "text", ".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv"}
-"""Which reader of `datasets` takes which file."""
+"""The reader of `datasets` for each file type."""
 
 
 def read_documents(files: Sequence[str], *, text_column: str | None = None) -> Dataset:
-    """The non-empty texts of local files, one document a row, in a single column "text".
+    """Read the non-empty texts of local files as rows of one column "text".
 
-    A .txt file is one document; the others hold one per row. Raises ValueError for a file that is missing, empty,
-    unreadable or of an unknown kind, and where the text column is not clear.
+    A .txt file is one document; other files have one a row. Raises ValueError for a file that is missing, empty,
+    unreadable or of an unknown type, and for an ambiguous text column.
     """
     builder = _builder_of(files)
     options: dict[str, Any] = {"sample_by": "document"} if builder == "text" else {}
@@ -75,11 +75,10 @@ def _holds_text(rows: Dataset, column: str) -> bool:
 
 
 def make_blocks(documents: Dataset, tokenizer: Any, *, block_size: int, packing: bool) -> Dataset:
-    """Token ids of the documents, each closed by the end-of-text token, in rows of at most `block_size`.
+    """Tokenize the documents, end each with the end-of-text token, and cut them into rows of at most `block_size`.
 
-    With `packing`, documents are joined and cut into rows of exactly `block_size` ids; what is left over, once per
-    10,000 documents, is dropped. Without, a document is a row, cut off where it is longer. Raises ValueError if nothing
-    is left.
+    With `packing` documents are joined and cut into rows of exactly `block_size` ids; the rest of each 10,000 documents
+    is dropped. Without it each document is a row, truncated if it is longer. Raises ValueError if no row results.
     """
 
     def tokenize(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
@@ -87,7 +86,7 @@ def make_blocks(documents: Dataset, tokenizer: Any, *, block_size: int, packing:
         rows = cut(encoded, block_size) if packing else [ids[:block_size] for ids in encoded]
         return {"input_ids": rows, "labels": [list(row) for row in rows]}
 
-    # Every batch drops a tail of its own: large batches lose little and still fit in memory.
+    # Each batch drops its rest, so large batches lose little.
     blocks = documents.map(
         tokenize, batched=True, batch_size=10_000, remove_columns=documents.column_names, desc="tokenizing"
     )
@@ -101,13 +100,13 @@ def _closed(ids: list[int], end: int | None) -> list[int]:
 
 
 def cut(rows: Sequence[list[int]], block_size: int) -> list[list[int]]:
-    """Join rows and cut them into blocks of exactly `block_size`, dropping what is left over."""
+    """Join rows and cut them into blocks of exactly `block_size`. The rest is dropped."""
     joined = list(chain.from_iterable(rows))
     return [joined[start : start + block_size] for start in range(0, len(joined) - block_size + 1, block_size)]
 
 
 def split_off(blocks: Dataset, percentage: float) -> DatasetDict:
-    """Set the last `percentage` of the blocks aside: {"train", "validation"}, each with one block at least."""
+    """Split off the last `percentage` of the blocks: {"train", "validation"}, each with at least one block."""
     num_validation = max(1, round(len(blocks) * percentage / 100))
     num_train = len(blocks) - num_validation
     if not 0 < percentage < 100 or num_train < 1:

@@ -1,4 +1,4 @@
-"""The documents name only files, headings and settings that are there."""
+"""Files, links and floors that the documents name exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PACKAGE = ROOT / "hf_lohan"
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").rglob("*.md"))]
 TOPS = {path.name for path in ROOT.iterdir() if path.is_dir()} | {path.name for path in PACKAGE.iterdir()}
 OF_A_RUN = re.compile(r"^(store/(model|lohan|manifest|records|log)|lohan/|checkpoint-)")
-"""What a run writes is no file of this project, though its folders are called as rooms are."""
+"""Files of a run, whose folders have names of rooms."""
 OF_OTHERS = "transformers/tests/trainer/test_trainer.py"
 WRITTEN_BY_USERS = {"train.py", "script.py", "your_script.py", "any_script.py", OF_OTHERS}
 NAMED = re.compile(r"^[\w.{},*-]+(/[\w.{},*-]+)*/?$")
@@ -23,7 +23,7 @@ ANCHOR = re.compile(r"[^\w\- ]")
 
 
 def words(document: Path) -> Iterator[str]:
-    """What stands in backticks, and every word of code blocks."""
+    """Words in backticks and in code blocks."""
     text = document.read_text(encoding="utf-8")
     blocks = re.findall(r"^```.*?^```", text, flags=re.DOTALL | re.MULTILINE)
     for block in blocks:
@@ -49,8 +49,8 @@ def is_file_of_ours(name: str) -> bool:
 
 
 def exists(name: str) -> bool:
-    """From the project's folder, from the package's, or, as a name alone, anywhere; `files/reflink.clone_range` is a
-    name in a module."""
+    """Whether it is a path from the project's or the package's folder, a file name, or a name in a module such as
+    `files/reflink.clone_range`."""
     name = name.rstrip("/")
     module, _, inside = name.rpartition(".")
     for base in (ROOT, PACKAGE):
@@ -68,14 +68,14 @@ def all_names() -> set[str]:
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_file_that_is_named_exists(document: Path) -> None:
+def test_every_named_file_exists(document: Path) -> None:
     named = {word.strip(".,:;()\"'") for word in words(document)}
     wrong = [name for word in sorted(filter(is_file_of_ours, named)) for name in expanded(word) if not exists(name)]
-    assert not wrong, f"{document.name} names what is not there: {', '.join(wrong)}"
+    assert not wrong, f"{document.name} names missing files: {', '.join(wrong)}"
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
-def test_every_link_leads_somewhere(document: Path) -> None:
+def test_every_link_has_a_target(document: Path) -> None:
     wrong = []
     for link in re.findall(r"\]\(([^)\s]+)\)", document.read_text(encoding="utf-8")):
         if re.match(r"https?://|mailto:", link):
@@ -84,7 +84,7 @@ def test_every_link_leads_somewhere(document: Path) -> None:
         target = document.parent / path if path else document
         if not target.exists() or (anchor and anchor not in anchors(target)):
             wrong.append(link)
-    assert not wrong, f"{document.name} links to what is not there: {', '.join(wrong)}"
+    assert not wrong, f"{document.name} has broken links: {', '.join(wrong)}"
 
 
 def anchors(document: Path) -> set[str]:
@@ -97,14 +97,18 @@ def anchors(document: Path) -> set[str]:
     [
         ("tests/test_docs.py", True),
         ("hf_lohan/nowhere.py", False),
-        ("bench_step.py", True),
+        ("bench_io.py", True),
         ("bench_nothing.py", False),
         ("config/offload_config", True),
         ("docs/*.md", True),
     ],
 )
-def test_the_looking_itself(name: str, found: bool) -> None:
+def test_file_names_are_recognized(name: str, found: bool) -> None:
     assert is_file_of_ours(name) and exists(name) == found
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
@@ -113,21 +117,21 @@ def test_one_figure_file_for_each_benchmark_and_hardware() -> None:
     assert not [name for name in names if re.search(r"20\d\d|later|again|newer|\.png", name)]
 
 
-def test_the_floors_in_contributing_are_those_that_are_tested() -> None:
+def test_contributing_has_the_tested_floors() -> None:
     floors = runpy.run_path(str(ROOT / "tests" / "test_house.py"))["FLOORS"]
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| (-?\d+) \| ([^|]*) \|", text, flags=re.MULTILINE)
     assert {room: int(floor) for floor, rooms in rows for room in re.findall(r"`(\w+)`", rooms)} == floors
 
 
-def test_scripts_name_tests_that_are_there() -> None:
-    """pytest runs none of its arguments where one of them is not found."""
+def test_scripts_name_existing_tests() -> None:
+    """pytest runs nothing if one of its arguments does not exist."""
     named = {
         match
-        for script in (ROOT / "scripts").glob("*.sh")
+        for script in (ROOT / "scripts").rglob("*.sh")
         for match in re.findall(r"(tests/[\w/]+\.py)(?:::(\w+))?", script.read_text(encoding="utf-8"))
     }
     assert len(named) > 4
     texts = {file: (ROOT / file).read_text(encoding="utf-8") if (ROOT / file).is_file() else "" for file, _ in named}
     wrong = [f"{file}::{test}" for file, test in sorted(named) if f"def {test}" not in texts[file]]
-    assert not wrong, f"scripts name what is not there: {', '.join(wrong)}"
+    assert not wrong, f"scripts name missing tests: {', '.join(wrong)}"

@@ -1,4 +1,4 @@
-"""The documents as a site: it builds, what it quotes is what the program says, and its commands can be run."""
+"""The documents as a site: it builds, its quotes are current, and its commands can be parsed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMMAND = re.compile(r"^(?:\$ )?((?:lohan|accelerate launch|python|bash) [^\n]*)
 
 
 def module(path: Path) -> ModuleType:
-    """A script of ours, imported; those beside it can be."""
+    """Import one of our scripts."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     found = importlib.util.module_from_spec(spec)
@@ -36,8 +36,8 @@ def module(path: Path) -> ModuleType:
 @pytest.fixture
 def from_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
-    monkeypatch.syspath_prepend(str(ROOT / "scripts" / "benchmarks"))
+    for folder in (".", "benchmarks", "development"):
+        monkeypatch.syspath_prepend(str(ROOT / "scripts" / folder))
 
 
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
@@ -53,18 +53,28 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert [page.name for page in pages if loaded.search(page.read_text(encoding="utf-8"))] == []
 
 
-def test_the_settings_page_is_that_of_the_code(from_root: None) -> None:
-    renewed = module(ROOT / "scripts" / "renew_docs.py").settings_page()
-    assert (DOCS / "settings.md").read_text(encoding="utf-8") == renewed, "run scripts/renew_docs.py"
+def test_the_settings_page_is_renewed(from_root: None) -> None:
+    renewed = module(ROOT / "scripts" / "development" / "renew_docs.py").settings_page()
+    assert (DOCS / "settings.md").read_text(encoding="utf-8") == renewed, "run scripts/development/renew_docs.py"
+
+
+def test_the_table_of_benchmarks_is_renewed(from_root: None) -> None:
+    renewal = module(ROOT / "scripts" / "development" / "renew_benchmarks.py")
+    page = (DOCS / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    table = page.split(renewal.BEGIN)[1].split(renewal.END)[0]
+    assert table == renewal.table(), "run scripts/development/renew_benchmarks.py --table-only"
+    assert len([line for line in table.splitlines() if line.startswith("|")]) == 2 + 12
 
 
 @pytest.mark.slow
-def test_quoted_plans_are_what_the_program_says(from_root: None) -> None:
-    renewal = module(ROOT / "scripts" / "renew_docs.py")
+def test_quoted_plans_and_the_readme_table_are_renewed(from_root: None) -> None:
+    renewal = module(ROOT / "scripts" / "development" / "renew_docs.py")
     quoted = [one for document in DOCUMENTS for one in renewal.quoted_plans(document.read_text(encoding="utf-8"))]
     assert len(quoted) >= 6
     for command, said in quoted:
-        assert renewal.answer(command) == said, f"{command}: run scripts/renew_docs.py"
+        assert renewal.answer(command) == said, f"{command}: run scripts/development/renew_docs.py"
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert renewal.with_table(readme) == readme, "README's table: run scripts/development/renew_docs.py"
 
 
 # Error messages.
@@ -72,7 +82,7 @@ def test_quoted_plans_are_what_the_program_says(from_root: None) -> None:
 
 @cache
 def sentences() -> tuple[str, ...]:
-    """All text in the code, with a mark where a value is put in."""
+    """All strings of the code, with a mark for each inserted value."""
     found = []
     for path in (ROOT / "hf_lohan").rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -93,7 +103,7 @@ def quoted_errors() -> list[str]:
     return re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(encoding="utf-8"), flags=re.MULTILINE)
 
 
-def test_every_error_that_is_explained_exists() -> None:
+def test_every_explained_error_exists() -> None:
     assert len(quoted_errors()) > 20
     assert [quoted for quoted in quoted_errors() if not is_said(quoted)] == []
     assert not is_said("this is said … nowhere")
@@ -103,13 +113,13 @@ def test_every_error_that_is_explained_exists() -> None:
 
 
 def plain_blocks(text: str) -> list[str]:
-    """Code blocks of no language."""
+    """Code blocks without a language."""
     fences = re.split(r"^```(\w*)\n", text, flags=re.MULTILINE)
     return [inside for opened, inside in zip(fences[1::4], fences[2::4], strict=True) if not opened]
 
 
 def commands() -> list[str]:
-    """Of all code blocks, each once: its lines joined, without comments."""
+    """The commands of all code blocks, with joined lines and without comments."""
     found: dict[str, None] = {}
     for document in DOCUMENTS:
         for block in plain_blocks(document.read_text(encoding="utf-8") + "\n"):
@@ -119,7 +129,7 @@ def commands() -> list[str]:
 
 
 def parse_ours(words: list[str]) -> None:
-    """`lohan ...`, as its own parser does, without running it."""
+    """Parse `lohan ...` without running it."""
     group: Any = typer.main.get_command(app)
     if words[0] == "--version":
         return
@@ -146,7 +156,7 @@ def parse_script(script: str, words: list[str]) -> None:
 
         arguments = module(ROOT / "scripts" / "finetune_arguments.py")
         parser = HfArgumentParser((arguments.ModelArguments, arguments.DataArguments, TrainingArguments))
-    else:  # those that take a few words; what is misspelt is seen in their text
+    else:  # scripts with few options: look for them in their source
         flags = {word.split("=")[0] for word in words if word.startswith("--")}
         text = path.read_text(encoding="utf-8") + (ROOT / "scripts/benchmarks/benchmarking.py").read_text(
             encoding="utf-8"

@@ -1,10 +1,12 @@
-"""What a layer's forward leaves for its backward: kept, made again, or moved to RAM and the SSD and back (LoHan, MEMO).
+"""Activations: what a forward keeps for its backward.
 
-Follow one tensor: `tiers` wraps each layer's run in a `layer_frame`, which sees every operation go by, and gives what
-is to be swapped to the `swapper`; meanwhile a `swapped_tensor` stands for it. What the layers did in the first step,
-`trace` keeps for the planner. Knows tensors; weights are another room's.
+Layers: `tiers` runs each layer in a `layer_frame`, which sees every operation, and passes what is to be swapped to the
+`swapper` (LoHan, MEMO). A `swapped_tensor` stands for it meanwhile. `trace` records the first step for the planner.
+Head: `chunked_head` computes the loss some tokens at a time, through `pending_logits`. Weights are another room's.
 """
 
+from hf_lohan.activations.chunked_head import ChunkedHead, ChunkedLoss, Smoothing, chunked_head_of, has_foreign_forward
+from hf_lohan.activations.kernel_names import Operation, anchor_name
 from hf_lohan.activations.swapper import ActivationSwapper
 from hf_lohan.activations.tiers import ActivationTiers
 from hf_lohan.activations.trace import LayerTrace
@@ -12,5 +14,12 @@ from hf_lohan.activations.trace import LayerTrace
 __all__ = [
     "ActivationSwapper",
     "ActivationTiers",
+    "ChunkedHead",
+    "ChunkedLoss",
     "LayerTrace",
+    "Operation",
+    "Smoothing",
+    "anchor_name",
+    "chunked_head_of",
+    "has_foreign_forward",
 ]

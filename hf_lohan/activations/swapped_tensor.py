@@ -1,4 +1,4 @@
-"""A tensor that left the device, and comes back bit for bit."""
+"""A tensor that is swapped out, and comes back bit for bit."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from hf_lohan.files import IoRequest
 
 @dataclass(eq=False)
 class TensorForm:
-    """What is needed to make an equal tensor of its elements in memory order: strides count, since kernels choose by
-    them."""
+    """Makes an equal tensor of a tensor's elements in memory order. Strides are kept, since kernels depend on them."""
 
     size: torch.Size
     stride: tuple[int, ...]
@@ -27,7 +26,7 @@ class TensorForm:
     device: torch.device
 
     @classmethod
-    def of(cls, tensor: Tensor) -> TensorForm:
+    def from_tensor(cls, tensor: Tensor) -> TensorForm:
         return cls(tensor.size(), tensor.stride(), tensor.dtype, tensor.device)
 
     def empty(self) -> Tensor:
@@ -35,38 +34,38 @@ class TensorForm:
 
 
 def alias_of(tensor: Tensor) -> Tensor:
-    """The same memory and the same version counter, so that writes are noticed on both, but no autograd graph.
+    """The same memory and the same version counter, without the autograd graph.
 
-    Below autograd, where dispatch modes run, `detach` alone gives the alias a version counter of its own.
+    In a dispatch mode, which runs below autograd, `detach` alone would give the alias a version counter of its own.
     """
     with aliases_count_versions():
         return tensor.detach()
 
 
 def witness_of(tensor: Tensor) -> Tensor:
-    """Nothing but its version counter, which tells of writes also when the tensor itself is gone."""
+    """An empty tensor with the same version counter. It shows writes even after the tensor itself is gone."""
     witness = alias_of(tensor)
     witness.data = tensor.new_empty(0)
     return witness
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """All elements of a dense tensor, flat, as they lie in memory."""
+    """All elements of a dense tensor, flat, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def storage_of(tensor: Tensor) -> StorageWeakRef:
-    """Equal for tensors that share memory; it holds none."""
+    """A weak reference to the tensor's memory, equal for tensors that share it."""
     return StorageWeakRef(tensor.untyped_storage())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """The bytes of a dense tensor, flat, as they lie in memory."""
+    """The bytes of a dense tensor, flat, in memory order."""
     return in_memory_order(tensor).view(torch.uint8)
 
 
 def is_swappable(tensor: Tensor) -> bool:
-    """Whether a tensor is plain memory without gaps: others stay where they are."""
+    """Whether a tensor is plain memory without gaps. Other tensors stay on the device."""
     return (
         tensor.layout is torch.strided
         and type(tensor) in (Tensor, torch.nn.Parameter)
@@ -89,45 +88,45 @@ def _is_dense(tensor: Tensor) -> bool:
 
 @dataclass(eq=False)
 class SwappedTensor:
-    """One tensor on its way out and back. Whoever holds it can have it back; when nobody does, its place is free.
+    """One tensor that is swapped out. Its room is freed when the last reference to this object is gone.
 
-    Set by the swapper's thread, except where said.
+    The swapper's thread sets the fields, unless noted.
     """
 
     form: TensorForm
     num_bytes: int
     region: Tensor | None
-    """Where it lies in RAM, uint8 [num_bytes]; None: on the SSD."""
+    """Its memory in RAM, uint8 [num_bytes]; None: it is on the SSD."""
     spill_start: int
     source: Tensor | None
     """Its memory on the device, until it is stored."""
     storage: StorageWeakRef
-    """Names that memory, as long as anybody has it."""
+    """Identifies that memory while it exists."""
     witness: Tensor
     """See `witness_of`."""
     version: int
-    """Of the tensor when it was given away: whoever writes to it later must wait until it is stored."""
+    """The tensor's version when it was swapped out."""
     free: Callable[[HostRead | None], None]
-    """Frees its place, from which a copy may still read. May be called from a destructor."""
-    later: Callable[[Callable[[], object]], None]
-    """Runs something on the swapper's thread."""
+    """Frees its room, from which a copy may still read. May be called from a destructor."""
+    run_later: Callable[[Callable[[], object]], None]
+    """Runs a function on the swapper's thread."""
     writes: list[IoRequest] = field(default_factory=list)
     stored: Event | None = None
     is_stored: threading.Event = field(default_factory=threading.Event)
     is_fetched: threading.Event = field(default_factory=threading.Event)
-    is_expected: bool = False
-    """Whether it was asked back already. Set by the compute thread."""
+    is_prefetched: bool = False
+    """Set by the computing thread."""
     may_change: bool = False
-    """Whether its memory was seen to be safe to write to. Set by the compute thread."""
+    """Whether the original tensor may be written to. Set by the computing thread."""
     landed: Tensor | None = None
     ready: Event | None = None
     last_read: HostRead | None = None
-    """The copy that read it from RAM last."""
+    """The last copy that reads it from RAM."""
     error: BaseException | None = None
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if somebody wrote to the tensor who did not wait: nobody knows what was stored. Call it on
-        the compute thread, where no operation is in the middle of writing."""
+        """Raise RuntimeError if the tensor was written to before it was stored. Call it on the computing thread, where
+        no operation is in the middle of a write."""
         if not self.may_change and version_of(self.witness) != self.version:
             raise RuntimeError(
                 "a layer's input, or the output of a matrix product or attention, was changed in place outside its "
@@ -138,12 +137,12 @@ class SwappedTensor:
         was_read = self.last_read is not None or self.region is None
         if self.ready is None and was_read and all(request.done() for request in self.writes):
             self.free(self.last_read)
-        else:  # dropped before its time: bytes are still on their way to or from its place
-            self.later(partial(_free_when_quiet, self.writes, self.ready or self.stored, self.free))
+        else:  # dropped early: copies to or from its room are still running
+            self.run_later(partial(_free_when_quiet, self.writes, self.ready or self.stored, self.free))
 
 
 def _free_when_quiet(writes: list[IoRequest], last: Event | None, free: Callable[[HostRead | None], None]) -> None:
-    with contextlib.suppress(Exception):  # told to whoever wanted the tensor
+    with contextlib.suppress(Exception):  # raised by swap_in
         for request in writes:
             with contextlib.suppress(Exception):
                 request.wait()

@@ -1,4 +1,4 @@
-"""Moves activations off the device and back, on a thread of its own: to RAM, or through staging buffers to the SSD."""
+"""Swaps activations on a thread of its own: to RAM, or through staging buffers to the SSD."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from hf_lohan.timeline import COMPUTE_WAITS
 SPILL_BLOCK = "activations"
 SPILL_KIND = "activation"
 
-_Place: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
-"""Memory, or else where on the SSD, and what frees it."""
+_SwapRoom: TypeAlias = "tuple[Tensor | None, int, Callable[[HostRead | None], None]]"
+"""Memory or None, an offset on the SSD, and a function that frees the room."""
 
 
 @dataclass(eq=False)
 class _Spill:
-    """Room on the SSD, and the buffers on the way to it. One element is one byte, a place whole granules."""
+    """Room on the SSD and staging buffers. One element is one byte; tensors take whole granules."""
 
     files: RecordFiles
     staging: BufferPool
-    places: IntervalStack
+    intervals: IntervalStack
 
 
 class ActivationSwapper:
-    """Takes tensors (`swap_out`) and brings them back (`expect`, then `bring_back`), in any order, best in reverse.
+    """Swaps tensors out (`swap_out`) and back (`prefetch`, then `swap_in`), in any order, best in reverse.
 
-    Used by the computing thread (on CUDA, autograd's too, one at a time); the copies and the I/O run on its own.
+    Called on the computing thread (on CUDA also on autograd's, one at a time). Copies and I/O run on its own thread.
     """
 
     def __init__(self, device: Device, ram: HostStack | None = None) -> None:
-        """``ram``: whose bottom it uses; somebody else may use its top."""
+        """``ram``: uses its bottom; its top may be used for something else."""
         self._device = device
         self._ram = ram or HostStack(device)
         self._num_reads = 0
@@ -51,26 +51,22 @@ class ActivationSwapper:
         self.swapped_bytes = 0
         """Bytes that left the device, to RAM or SSD, since the start."""
         self.spilled_bytes = 0
-        """Those of them that went on to the SSD."""
+        """Bytes that went to the SSD, of these."""
         self._thread = WorkThread("lohan-activations", FirstFailure(), beside_kernels=device.shares_cores)
         self._thread.start()
 
-    def take_ram(self, num_bytes: int) -> None:
-        """Reserve host memory for swapped activations, once. Call it only while nothing is swapped."""
-        self._ram.take(num_bytes)
-
-    def take_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
-        """Use ``num_bytes`` of `files` for what RAM does not hold, through ``staging``."""
+    def use_ssd(self, files: RecordFiles, staging: BufferPool, num_bytes: int) -> None:
+        """Use ``num_bytes`` of `files` as well, through ``staging``."""
         assert staging.num_buffers and staging.buffer_bytes % GRANULE_NUMEL == 0
         self._spill = _Spill(files, staging, IntervalStack(num_bytes, GRANULE_NUMEL))
 
     def begin_forward(self) -> None:
-        """What the one before needed of RAM does not count any more."""
+        """Forget the RAM marks of the forward before."""
         self._ram.forget_marks()
 
-    def mark(self, where: str) -> None:
-        """The forward is behind ``where``: note how much RAM it needed so far."""
-        self._ram.mark(where)
+    def mark(self, layer: str) -> None:
+        """The forward has run ``layer``: record how much RAM it has used so far."""
+        self._ram.mark(layer)
 
     @property
     def ram_bytes(self) -> int:
@@ -78,26 +74,27 @@ class ActivationSwapper:
 
     @property
     def ssd_bytes(self) -> int:
-        return self._spill.places.capacity if self._spill is not None else 0
+        return self._spill.intervals.capacity if self._spill is not None else 0
 
     @property
     def high_water_bytes(self) -> int:
-        """The most host memory that was ever in use at once."""
+        """Largest amount of host memory in use at once."""
         staging = self._spill.staging.high_water_bytes if self._spill is not None else 0
         return self._ram.high_water_bytes + staging
 
     def swap_out(self, tensor: Tensor, placement: Placement) -> SwappedTensor | None:
-        """Begin to move a tensor (`is_swappable`) to RAM or SSD, to the other if that one is full; None if both are.
+        """Begin to move a tensor (`is_swappable`) to RAM or SSD, or to the other if that is full. None if both are
+        full.
 
-        It must not be written to before `wait_until_stored`; `drain` and `bring_back` raise RuntimeError if it was.
+        Nobody may write to the tensor before `wait_until_stored`: `drain` and `swap_in` then raise RuntimeError.
         """
         num_bytes = tensor.numel() * tensor.element_size()
-        place = self._place(num_bytes, placement)
-        if place is None:
+        room = self._find_room(num_bytes, placement)
+        if room is None:
             return None
-        region, start, free = place
+        region, start, free = room
         swapped = SwappedTensor(
-            form=TensorForm.of(tensor),
+            form=TensorForm.from_tensor(tensor),
             num_bytes=num_bytes,
             region=region,
             spill_start=start,
@@ -106,91 +103,91 @@ class ActivationSwapper:
             witness=witness_of(tensor),
             version=version_of(tensor),
             free=free,
-            later=self._thread.put,
+            run_later=self._thread.submit,
         )
         self.swapped_bytes += num_bytes
         if region is None:
             self.spilled_bytes += num_bytes
         produced = self._device.record(Lane.COMPUTE, tensor)
-        self._thread.put(partial(self._store, swapped, produced))
+        self._thread.submit(partial(self._store, swapped, produced))
         return swapped
 
     def wait_until_stored(self, swapped: SwappedTensor) -> None:
-        """From here on the tensor that was swapped may be written to."""
+        """Afterwards the original tensor may be written to."""
         if swapped.may_change:
             return
         swapped.is_stored.wait()
-        self._raise(swapped)
+        self._raise_error(swapped)
         if swapped.stored is not None:
             self._device.wait(Lane.COMPUTE, swapped.stored)
         swapped.check_unchanged()
         swapped.may_change = True
 
     def drain(self, swapped: Sequence[SwappedTensor]) -> None:
-        """Wait until these, in the order in which they were swapped out, have left the device: their memory is free."""
+        """Wait until these tensors have left the device, given in the order in which they were swapped out."""
         with self._device.timeline.task(COMPUTE_WAITS, "activations to leave"):
             for one in swapped:
                 one.is_stored.wait()
-                self._raise(one)
+                self._raise_error(one)
             leaving = [one.stored for one in swapped if one.stored is not None]
             if leaving:
-                leaving[-1].synchronize()  # one lane, in the order in which they were put away: the others are reached
+                leaving[-1].synchronize()  # copies of one lane end in order
             for one in swapped:
                 one.check_unchanged()
 
-    def expect(self, swapped: SwappedTensor) -> None:
-        """It will be asked for soon. Raises RuntimeError after `close`."""
+    def prefetch(self, swapped: SwappedTensor) -> None:
+        """Begin to move a tensor back. Raises RuntimeError after `close`."""
         if self._is_closed:
             raise RuntimeError("the engine is closed, and its swapped activations are gone; load the model again")
-        if not swapped.is_expected:
+        if not swapped.is_prefetched:
             landing = swapped.form.empty()
-            # Its memory may be what compute that is still under way has only just given back. Only this thread knows
-            # which stream that is on, and what was enqueued on it before the memory was taken.
+            # Compute that is still running may have used the landing's memory before. Only this thread knows on which
+            # stream, and what was enqueued there.
             vacated = self._device.record(Lane.COMPUTE, landing)
-            swapped.is_expected = True
-            self._thread.put(partial(self._fetch, swapped, landing, vacated))
+            swapped.is_prefetched = True
+            self._thread.submit(partial(self._fetch, swapped, landing, vacated))
 
-    def bring_back(self, swapped: SwappedTensor) -> Tensor:
-        """An equal tensor, for compute enqueued from now on. Raises what storing or fetching it raised."""
-        self.expect(swapped)
+    def swap_in(self, swapped: SwappedTensor) -> Tensor:
+        """Returns an equal tensor for compute enqueued from now on. Raises the error of storing or fetching it."""
+        self.prefetch(swapped)
         with self._device.timeline.task(COMPUTE_WAITS, "activations"):
             swapped.is_fetched.wait()
-        self._raise(swapped)
+        self._raise_error(swapped)
         swapped.check_unchanged()
         tensor, ready = swapped.landed, swapped.ready
         assert tensor is not None and ready is not None
         self._device.wait(Lane.COMPUTE, ready)
-        # Asked for once more (retain_graph), it is fetched once more: to keep it here would keep it from being freed.
-        swapped.landed, swapped.ready, swapped.is_expected = None, None, False
+        # A second swap_in (retain_graph) fetches it again: a reference here would keep it alive.
+        swapped.landed, swapped.ready, swapped.is_prefetched = None, None, False
         swapped.is_fetched.clear()
         return tensor
 
-    def settle(self) -> None:
-        """Wait until everything begun is done. Raises what failed."""
+    def wait_until_idle(self) -> None:
+        """Wait for all copies. Raises their error."""
         self._thread.barrier()
 
     def close(self) -> None:
-        """Finish what was begun and end the thread."""
+        """Finish all copies and end the thread."""
         self._is_closed = True
         self._thread.close()
 
-    # Places.
+    # Room.
 
-    def _place(self, num_bytes: int, placement: Placement) -> _Place | None:
+    def _find_room(self, num_bytes: int, placement: Placement) -> _SwapRoom | None:
         first, second = self._in_ram, self._on_ssd
         if placement is Placement.SSD:
             first, second = second, first
         return first(num_bytes) or second(num_bytes)
 
-    def _in_ram(self, num_bytes: int) -> _Place | None:
-        place = self._ram.push(num_bytes)
-        return None if place is None else (place[1], 0, partial(self._ram.free, place[0]))
+    def _in_ram(self, num_bytes: int) -> _SwapRoom | None:
+        interval = self._ram.push(num_bytes)
+        return None if interval is None else (interval[1], 0, partial(self._ram.free, interval[0]))
 
-    def _on_ssd(self, num_bytes: int) -> _Place | None:
+    def _on_ssd(self, num_bytes: int) -> _SwapRoom | None:
         if self._spill is None:
             return None
-        start = self._spill.places.push(num_bytes)
-        return None if start is None else (None, start, partial(_free_on_ssd, self._spill.places, start))
+        start = self._spill.intervals.push(num_bytes)
+        return None if start is None else (None, start, partial(_free_on_ssd, self._spill.intervals, start))
 
     # The swapper's thread.
 
@@ -205,7 +202,7 @@ class ActivationSwapper:
             else:
                 self._spill_out(swapped, flat)
         except BaseException as error:
-            swapped.error = error  # for whoever wants the tensor; the thread goes on
+            swapped.error = error  # raised by swap_in; the thread goes on
         finally:
             swapped.source = None
             swapped.is_stored.set()
@@ -220,7 +217,7 @@ class ActivationSwapper:
             self._device.record(Lane.D2H).synchronize()
             whole = -(-(stop - start) // GRANULE_NUMEL) * GRANULE_NUMEL
             request = spill.files.write(SPILL_BLOCK, SPILL_KIND, swapped.spill_start + start, buffer.bytes[:whole])
-            request.add_done_callback(partial(_release, buffer))
+            request.add_done_callback(partial(_release_buffer, buffer))
             swapped.writes.append(request)
 
     def _fetch(self, swapped: SwappedTensor, landing: Tensor, vacated: Event) -> None:
@@ -282,7 +279,7 @@ class ActivationSwapper:
             while reading:
                 copy_one()
         finally:
-            while reading:  # after an error: what is under way still writes into its buffer
+            while reading:  # after an error: running reads still write into their buffers
                 read, buffer, _, _ = reading.popleft()
                 with contextlib.suppress(Exception):
                     read.wait()
@@ -290,14 +287,14 @@ class ActivationSwapper:
             while copying:
                 free_one()
 
-    def _raise(self, swapped: SwappedTensor) -> None:
+    def _raise_error(self, swapped: SwappedTensor) -> None:
         if swapped.error is not None:
             raise swapped.error
 
 
-def _release(buffer: Buffer, _request: object) -> None:
+def _release_buffer(buffer: Buffer, _request: object) -> None:
     buffer.release()
 
 
-def _free_on_ssd(places: IntervalStack, start: int, _read: HostRead | None) -> None:
-    places.free(start)
+def _free_on_ssd(intervals: IntervalStack, start: int, _read: HostRead | None) -> None:
+    intervals.free(start)

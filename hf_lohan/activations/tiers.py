@@ -1,4 +1,4 @@
-"""Keep, swap or recompute what the layers leave for backward, as the plan says."""
+"""Keeps, swaps or recomputes the layers' activations, by the plan's placements."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_lohan.activations.layer_frame import LayerFrame
 from hf_lohan.activations.swapper import ActivationSwapper
-from hf_lohan.activations.trace import LayerTrace, bytes_of
+from hf_lohan.activations.trace import LayerTrace, num_bytes_of
 from hf_lohan.compat.torch_private import tree_leaves
 from hf_lohan.device import Device, HostStack
 from hf_lohan.planner import ActivationPlacements, Placement
 
 Sizes: TypeAlias = Mapping[str, Mapping[str, int]]
-"""Bytes of all that one micro-batch could put away: by layer, then by operation in the order of backward."""
+"""Bytes that one micro-batch could swap: by layer, then by operation in the order of backward."""
 
 _MAX_LAYERS_LEAVING = 2
-"""Layers whose swapped activations may still be on the device while the next one computes (MEMO's two buffers)."""
+"""The swapped activations of so many layers may still be on the device (MEMO's two buffers)."""
 
 
 class SavedInput:
-    """What autograd holds instead of a layer's input."""
+    """Autograd saves this instead of a layer's input."""
 
-    def __init__(self, frame: LayerFrame, place: Any) -> None:
+    def __init__(self, frame: LayerFrame, stored: Any) -> None:
         self.frame = frame
-        self.place = place
+        self.stored = stored
 
 
 class ActivationTiers:
-    """Runs layers so that their activations go where `placements` says; a `FrameObserver`.
+    """Runs layers under torch's non-reentrant checkpointing and stores their activations by the placements.
 
-    Layers run under torch's non-reentrant checkpointing. With nothing to place and nothing to trace it is plain
-    recomputation, without a mode that sees each operation.
+    A layer without placements is recomputed by plain checkpointing, without a dispatch mode, unless it is traced. This
+    is the `FrameObserver` of all layers.
     """
 
     def __init__(self, device: Device, layer_names: Mapping[nn.Module, str], ram: HostStack | None = None) -> None:
@@ -47,31 +47,30 @@ class ActivationTiers:
         self.swapper = ActivationSwapper(device, ram)
         self._placements: ActivationPlacements = {}
         self._trace: dict[str, LayerTrace] | None = None
-        """Filled while it is not None."""
+        """None unless layers are traced."""
         self._frames: list[weakref.ref[LayerFrame]] = []
         self._forward_number = 0
         self._saving: tuple[LayerFrame, int] | None = None
 
     def watch(self) -> Mapping[str, LayerTrace]:
-        """From now on note what layers do; returns what is filled until `end_watching`."""
+        """Trace layers from now on. Returns a mapping that is filled until `end_watching`."""
         self._trace = {}
         return self._trace
 
     @property
     def is_watching(self) -> bool:
-        """Whether what layers do is noted."""
+        """Whether layers are traced."""
         return self._trace is not None
 
     def end_watching(self) -> None:
-        """What was noted stays as it is."""
         self._trace = None
 
-    def follow(self, placements: ActivationPlacements) -> None:
-        """From the next layer on."""
+    def set_placements(self, placements: ActivationPlacements) -> None:
+        """Use these placements from the next layer on."""
         self._placements = placements
 
     def run_layer(self, function: Any, *args: Any) -> Any:
-        """Stands in for `torch.utils.checkpoint.checkpoint` in a model's layers."""
+        """Replaces `torch.utils.checkpoint.checkpoint` in a model's layers."""
         layer = _layer_of(function)
         name = self._layer_names.get(layer) if layer is not None else None
         is_plain = name is None or (self._trace is None and not self._placements.get(name))
@@ -90,7 +89,7 @@ class ActivationTiers:
         hidden = args[0] if args and isinstance(args[0], Tensor) else None
         if self._trace is not None:
             num_runs = self._trace[name].num_runs + 1 if name in self._trace else 1
-            shape, num_bytes = ((), 0) if hidden is None else (tuple(hidden.shape), bytes_of(hidden))
+            shape, num_bytes = ((), 0) if hidden is None else (tuple(hidden.shape), num_bytes_of(hidden))
             self._trace[name] = LayerTrace(shape, num_bytes, num_runs)
         if hidden is not None:
             self._saving = frame, hidden.data_ptr()
@@ -98,71 +97,71 @@ class ActivationTiers:
             output = checkpoint(function, *args, use_reentrant=False, context_fn=frame.contexts)
         finally:
             self._saving = None
-        # What the model gets it may write to, where nobody sees it.
+        # The model may write to the output unseen.
         frame.finish_storing(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
         self.swapper.mark(name)
         return output
 
     def begin_forward(self) -> None:
-        """What became of earlier ones does not count: somebody may still have their losses, or their errors."""
+        """A forward of the model begins. Frames of earlier ones may live on with a loss or an error."""
         self._saving = None
         self._forward_number += 1
         self.swapper.begin_forward()
 
     def expect_backward(self) -> None:
-        """The forward is over: what its last layer put away comes back first."""
+        """The forward is over: fetch the tensors of its last layer."""
         frames = self._of_this_forward()
         if frames:
-            self._expect(frames[-1])
+            self._prefetch(frames[-1])
 
     def close(self) -> None:
         """End the swapper's thread."""
         self.swapper.close()
 
-    # What autograd saves outside the layers.
+    # Hooks for tensors that autograd saves outside the layers.
 
     def pack(self, tensor: Tensor) -> Tensor | SavedInput:
-        """What to save instead of ``tensor``: a layer's input may be swapped, anything else stays."""
+        """Returns the object to save instead of ``tensor``. A layer's input may be swapped; other tensors are kept."""
         if self._saving is None or tensor.data_ptr() != self._saving[1] or not tensor.is_floating_point():
             return tensor
         frame = self._saving[0]
-        place = frame.put_input(tensor)
-        return tensor if place is tensor else SavedInput(frame, place)
+        stored = frame.store_input(tensor)
+        return tensor if stored is tensor else SavedInput(frame, stored)
 
     def unpack(self, saved: SavedInput) -> Tensor:
-        """The tensor that `pack` took."""
-        return saved.frame.get_input(saved.place)
+        """The tensor that was packed."""
+        return saved.frame.load_input(saved.stored)
 
     # FrameObserver.
 
-    def forward_begins(self, frame: LayerFrame) -> None:
+    def on_forward(self, frame: LayerFrame) -> None:
         self._saving = None
 
-    def saw(self, frame: LayerFrame, name: str, output: Any) -> None:
+    def on_operation(self, frame: LayerFrame, name: str, output: Any) -> None:
         if self._trace is not None:
-            self._trace[frame.block_name].note(name, output)
+            self._trace[frame.block_name].add_operation(name, output)
 
-    def saw_again(self, frame: LayerFrame, name: str) -> None:
+    def on_recomputation(self, frame: LayerFrame, name: str) -> None:
         if self._trace is not None:
             self._trace[frame.block_name].recomputed.add(name)
 
-    def backward_begins(self, frame: LayerFrame) -> None:
+    def on_backward(self, frame: LayerFrame) -> None:
         if frame.is_in_backward:
             return
         frame.is_in_backward = True
-        self._expect(frame)
+        self._prefetch(frame)
         frames = self._alive()
         if frame in frames:
             below = frames[: frames.index(frame)]
             if below:
-                self._expect(below[-1])
+                self._prefetch(below[-1])
 
-    def _expect(self, frame: LayerFrame) -> None:
-        if frame.is_expected_back:
+    def _prefetch(self, frame: LayerFrame) -> None:
+        if frame.is_prefetched:
             return
-        frame.is_expected_back = True
+        frame.is_prefetched = True
         for swapped in frame.swapped:
-            self.swapper.expect(swapped)
+            self.swapper.prefetch(swapped)
 
     def _let_earlier_layers_leave(self) -> None:
         frames = self._of_this_forward()
@@ -192,7 +191,7 @@ def _layer_of(function: Any) -> nn.Module | None:
 
 
 def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, int]:
-    """Bytes that a micro-batch would put in RAM and on the SSD."""
+    """Bytes that a micro-batch swaps to RAM and to the SSD."""
     totals = {Placement.CPU: 0, Placement.SSD: 0}
     for name, of_layer in sizes.items():
         for operation, placement in placements.get(name, {}).items():
@@ -202,7 +201,7 @@ def placed_bytes(sizes: Sizes, placements: ActivationPlacements) -> tuple[int, i
 
 
 def swap_everything(sizes: Sizes, ram_bytes: int) -> dict[str, dict[str, Placement]]:
-    """All inputs and outputs swapped; to RAM those that are needed first in backward, as far as it reaches."""
+    """Placements that swap everything: to RAM what backward needs first, as far as it reaches, the rest to the SSD."""
     placements: dict[str, dict[str, Placement]] = {}
     free_bytes = ram_bytes
     for name in reversed(list(sizes)):

@@ -1,4 +1,4 @@
-"""What the layers' forwards were seen to do: the real shapes of a real batch."""
+"""Records the layers' forwards of the first step: real shapes of a real batch."""
 
 from __future__ import annotations
 
@@ -13,32 +13,32 @@ from hf_lohan.planner import INPUT
 
 @dataclass
 class LayerTrace:
-    """One layer's forward of one micro-batch, the last one."""
+    """The last forward of one layer."""
 
     input_shape: tuple[int, ...] = ()
-    """Of its first argument: [batch, sequence, hidden] in every causal LM."""
+    """Shape of its first argument: [batch, sequence, hidden] in every causal LM."""
     input_bytes: int = 0
     num_runs: int = 1
     """Forwards of the layer since tracing began: the micro-batches of a step."""
     operations: dict[str, int] = field(default_factory=dict)
-    """Bytes of the outputs of the anchor operations, in the order in which they ran."""
+    """Bytes of the anchor operations' outputs, in the order in which they ran."""
     recomputed: set[str] = field(default_factory=set)
-    """Those of them that its recomputation ran: keeping the others saves nothing."""
+    """Operations that the recomputation ran. To keep the others' outputs saves nothing."""
 
     @property
     def candidates(self) -> dict[str, int]:
-        """Bytes of the outputs that are worth putting away."""
+        """Bytes of the outputs that are worth keeping."""
         return {name: num_bytes for name, num_bytes in self.operations.items() if name in self.recomputed}
 
     def sizes(self) -> dict[str, int]:
-        """Bytes of all that could be put away, by name, in the order in which backward needs them."""
+        """Bytes of all that could be swapped, by name, in the order in which backward needs them."""
         return {INPUT: self.input_bytes} | self.candidates
 
-    def note(self, name: str, output: Any) -> None:
+    def add_operation(self, name: str, output: Any) -> None:
         """An anchor operation ran."""
-        self.operations[name] = bytes_of(output)
+        self.operations[name] = num_bytes_of(output)
 
 
-def bytes_of(value: Any) -> int:
-    """Of all tensors in it."""
+def num_bytes_of(value: Any) -> int:
+    """Bytes of all tensors in a nested structure."""
     return sum(leaf.numel() * leaf.element_size() for leaf in tree_leaves(value) if isinstance(leaf, Tensor))

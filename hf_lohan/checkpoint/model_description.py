@@ -21,7 +21,7 @@ from hf_lohan.model import dtype_name
 
 FACTS_NAME = "lohan_model.json"
 BUFFERS_NAME = "buffers.safetensors"
-FORMAT_VERSION = 1
+MODEL_FORMAT_VERSION = 1
 """Of that file."""
 _CONFIGS_BYTES = 64 << 10
 """About what the configs of a model take."""
@@ -75,7 +75,7 @@ def _describe(model: Any, engine: OffloadEngine, folder: Path, buffers: dict[str
         model.peft_config[adapter].save_pretrained(folder / adapter)
     save_file(buffers, folder / BUFFERS_NAME)
     facts: dict[str, Any] = {
-        "format_version": FORMAT_VERSION,
+        "format_version": MODEL_FORMAT_VERSION,
         "model_class": type(base).__name__,
         "adapters": adapters,
         "trainable": [part.name for part in engine.parameter_slices if part.trainable],

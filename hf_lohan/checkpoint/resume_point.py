@@ -15,15 +15,15 @@ from hf_lohan.files.directories import make_folders
 from hf_lohan.ranks import Links, Ranks
 from hf_lohan.ranks.transport.agreements import newest_common_commit
 from hf_lohan.report.run_data import (
-    CONFIG_NAME,
     FOLDER,
     PRIVATE_FOLDER,
+    SETTINGS_NAME,
     STORE_FOLDER,
     no_run_in,
     output_folder,
 )
 from hf_lohan.store import Commit, committed_log, kept_commits
-from hf_lohan.store.rank_folders import folder_of_all, rank_folder, ranks_under
+from hf_lohan.store.rank_folders import rank_folder, ranks_under, shared_directory
 
 LAST_STEP = "last_step"
 _TRAINER_STATE_NAME = "trainer_state.json"
@@ -109,12 +109,12 @@ def store_paths_of(run: str | Path) -> list[str]:
     """
     if (Path(run) / "manifest.json").is_file():
         return [str(run)]
-    folder = output_folder(run, CONFIG_NAME)
+    folder = output_folder(run, SETTINGS_NAME)
     if folder is None:
-        raise no_run_in(run, CONFIG_NAME)
-    file = folder / FOLDER / CONFIG_NAME
+        raise no_run_in(run, SETTINGS_NAME)
+    file = folder / FOLDER / SETTINGS_NAME
     try:
-        paths = [folder_of_all(str(ssd["path"])) for ssd in json.loads(file.read_text())["ssd"]]
+        paths = [shared_directory(str(ssd["path"])) for ssd in json.loads(file.read_text())["ssd"]]
     except (ValueError, KeyError, TypeError, OSError) as error:
         raise ValueError(f"{file} is damaged ({error}); give the folder of the store itself") from error
     was_inside = len(paths) == 1 and Path(paths[0]).parts[-len(STORE_FOLDER.parts) :] == STORE_FOLDER.parts
@@ -128,7 +128,7 @@ def last_step(output_dir: str | Path) -> int | None:
     be here. Raises `StorageError` or `ForeignStoreError` if a store is damaged, RanksDisagreeError if the ranks hold no
     step in common, and ValueError if not all are here.
     """
-    if not (Path(output_dir) / FOLDER / CONFIG_NAME).is_file():
+    if not (Path(output_dir) / FOLDER / SETTINGS_NAME).is_file():
         return None
     paths = store_paths_of(output_dir)
     num_ranks = ranks_under(paths[0])

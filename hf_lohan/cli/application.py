@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
-from typing import Annotated, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer.core import TyperGroup
 
 import hf_lohan
 
+if TYPE_CHECKING:
+    from hf_lohan.huggingface.generate.text_generation import GenerationFigures
+
 _ANY_LENGTH = 10_000
+_GENERATION_STORES = Path("lohan_generate")
+"""In the working directory: a store for each model that generates, unless a path is given."""
 
 
 class _Commands(TyperGroup):
@@ -36,8 +43,17 @@ app = typer.Typer(
 
 # accelerate's own parser reads everything after `launch`: only it knows where the script's name stands.
 _Ranks = Annotated[int, typer.Option(metavar="N", help="Devices that train together, each with its batch.")]
-_Boxes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
-_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between boxes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
+
+
+def _refuse_boxes(value: int | None) -> None:
+    if value is not None:
+        typer.echo(f"error: --boxes is named --nodes; give --nodes {value}", err=True)
+        raise typer.Exit(2)
+
+
+_Boxes = Annotated[int | None, typer.Option("--boxes", hidden=True, callback=_refuse_boxes)]
+_Nodes = Annotated[int, typer.Option(metavar="Y", help="Machines that they are on, equally many on each.")]
+_Link = Annotated[str | None, typer.Option(metavar="RATE", help="Between nodes: 2.5Gbit, 10Gbit, 1.2GB/s.")]
 _Collectives = Annotated[
     str | None,
     typer.Option(metavar="HOW", help="exact, quantized (may round), or forward=int8,backward=node,gradients=int4."),
@@ -80,11 +96,11 @@ def lohan(
     """Fine-tune Hugging Face models whose training state does not fit, exactly, from an SSD."""
 
 
-@app.command(context_settings=_AS_GIVEN)
-def launch(context: typer.Context) -> None:
+@app.command("launch", context_settings=_AS_GIVEN)
+def launch_command(context: typer.Context) -> None:
     """Run an unmodified transformers.Trainer script offloaded: [--offload X] [--trace] [options] script.py [args]."""
     with one_line_errors():
-        from hf_lohan.huggingface.launch import launch as launch_script
+        from hf_lohan.huggingface.launch import launch_script
 
         raise typer.Exit(launch_script(context.args))
 
@@ -148,7 +164,8 @@ def plan(
         int | None, typer.Option(metavar="R", help="Train LoRA on all linear layers instead of all weights.")
     ] = None,
     ranks: _Ranks = 1,
-    boxes: _Boxes = 1,
+    nodes: _Nodes = 1,
+    boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
@@ -171,7 +188,7 @@ def plan(
             dtype=dtype,
             lora_rank=lora_rank,
             num_ranks=ranks,
-            num_boxes=boxes,
+            num_nodes=nodes,
             link=link,
             collectives=collectives,
             paper=paper,
@@ -189,7 +206,8 @@ def estimate(
         str | None, typer.Option(metavar="H.yaml", help="Another machine's profile; else this one is measured.")
     ] = None,
     ranks: _Ranks = 1,
-    boxes: _Boxes = 1,
+    nodes: _Nodes = 1,
+    boxes: _Boxes = None,
     link: _Link = None,
     collectives: _Collectives = None,
     paper: _Paper = False,
@@ -207,7 +225,7 @@ def estimate(
             offload=offload,
             hardware=hardware,
             num_ranks=ranks,
-            num_boxes=boxes,
+            num_nodes=nodes,
             link=link,
             collectives=collectives,
             paper=paper,
@@ -235,8 +253,8 @@ def generate(
 ) -> None:
     """Print what a model says, also one that fits neither RAM nor the device: its weights are read token by token."""
     with one_line_errors():
-        from hf_lohan.cli.generation import run_generate
-        from hf_lohan.huggingface.text_generation import TextRequest
+        from hf_lohan.config import OffloadConfig
+        from hf_lohan.huggingface.generate.text_generation import TextRequest, generate_text
 
         request = TextRequest(
             prompt=prompt,
@@ -246,7 +264,44 @@ def generate(
             seed=seed,
             num_beams=num_beams,
         )
-        run_generate(model, request, offload, {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory})
+        settings = {"ssd": ssd, "cpu_memory": cpu_memory, "gpu_memory": gpu_memory}
+        loaded = OffloadConfig.load(offload, **{name: value for name, value in settings.items() if value is not None})
+        default_ssd_path = _GENERATION_STORES / Path(model).resolve().name
+        figures = generate_text(model, request, loaded, write=_write, default_ssd_path=default_ssd_path)
+        typer.echo()
+        for line in generation_summary(figures):
+            typer.echo(line, err=True)
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def generation_summary(figures: GenerationFigures) -> list[str]:
+    """How fast the text came, and what bounded it."""
+    from hf_lohan.wording import format_bytes, gb_per_s, percent, seconds, times
+
+    tokens = times(figures.num_prompt_tokens, "token")
+    lines = [f"ready after {seconds(figures.load_s)}; the prompt's {tokens} took {seconds(figures.first_pass_s)}"]
+    if not figures.pass_s:
+        return lines
+    passes = times(figures.num_passes - 1, "further token")
+    lines.append(f"{passes} at {1 / figures.pass_s:.3g} tokens/s ({seconds(figures.pass_s)} each)")
+    if figures.num_expert_loads:
+        share = percent(figures.num_experts_from_ram / figures.num_expert_loads)
+        lines.append(f"experts were loaded {times(figures.num_expert_loads, 'time')}, {share} of them from RAM")
+    if not figures.missing_bytes:
+        return [*lines, "all weights stay on the device or in RAM: a token reads nothing from the drives"]
+    lines.append(
+        f"read a token: {format_bytes(figures.read_bytes)}; missing on the device and in RAM: "
+        f"{format_bytes(figures.missing_bytes)}"
+    )
+    lines.append(
+        f"the bound: {seconds(figures.bound_s)} a token, for these bytes at the {gb_per_s(figures.drive_bytes_per_s)} "
+        f"that the drives were measured to read; reached {percent(figures.bound_s / figures.pass_s)} of it"
+    )
+    return lines
 
 
 @app.command()
@@ -263,8 +318,8 @@ def report(
         typer.echo(f"wrote {write_report(run, output)}")
 
 
-@app.command()
-def export(
+@app.command("export")
+def export_command(
     run: Annotated[str, typer.Argument(metavar="RUN", help="The output folder of a run, or its store's folder.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="A new folder for the Hugging Face model.")],
     dtype: Annotated[
@@ -273,14 +328,14 @@ def export(
 ) -> None:
     """Write the last committed step of a run as a plain Hugging Face model."""
     with one_line_errors():
-        from hf_lohan.huggingface.export import export as export_run
+        from hf_lohan.huggingface.models.export import export_model
 
-        step = export_run(run, out, dtype)
+        step = export_model(run, out, dtype)
         typer.echo(f"wrote {out}" + (f" (step {step})" if step is not None else ""))
 
 
-@app.command()
-def reshard(
+@app.command("reshard")
+def reshard_command(
     stores: Annotated[
         list[str], typer.Argument(metavar="STORE...", help="A run's output folder, or all its ssd paths.")
     ],
@@ -289,7 +344,7 @@ def reshard(
 ) -> None:
     """Cut the last step of a run for another number of ranks: new stores beside the old ones, which stay."""
     with one_line_errors():
-        from hf_lohan.cli.resharding import reshard as reshard_stores
+        from hf_lohan.cli.stores import reshard_stores
 
         reshard_stores(stores, ranks, removes_old=remove_old)
 
@@ -302,6 +357,6 @@ def verify(
 ) -> None:
     """Read all that a store has committed and check every checksum; exit status 1 if one is wrong."""
     with one_line_errors():
-        from hf_lohan.cli.verification import verify_store
+        from hf_lohan.cli.stores import verify_stores
 
-        raise typer.Exit(0 if verify_store(stores) else 1)
+        raise typer.Exit(0 if verify_stores(stores) else 1)

@@ -71,7 +71,7 @@ def _sweep(axes: Axes, planned: PlannedRun) -> None:
         axes.plot(swapped, values, color=color, linewidth=width, label=label)
     label = f"the plan: {seconds(best.step_s)}"
     axes.plot([best_gb], [best.step_s], "o", color=_BOUND, markersize=9, zorder=3, label=label)
-    # Above the box: beside the lines a word would lie on one of them in one plan or another.
+    # Above the node: beside the lines a word would lie on one of them in one plan or another.
     legend = axes.legend(
         loc="lower left",
         ncols=4,

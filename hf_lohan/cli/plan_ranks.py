@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
-from hf_lohan.config import Collectives, OffloadConfig
-from hf_lohan.planner import Cluster, CollectiveChoice, HardwareProfile, OffloadPlan
-from hf_lohan.planning.rank_setup import choice_of
+from hf_lohan.planner import Cluster, Collectives, HardwareProfile, OffloadPlan, all_ways
+from hf_lohan.planner.collectives import COLLECTIVE_VALUES
 from hf_lohan.wording import bottleneck_label, count, format_bytes, listed, seconds
 
 PAYLOAD_OF_LINE_RATE = 0.94
@@ -19,7 +19,7 @@ _COLLECTIVES = {
     "backward_weights": "weights, backward",
     "gradients": "gradients",
 }
-_SOURCES = {"world": "all boxes", "ram": "each box's RAM", "ssd": "each box's SSDs"}
+_SOURCES = {"world": "all nodes", "ram": "each node's RAM", "ssd": "each node's SSDs"}
 _FORMS = {"exact": "exact", "delta": "exact, as a change", "int8": "int8", "int4": "int4"}
 _POWERS = {"": 1.0, "K": 1e3, "M": 1e6, "G": 1e9, "T": 1e12}
 
@@ -33,23 +33,33 @@ def link_bytes_per_s(text: str) -> float:
     return rate if match[3] == "B" else rate / 8 * PAYLOAD_OF_LINE_RATE
 
 
-def with_link(hardware: HardwareProfile, link: str | None, num_boxes: int) -> HardwareProfile:
+def with_link(hardware: HardwareProfile, link: str | None, num_nodes: int) -> HardwareProfile:
     """The machine with others beside it. Raises ValueError if nothing says how fast they are reached."""
     if link is not None:
         return replace(hardware, net_bytes_per_s=link_bytes_per_s(link))
-    if num_boxes > 1 and hardware.net_bytes_per_s is None:
+    if num_nodes > 1 and hardware.net_bytes_per_s is None:
         raise ValueError(
-            f"nothing says how fast the link between {num_boxes} boxes is; give --link 10Gbit, or net_bytes_per_s in "
+            f"nothing says how fast the link between {num_nodes} nodes is; give --link 10Gbit, or net_bytes_per_s in "
             "the hardware's profile"
         )
     return hardware
 
 
-def collective_choice(asked: str | None, config: OffloadConfig) -> CollectiveChoice:
-    """What a plan may choose from. A configuration that says nothing leaves all that is exact."""
-    if asked is not None:
-        return CollectiveChoice.parse(asked)
-    return CollectiveChoice() if config.collectives == Collectives() else choice_of(config)
+def ways_asked_for(text: str | None) -> tuple[Collectives, ...] | None:
+    """The ways to exchange weights and gradients that `--collectives` lets the plan choose from: "exact", "quantized"
+    (all), or values by name, "forward=int8,backward=node". None: those that the configuration leaves open. Raises
+    ValueError."""
+    if text is None:
+        return None
+    if text == "quantized":
+        return all_ways()
+    words = [] if text == "exact" else text.split(",")
+    values = {key.strip(): value.strip() for key, _, value in (word.partition("=") for word in words)}
+    if any(value not in COLLECTIVE_VALUES.get(key, ()) for key, value in values.items()):
+        allowed = ", ".join(f"{name}={'|'.join(values)}" for name, values in COLLECTIVE_VALUES.items())
+        raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {allowed}")
+    settings: dict[str, Any] = dict(values)
+    return Collectives(**settings).open_ways()
 
 
 def of_each_rank(cluster: Cluster) -> str:
@@ -57,12 +67,17 @@ def of_each_rank(cluster: Cluster) -> str:
     if cluster.num_ranks == 1:
         return ""
     return f" on each of {cluster.num_ranks} ranks" + (
-        f" in {cluster.num_boxes} boxes" if cluster.num_boxes > 1 else " of one box"
+        f" in {cluster.num_nodes} nodes" if cluster.num_nodes > 1 else " of one node"
     )
 
 
+def nodes_send(plan: OffloadPlan) -> bool:
+    """Whether there are several nodes, which send each other weights and gradients."""
+    return plan.cluster.num_nodes > 1
+
+
 def sent_rows(plan: OffloadPlan) -> Iterator[tuple[str, str, str]]:
-    """What one box sends in a step: of which collective, in which form, and how much."""
+    """What one node sends in a step: of which collective, in which form, and how much."""
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     forms = {
@@ -106,6 +121,6 @@ def sent_in_a_line(plan: OffloadPlan) -> str:
     assert plan.prediction.ranks is not None
     ways = plan.cluster.collectives
     return (
-        f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each box: weights {_FORMS[ways.forward]}, "
+        f"{format_bytes(plan.prediction.ranks.sent_bytes_per_step)} from each node: weights {_FORMS[ways.forward]}, "
         f"backward's from {_SOURCES[ways.backward]}, gradients {_FORMS[ways.gradients]}"
     )

@@ -19,18 +19,18 @@ from hf_lohan.cli.plan_changes import (
     times_slower_than_hidden,
     tokens_at_once,
 )
-from hf_lohan.cli.plan_experts import of_experts
-from hf_lohan.cli.plan_ranks import of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
+from hf_lohan.cli.plan_ranks import nodes_send, of_each_rank, sent_in_a_line, sent_rows, tried_rows, what_hides
 from hf_lohan.cli.plan_request import PlannedRun, PlanRequest, plan_run
 from hf_lohan.cli.plan_resources import machine, resources_of
 from hf_lohan.planner import (
     ONE_MORE_SSD,
     TWICE_THE_RAM,
     BudgetError,
+    SizeClass,
     drive_life,
     what_hardware_buys,
 )
-from hf_lohan.wording import bottleneck_label, count, format_bytes, seconds, times
+from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, seconds, times
 
 _BAR_WIDTH = 20
 _LABEL_WIDTH = 10
@@ -75,7 +75,7 @@ def _print_estimate(planned: PlannedRun, console: Console) -> None:
         "backward": seconds(step.backward_s),
         "fits": f"yes, offloaded, in {', '.join(needs)}",
     }
-    if planned.plan.cluster.num_boxes > 1:
+    if nodes_send(planned.plan):
         lines["sends"] = sent_in_a_line(planned.plan)
     figures = [f"{label:<{_LABEL_WIDTH}}{text}" for label, text in lines.items()]
     hidden = (hiding(planned), *what_hides(planned.plan))
@@ -174,10 +174,10 @@ def _resources(planned: PlannedRun) -> Table:
 
 
 def _sent(planned: PlannedRun) -> Iterable[Table]:
-    """Between boxes: what the plan sends, and what else it could have sent."""
-    if planned.plan.cluster.num_boxes == 1:
+    """Between nodes: what the plan sends, and what else it could have sent."""
+    if not nodes_send(planned.plan):
         return
-    table = _table("one box sends in a step", "", "bytes")
+    table = _table("one node sends in a step", "", "bytes")
     for row in sent_rows(planned.plan):
         table.add_row(*row)
     yield table
@@ -236,7 +236,30 @@ def _gradients(planned: PlannedRun) -> Iterable[str]:
 
 
 def _experts(planned: PlannedRun) -> Iterable[str]:
-    return of_experts(planned.plan, planned.profile.num_tokens)
+    """Experts that are streamed: how many there are, how many the tokens reach, and what a step moves for them."""
+    plan, step, num_tokens = planned.plan, planned.plan.prediction, planned.profile.num_tokens
+    experts = step.experts
+    if experts is None:
+        return
+    share = experts.hits_per_micro_batch / experts.num_experts
+    each_bytes = experts.param_bytes / experts.num_experts
+    yield (
+        f"{times(experts.num_experts, 'expert')} of {format_bytes(each_bytes)} in {times(experts.num_layers, 'layer')} "
+        f"stream one by one, {format_bytes(experts.param_bytes)} in all; of {count(plan.num_params)} parameters "
+        f"{count(experts.active_params)} work on a token."
+    )
+    from_tokens = experts.all_hit_from_tokens
+    all_hit = "whatever their number some are never chosen" if from_tokens is None else f"all from {from_tokens} on"
+    slots = "" if plan.pools is None else f" into {times(plan.pools.num_slots[SizeClass.EXPERT], 'slot')}"
+    yield (
+        f"Balanced routing takes {num_tokens} tokens to {100 * share:.3g}% of a layer's experts ({all_hit}). A step "
+        f"loads {count(experts.loads_per_step)}{slots}, {format_bytes(experts.loaded_bytes_per_step)}."
+    )
+    moved_bytes = step.ssd_read_bytes_per_step + step.ssd_write_bytes_per_step
+    yield (
+        f"One step over these SSDs takes {seconds(step.floor_by_resource_s['ssd'])} at least, for "
+        f"{drive_bytes(moved_bytes)}."
+    )
 
 
 def _wear(planned: PlannedRun) -> Iterable[str]:

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
-from hf_lohan.cli.plan_ranks import collective_choice, with_link
+from hf_lohan.cli.plan_ranks import ways_asked_for, with_link
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, available_host_memory_bytes, default_torch_device, device_for
 from hf_lohan.hardware import cached_hardware, read_hardware
 from hf_lohan.huggingface.attachment import activations_kept_if_needed
+from hf_lohan.huggingface.models.weightless_model import planning_dtype, read_model_config, weightless_model
 from hf_lohan.huggingface.progress import long_work
-from hf_lohan.huggingface.weightless_model import planning_dtype, read_model_config, weightless_model
-from hf_lohan.model import TracedModel
 from hf_lohan.planner import BudgetError, HardwareProfile
-from hf_lohan.planning import PlannedStep, StepShape, check_together, lay_out, plan_step, why_in_turn
+from hf_lohan.planning import MicroBatches, PlannedStep, StepShape, check_together, lay_out, plan_step, why_not_together
+from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Ranks
 from hf_lohan.threads import usable_cpus
 
@@ -42,7 +42,7 @@ class PlanRequest:
     """Of adapters on all linear layers of a frozen base; None: all weights are trained."""
     num_ranks: int = 1
     """Each with a device like the machine's and batches of its own."""
-    num_boxes: int = 1
+    num_nodes: int = 1
     """Machines that they are on, equally many on each."""
     link: str | None = None
     """Between those; None: what the hardware's profile says."""
@@ -58,20 +58,20 @@ class PlanRequest:
             "number of gradient accumulation steps": self.num_micro_batches,
             "rank of LoRA": self.lora_rank,
             "number of ranks": self.num_ranks,
-            "number of boxes": self.num_boxes,
+            "number of nodes": self.num_nodes,
         }
         for name, value in at_least_one.items():
             if value is not None and value < 1:
                 raise ValueError(f"the {name} is {value}; it must be at least 1")
         if self.max_grad_norm < 0:
             raise ValueError(f"max_grad_norm is {self.max_grad_norm}; give 0 for no clipping, or a positive norm")
-        if self.num_ranks % self.num_boxes:
-            raise ValueError(f"{self.num_ranks} ranks on {self.num_boxes} boxes; give equally many to each box")
+        if self.num_ranks % self.num_nodes:
+            raise ValueError(f"{self.num_ranks} ranks on {self.num_nodes} nodes; give equally many to each node")
 
     @property
     def ranks(self) -> Ranks:
         """The first of them: all have as much to do."""
-        return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_boxes)
+        return Ranks(0, self.num_ranks, 0, self.num_ranks // self.num_nodes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,27 +130,22 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
     dtype = planning_dtype(model_config, request.dtype)
     model = weightless_model(model_config, dtype, request.lora_rank)
     config = activations_kept_if_needed(model, config)
-    is_accumulated = request.num_micro_batches > 1
-    if config.vertical_micro_batches is True and is_accumulated:
+    micro_batches = MicroBatches.of_run(config, request.num_micro_batches)
+    if micro_batches.run_together:
         check_together(model)
-    is_auto = config.vertical_micro_batches == "auto" and is_accumulated
-    in_turn_because = why_in_turn(model) if is_auto else None
-    # What several ranks have summed goes to its owner once a step.
-    is_own_choice = is_auto and ranks.num_ranks > 1 and in_turn_because is None
-    is_joint = (config.vertical_micro_batches is True and is_accumulated) or is_own_choice
-    is_open = is_auto and not is_joint
+    in_turn_because = why_not_together(model) if micro_batches.run_together is None else None
     shape = StepShape(
         request.batch_size,
         request.sequence_length or _sequence_length_of(model_config),
-        num_micro_batches=1 if is_joint else request.num_micro_batches,
-        num_together=request.num_micro_batches if is_joint else 1,
+        num_micro_batches=1 if micro_batches.run_together else request.num_micro_batches,
+        num_together=request.num_micro_batches if micro_batches.run_together else 1,
     )
     layout = lay_out(
         model,
         config,
         working_dtype=dtype if request.lora_rank is None else None,  # adapters are float32
-        hold_gradients=request.max_grad_norm > 0 or shape.num_micro_batches > 1,
-        sums_gradients=request.num_micro_batches > 1,
+        hold_gradients=micro_batches.holds_gradients(request.max_grad_norm),
+        sums_gradients=micro_batches.sums_gradients,
         memory_is_host=memory_is_host,
         ranks=ranks,
     )
@@ -160,11 +155,11 @@ def plan_run(request: PlanRequest, other: OtherMachine | None = None) -> Planned
         config,
         shape,
         measure=lambda traced, _shape: with_link(
-            hardware or _measured(config, device, traced, dtype), request.link, request.num_boxes
+            hardware or _measured(config, device, traced, dtype), request.link, request.num_nodes
         ),
         fused_attention=not memory_is_host,
-        may_run_together=is_open and in_turn_because is None,
-        collectives=collective_choice(request.collectives, config),
+        may_run_together=micro_batches.run_together is None and in_turn_because is None,
+        ways=ways_asked_for(request.collectives),
     )
     return PlannedRun(
         **vars(planned), request=request, model_class=type(model).__name__, dtype=dtype, in_turn_because=in_turn_because

@@ -59,13 +59,9 @@ def resources_of(planned: PlannedRun) -> list[Resource]:
 
 
 def _shared(planned: PlannedRun) -> list[Resource]:
-    """What only several ranks keep busy."""
-    step, cluster = planned.plan.prediction, planned.plan.cluster
-    resources = []
-    if cluster.num_boxes > 1:
-        work = Work("sending", step.forward.net_s, step.backward.net_s)
-        resources.append(Resource("network", frozenset({"net"}), (work,)))
-    if cluster.num_ranks > 1 and planned.hardware.cpu.memory_bytes_per_s:
-        work = Work("passing", step.forward.host_s, step.backward.host_s)
-        resources.append(Resource("RAM", frozenset({"host"}), (work,)))
-    return resources
+    """What only several ranks keep busy: the network between nodes, and the RAM of a node."""
+    step = planned.plan.prediction
+    network = Work("sending", step.forward.net_s, step.backward.net_s)
+    ram = Work("passing", step.forward.host_s, step.backward.host_s)
+    resources = [Resource("network", frozenset({"net"}), (network,)), Resource("RAM", frozenset({"host"}), (ram,))]
+    return [resource for resource in resources if any(work.forward_s + work.backward_s for work in resource.work)]

@@ -1,8 +1,7 @@
-"""Private API of others, one module an upstream: the only place that may touch it.
+"""The private API of other libraries that we use, one module for each library. No other room touches it.
 
-Each function is named for what it gives. `tests/compat/` has a canary for each, which fails first and says what moved
-when an upgrade moves it. `torch_private` imports torch alone and may be used everywhere; the others are for the rooms
-that know Hugging Face.
+`tests/compat/` has a test for each function, which fails first when an upgrade changes something. `torch_private`
+imports torch alone and may be used everywhere; the others are for the rooms that know Hugging Face.
 """
 
 __all__: list[str] = []

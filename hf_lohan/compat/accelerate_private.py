@@ -1,4 +1,4 @@
-"""What accelerate offers nobody, and offloading needs."""
+"""The private API of accelerate that offloading needs."""
 
 from __future__ import annotations
 
@@ -13,22 +13,21 @@ from accelerate.optimizer import AcceleratedOptimizer
 
 
 def prepared_models(accelerator: Accelerator) -> list[Any]:
-    """The models that went through `prepare`."""
+    """The models that `prepare` has processed."""
     models: list[Any] = accelerator._models
     return models
 
 
 def mark_prepared(model: Any) -> None:
-    """Let `prepare_model` leave it alone: no `.to(device)`, no autocast, no DDP, none of which a streamed model
-    survives."""
+    """Have `prepare_model` skip the model: a streamed model survives neither `.to(device)` nor autocast nor DDP."""
     model._is_accelerate_prepared = True
 
 
 def is_prepared(model: Any) -> bool:
-    """Whether an `Accelerator` has it."""
+    """Whether an `Accelerator` has prepared the model."""
     return bool(getattr(model, "_is_accelerate_prepared", False))
 
 
 def become(instance: Accelerator | AcceleratedOptimizer, derived: type) -> None:
-    """Make what accelerate or Trainer has made one of a class derived from its own that adds methods alone."""
+    """Change an object's class to a derived one that only adds methods."""
     instance.__class__ = derived

@@ -1,4 +1,4 @@
-"""What torch offers nobody, and offloading needs."""
+"""The private API of torch that offloading needs."""
 
 from __future__ import annotations
 
@@ -34,19 +34,18 @@ adjusted_muon_lr: Callable[..., float] = _muon._adjust_lr
 
 
 def mark_optimizer_stepped(optimizer: torch.optim.Optimizer) -> None:
-    """Let a scheduler of an optimizer whose steps another one takes not warn that it comes before the first step."""
+    """Silence a scheduler's warning about its order for an optimizer whose steps another one takes."""
     marked: Any = optimizer
     marked._opt_called = True
 
 
 def default_process_group_store() -> Any:
-    """The key-value store that all processes of the default process group share. Raises ValueError where there is
-    none."""
+    """The key-value store of the default process group. Raises ValueError if there is no group."""
     return distributed_c10d._get_default_store()
 
 
 def set_collectives_timeout(timeout_s: float) -> None:
-    """From now on a collective of the default process group fails when it has waited for so long."""
+    """Set the timeout of the default process group's collectives."""
     distributed_c10d._set_pg_timeout(timedelta(seconds=timeout_s))
 
 
@@ -56,17 +55,17 @@ def cpu_has_bfloat16_units() -> bool:
 
 
 def allocator_settings() -> str:
-    """Those of the caching allocator of device memory, as `PYTORCH_ALLOC_CONF` or who set them later has them."""
+    """Current settings of the caching allocator of device memory."""
     return str(torch._C._accelerator_getAllocatorSettings())
 
 
 def set_allocator_settings(settings: str) -> None:
-    """From now on, in place of all that were set before."""
+    """Replace all settings of the caching allocator."""
     torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def is_compiled() -> bool:
-    """Whether the caller runs under `torch.compile`, within a compiled graph or between two."""
+    """Whether the caller runs under `torch.compile`, in a compiled graph or between two."""
     return torch.compiler.is_compiling() or callable(eval_frame.get_eval_frame_callback())
 
 
@@ -74,44 +73,44 @@ def is_compiled() -> bool:
 
 
 def version_of(tensor: Tensor) -> int:
-    """How often it was written to, its aliases included."""
+    """How often the tensor or an alias of it was written to."""
     return int(tensor._version)
 
 
 def storage_id(tensor: Tensor) -> int:
-    """Names its storage, also one without memory, for as long as that lives."""
+    """Identifies a tensor's storage, with or without memory, while the storage lives."""
     return int(tensor.untyped_storage()._cdata)
 
 
 def aliases_count_versions() -> AbstractContextManager[object]:
-    """Within, `detach` gives an alias that shares the version counter also below autograd, where dispatch modes run."""
+    """Have `detach` share the version counter below autograd as well, where dispatch modes run."""
     guard: AbstractContextManager[object] = torch._C._SetExcludeDispatchKeyGuard(
         torch._C.DispatchKey.ADInplaceOrView, False
     )
     return guard
 
 
-# Operations, and what looks at them.
+# Operations and dispatch modes.
 
 
 def operation_name(operation: OpOverload) -> str:
-    """Without namespace and overload."""
+    """The name without namespace and overload."""
     return str(operation._opname)
 
 
 def schema_of(operation: OpOverload) -> Any:
-    """Its arguments, and whether it writes to one."""
+    """The arguments, and which of them are written to."""
     return operation._schema
 
 
 def without_torch_function() -> AbstractContextManager[object]:
-    """Within, subclasses of Tensor are plain tensors to torch's functions."""
+    """Have torch's functions treat subclasses of Tensor as plain tensors."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
 @contextmanager
 def without_modes() -> Iterator[None]:
-    """Within, no mode that is on sees what torch does."""
+    """Hide torch's operations from all active modes."""
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
         yield
 
@@ -120,17 +119,17 @@ def without_modes() -> Iterator[None]:
 
 
 def call_behind_backward(callback: Callable[[], None]) -> None:
-    """In a backward: call this when all of it is done. FSDP and DDP do the same."""
+    """Call this at the end of the backward in progress, as FSDP and DDP do."""
     Variable._execution_engine.queue_callback(callback)
 
 
 def is_in_backward() -> bool:
-    """Whether autograd calls this thread's code, to undo an operation or to run one again."""
+    """Whether autograd calls this thread's code, in a backward or a recomputation."""
     return int(torch._C._current_graph_task_id()) != -1
 
 
 def sequence_number(node: Node) -> int:
-    """Backward runs what was recorded later, and has the larger number, first."""
+    """The order of recording. Backward runs the node with the largest number first."""
     return int(node._sequence_nr())
 
 
@@ -143,19 +142,19 @@ def has_gradient_hook(tensor: Tensor) -> bool:
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """A module's own by their names, tied ones each time."""
+    """(name, parameter) of a module without its children; tied ones occur each time."""
     return [(name, parameter) for name, parameter in module._parameters.items() if parameter is not None]
 
 
 def put_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Set one that is there, without anybody's looking."""
+    """Replace a parameter without the checks of `nn.Module`."""
     module._parameters[name] = parameter
 
 
 @contextmanager
 def structure_kept(model: nn.Module) -> Iterator[None]:
-    """Behind it the model's modules have the children, and the kinds (attributes that are strings), that they had
-    before: some forwards replace a submodule, whose making draws random numbers."""
+    """Restore all modules' children and string attributes afterwards. Some forwards replace a submodule, and making one
+    draws random numbers."""
     before = [(module, dict(module._modules), dict(vars(module))) for module in model.modules()]
     try:
         yield
@@ -168,7 +167,7 @@ def structure_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Within, calling the model or a module of it calls none of its forward hooks so far."""
+    """Disable the forward hooks that the model and its modules have so far."""
     before = {module: (module._forward_hooks, module._forward_pre_hooks) for module in model.modules()}
     for module in before:
         module._forward_hooks, module._forward_pre_hooks = OrderedDict(), OrderedDict()
@@ -176,7 +175,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, (after, ahead) in before.items():
-            # What a model hooks into itself at its first forward (to record its routers, say) stays.
+            # Hooks that the model registered meanwhile (to record its routers, say) stay.
             after.update(module._forward_hooks)
             ahead.update(module._forward_pre_hooks)
             module._forward_hooks, module._forward_pre_hooks = after, ahead

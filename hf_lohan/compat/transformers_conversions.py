@@ -1,7 +1,7 @@
-"""How transformers turns checkpoints into weights and weights into checkpoints, a few rows at a time.
+"""Runs transformers' conversions between checkpoints and weights on a few rows at a time.
 
-Its converters stack all experts of a layer into one tensor and split it again when they save: three times the largest
-weight in RAM. Most of their operations leave an expert's row alone, so they run here on a few rows after another.
+The stock converters stack all experts of a layer into one tensor and split it when they save, which takes three times
+the largest weight in RAM. Most of their operations keep rows apart, so they can run on a few rows after another.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from transformers.core_model_loading import (
 _LOAD_ASYNC = "HF_DEACTIVATE_ASYNC_LOAD"
 
 TakeRows = Callable[[str, torch.Size, int, Tensor], bool]
-"""Takes the rows of a weight of this name and shape from row `first` on; says whether it wanted them."""
+"""Takes (name, whole shape, first row, rows) of a weight; returns False if it does not want that weight."""
 WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
-"""Writes tensors by name into a safetensors file with this metadata."""
+"""Writes tensors by name to a safetensors file with metadata."""
 
 
 # Loading.
@@ -40,11 +40,11 @@ WriteFile = Callable[[Mapping[str, Tensor], str, dict[str, str]], None]
 
 @contextlib.contextmanager
 def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
-    """`from_pretrained` gives weights larger than ``most_bytes`` to ``take``, as many rows at a time as these are, but
-    at least one, and keeps a tensor on meta instead. Nothing is read ahead.
+    """Have `from_pretrained` give weights larger than ``most_bytes`` to ``take``, in parts of that size but at least
+    one row, and keep a meta tensor instead. Nothing is read ahead.
 
-    Rows are those of the first dimension, experts for example. Weights that ``take`` does not want, or that are made
-    by operations which mix rows, are loaded whole.
+    Rows are slices of the first dimension, such as experts. Weights that ``take`` refuses, and weights whose conversion
+    mixes rows, are loaded whole.
     """
     stock_spawn = core_model_loading.spawn_materialize
     stock_converts = {kind: kind.convert for kind in (WeightConverter, WeightRenaming)}
@@ -87,7 +87,7 @@ def loaded_in_rows(take: TakeRows, most_bytes: int) -> Iterator[None]:
 
 
 class _Unread:
-    """A tensor of a checkpoint file, or rows of it, read and cast when called."""
+    """A tensor of a checkpoint file, or rows of it. Calling it reads and casts it."""
 
     def __init__(self, source: Any, device: Any, dtype: Any, rows: slice | None = None) -> None:
         self._source, self._device, self._dtype, self._rows = source, device, dtype, rows
@@ -103,7 +103,7 @@ class _Unread:
 
     @property
     def num_bytes(self) -> int:
-        """At most, once it is read."""
+        """The size after the cast, at most."""
         return self.shape.numel() * (self._dtype or torch.float32).itemsize
 
     def rows(self, first: int, last: int) -> _Unread:
@@ -112,7 +112,7 @@ class _Unread:
 
 @dataclass(frozen=True)
 class _Source:
-    """What a weight of a number of rows is made of: by pattern either a tensor for each row, or one with all rows."""
+    """The tensors of one weight by pattern: one for each row (``is_merged``), or one with all rows."""
 
     tensors: dict[str, list[_Unread]]
     is_merged: bool
@@ -126,7 +126,7 @@ class _Source:
 
 
 def _source_of(conversion: Any) -> _Source | None:
-    """None where a conversion may mix rows, or its tensors are not all alike: then stock does what it does."""
+    """The source of a conversion by rows; None if it may mix rows or its tensors differ, which is stock's job."""
     operations = getattr(conversion, "operations", [])
     is_merged = bool(operations) and _merges_rows(operations[0])
     collected: dict[str, list[_Unread]] = dict(conversion.collected_tensors)
@@ -153,12 +153,12 @@ def _source_of(conversion: Any) -> _Source | None:
 def _given_in_rows(
     source: _Source, rows_at_once: int, take: TakeRows, run: Callable[[dict[str, list[Any]]], dict[str, Any]]
 ) -> dict[str, Tensor] | None:
-    """The weights on meta, when ``take`` has all their rows; None, if it did not want them."""
+    """Give all rows to ``take`` and return meta tensors; None if ``take`` refused."""
     forms: dict[str, Tensor] = {}
     for first in range(0, source.num_rows, rows_at_once):
         last = min(first + rows_at_once, source.num_rows)
-        for name, found in run(source.rows(first, last)).items():
-            rows = found[0] if isinstance(found, list) else found
+        for name, result in run(source.rows(first, last)).items():
+            rows = result[0] if isinstance(result, list) else result
             shape = torch.Size((source.num_rows, *rows.shape[1:]))
             if not take(name, shape, first, rows):
                 assert first == 0, f"{name} was wanted, and then was not"
@@ -168,16 +168,16 @@ def _given_in_rows(
 
 
 def _run(conversion: Any, stock: Any, tensors: dict[str, list[Any]], layer_name: str, *args: Any, **kwargs: Any) -> Any:
-    """The stock conversion of these tensors."""
+    """Run the stock conversion on these tensors."""
     conversion.collected_tensors.clear()
     conversion.collected_tensors.update(tensors)
     return stock(conversion, layer_name, *args, **kwargs)
 
 
 def _leaves_rows_alone(operation: ConversionOps) -> bool:
-    """Whether each row of its results is made of the same row of what it takes."""
+    """Whether row i of the result depends on row i of the inputs alone."""
     if isinstance(operation, Transpose):
-        # One that compares shapes expects those of all rows.
+        # A transpose that checks shapes expects all rows.
         return operation.dim0 > 0 and operation.dim1 > 0 and not operation.check_dims
     if type(operation) in (Chunk, Concatenate, Interleave):
         return bool(operation.dim > 0)
@@ -197,40 +197,38 @@ def _splits_rows(operation: ConversionOps) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class SavedTensor:
-    """What transformers makes of weights when it saves them, for one tensor of a checkpoint that stands on meta."""
+    """How a meta tensor of a checkpoint is made from weights."""
 
     conversion: SavingConversion
     index: int
-    """Among its results."""
+    """Index of the tensor among the results of the conversion."""
 
 
 class SavingConversion:
-    """A conversion of weights on meta, which can be run again with their values, all rows or one."""
+    """A conversion of meta weights that can be repeated with values, for all rows or one."""
 
     def __init__(self, run: Callable[[dict[str, list[Tensor]]], list[Tensor]], inputs: dict[str, list[Tensor]]) -> None:
         self._run = run
         self._inputs = inputs
         self.num_rows: int | None = None
-        """None: some operation mixes rows, so it has to run on whole weights."""
+        """None if an operation mixes rows, so that whole weights are needed."""
         self.is_split = False
-        """Each row becomes a tensor of its own. Results are those of the first row's first kind, of the second's ..."""
+        """Whether each row becomes a tensor of its own, ordered by kind and then by row."""
 
     def results(self, value_of: Callable[[Tensor], Tensor]) -> list[Tensor]:
-        """Of the values that `value_of` has for each weight: whole, or a single row of each."""
+        """Convert the values that `value_of` returns for each weight: whole weights, or one row of each."""
         return self._run({pattern: [value_of(form) for form in forms] for pattern, forms in self._inputs.items()})
 
 
 @contextlib.contextmanager
 def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTensor]]:
-    """`save_pretrained` with a state dict of tensors on meta has its files written by ``write_file``, with their
-    shards and names as stock has them.
+    """Have `save_pretrained` of a state dict of meta tensors call ``write_file`` for each of stock's shards.
 
-    Yields what those tensors on meta are made of that are not of the state dict itself, by their `id`; while this is
-    open they live.
+    Yields a `SavedTensor` by `id` for each meta tensor that is converted. These tensors live while this is open.
     """
     stock_convert, stock_save = WeightConverter.convert, modeling_utils.safe_save_file
     made: dict[int, SavedTensor] = {}
-    living: list[Tensor] = []  # else an id could be another tensor's
+    living: list[Tensor] = []  # or another tensor could get the same id
 
     def convert(self: Any, layer_name: str, *args: Any, **kwargs: Any) -> Any:
         inputs = {pattern: list(tensors) for pattern, tensors in self.collected_tensors.items()}
@@ -239,8 +237,8 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
             return stock_convert(self, layer_name, *args, **kwargs)
 
         def run(tensors: dict[str, list[Tensor]]) -> list[Tensor]:
-            found = _run(self, stock_convert, tensors, layer_name, *args, **kwargs)
-            return [tensor[0] if isinstance(tensor, list) else tensor for tensor in found.values()]
+            results = _run(self, stock_convert, tensors, layer_name, *args, **kwargs)
+            return [tensor[0] if isinstance(tensor, list) else tensor for tensor in results.values()]
 
         converted = _run(self, stock_convert, inputs, layer_name, *args, **kwargs)
         conversion = _saving_conversion(self.operations, run, inputs, len(converted))
@@ -248,9 +246,9 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
         for index, (name, tensor) in enumerate(converted.items()):
             result = tensor[0] if isinstance(tensor, list) else tensor
             if any(result is weight for weight in every):
-                forms[name] = result  # as it was
+                forms[name] = result  # not converted
                 continue
-            # One of its own: stock counts the bytes of a tensor's memory, and a view's is that of the whole.
+            # Not a view: stock counts the bytes of a tensor's storage.
             forms[name] = torch.empty(result.shape, dtype=result.dtype, device="meta")
             made[id(forms[name])] = SavedTensor(conversion, index)
         living.extend((*every, *forms.values()))
@@ -262,7 +260,7 @@ def saved_by(model: Any, write_file: WriteFile) -> Iterator[dict[int, SavedTenso
         else:
             stock_save(tensors, filename, metadata=metadata)
 
-    device_map = vars(model).pop("hf_device_map", None)  # a model that was dispatched is saved in another way
+    device_map = vars(model).pop("hf_device_map", None)  # stock saves a dispatched model in another way
     WeightConverter.convert = convert
     modeling_utils.safe_save_file = save
     try:

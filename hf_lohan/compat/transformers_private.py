@@ -1,5 +1,5 @@
-"""What transformers offers nobody, and offloading needs. Those of Trainer's methods that the mixins override are not
-here: they are listed by `tests/compat`."""
+"""The private API of transformers that offloading needs. The Trainer methods that our mixins override are listed in
+`tests/compat`."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ from transformers import trainer as stock_module
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear, grouped_mm_experts_forward
 
 LOG_SUMS = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""What Trainer adds up between two logs, and a checkpoint of its own forgets."""
+"""Sums that Trainer keeps between two logs and does not save in a checkpoint."""
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
-"""Names of the cache of keys and values among a forward's arguments and outputs; "cache" since transformers 5.24."""
+"""Names of the key-value cache among a forward's arguments and outputs; "cache" since transformers 5.24."""
 
 
 # Trainer.
 
 
 def use_one_gpu(args: TrainingArguments) -> None:
-    """`nn.DataParallel` would copy placeholders to every GPU."""
+    """Prevent `nn.DataParallel`, which would copy placeholders to every GPU."""
     args._n_gpu = min(args.n_gpu, 1)
 
 
 def log_sums(trainer: Trainer) -> dict[str, float]:
-    """What `restore_log_sums` gives back. Raises AttributeError where a Trainer has none."""
+    """The sums for `restore_log_sums`. Raises AttributeError for a Trainer without them."""
     return {name: float(getattr(trainer, name)) for name in LOG_SUMS}
 
 
 def restore_log_sums(trainer: Any, sums: Mapping[str, float]) -> None:
-    """Let a Trainer go on adding up."""
+    """Restore the sums, so that a resumed Trainer logs the same averages."""
     trainer._tr_loss.fill_(sums["_tr_loss"])
-    trainer._total_loss_scalar -= sums["_tr_loss"]  # the average over this call counts this call's steps only
+    trainer._total_loss_scalar -= sums["_tr_loss"]  # the average of this call counts its own steps only
     for name in LOG_SUMS[1:]:
         setattr(trainer, name, type(getattr(trainer, name))(sums[name]))
 
@@ -55,8 +55,8 @@ def cache_among(values: Mapping[str, Any]) -> Any:
 
 
 def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
-    """Have `run_layer` run the layers that are recomputed, now and whoever else enables it later: all ways to enable it
-    go through one method of transformers' models."""
+    """Have `run_layer` run recomputed layers, also when recomputation is enabled later: all ways to enable it call one
+    method of transformers' models."""
     for module in model.modules():
         stock = getattr(module, "_set_gradient_checkpointing", None)
         if stock is not None:
@@ -64,7 +64,7 @@ def run_layers_by(model: nn.Module, run_layer: Callable[..., Any]) -> None:
 
 
 def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
-    @functools.wraps(stock)  # its signature is looked at
+    @functools.wraps(stock)  # callers inspect its signature
     def set_checkpointing(*args: Any, **kwargs: Any) -> None:
         stock(*args, **kwargs)
         for module in stock.__self__.modules():
@@ -75,13 +75,13 @@ def _set_and_run_by(run_layer: Callable[..., Any], stock: Any) -> Any:
 
 
 def is_reentrant(module: nn.Module) -> bool:
-    """Whether a layer is recomputed by the kind of checkpointing that fires gradient hooks twice."""
+    """Whether a layer uses reentrant checkpointing, which fires gradient hooks twice."""
     function = getattr(module, "_gradient_checkpointing_func", None)
     return bool(getattr(function, "keywords", {}).get("use_reentrant"))
 
 
 def make_non_reentrant(module: Any) -> None:
-    """Have a layer that `is_reentrant` recomputed by the other kind, else as it was told to be."""
+    """Switch a layer to non-reentrant checkpointing and keep its other arguments."""
     function = module._gradient_checkpointing_func
     keywords = {**function.keywords, "use_reentrant": False}
     module._gradient_checkpointing_func = functools.partial(function.func, *function.args, **keywords)
@@ -92,7 +92,7 @@ def make_non_reentrant(module: Any) -> None:
 
 @contextlib.contextmanager
 def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]:
-    """While this is open, what Trainer uploads of a folder to the Hub leaves out those of the others that lie in it."""
+    """Exclude the ``others`` that are in ``folder`` from Trainer's uploads of that folder to the Hub."""
     api = stock_module.hf_api()
     stock = api.upload_folder
     folder = os.path.realpath(folder)
@@ -119,14 +119,13 @@ def uploads_without(others: Sequence[str | Path], folder: str) -> Iterator[None]
 
 
 def build_from_config(model_class: Any, config: Any, dtype: torch.dtype) -> Any:
-    """A model of a class, or of the one that an auto class chooses."""
+    """A model of a class, or of the class that an auto class chooses."""
     return (getattr(model_class, "from_config", None) or model_class._from_config)(config, dtype=dtype)
 
 
 @contextlib.contextmanager
 def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
-    """While this is open, ``config`` is written with this dtype, where `save_pretrained` of its model takes that of the
-    parameters that it finds. It has its own again afterwards."""
+    """Have ``config`` saved with this dtype; `save_pretrained` of a model would take the dtype of its parameters."""
     if dtype is None or not isinstance(config, PreTrainedConfig):
         yield
         return
@@ -146,47 +145,47 @@ def config_saved_with(config: Any, dtype: torch.dtype | None) -> Iterator[None]:
 
 
 def is_loaded(parameter: nn.Parameter) -> bool:
-    """Whether a checkpoint's value is in it."""
+    """Whether the parameter has a checkpoint's value."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
 def mark_loaded(parameter: nn.Parameter) -> None:
-    """Have no value made up for it."""
+    """Prevent the random initialization of the parameter."""
     parameter._is_hf_initialized = True  # type: ignore[attr-defined]
 
 
 def groups_experts(model: Any) -> bool:
-    """Whether a model's experts can run as one product."""
+    """Whether a model's experts can run as one grouped product."""
     return bool(model._can_set_experts_implementation())
 
 
 def register_experts(name: str, forward: Callable[..., Tensor]) -> None:
-    """Let models choose ``forward(module, hidden_states, top_k_index, top_k_weights)`` for their experts, by a name."""
+    """Register ``forward(module, hidden_states, top_k_index, top_k_weights)`` for experts under a name."""
     if name not in ALL_EXPERTS_FUNCTIONS:
         ALL_EXPERTS_FUNCTIONS.register(name, forward)
 
 
 def run_experts_by(experts: Iterable[nn.Module], name: str) -> None:
-    """Have these modules of experts compute by what was registered under ``name``."""
+    """Have these experts use the forward that is registered under ``name``."""
     for module in experts:
         module.config._experts_implementation = name  # type: ignore[union-attr]
 
 
 def grouped_experts(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """All of a module's experts, as stock trains them."""
+    """The stock forward of all experts of a module."""
     output: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
     return output
 
 
 def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    """``rows`` [n, hidden] through one expert, whose weights are given by their names in the module, each [1, ...]: the
-    operations of `grouped_experts` with one group."""
-    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # made there: a copy would wait
+    """Run ``rows`` [n, hidden] through one expert with the operations of `grouped_experts`. ``weights`` [1, ...] are by
+    their names in the module."""
+    ends = torch.full((1,), rows.shape[0], dtype=torch.int32, device=rows.device)  # on the device: a copy would wait
     up = "gate_up_proj" if module.has_gate else "up_proj"
 
     def linear(rows: Tensor, name: str) -> Any:
         bias = None
-        if module.has_bias:  # by indexing, whose backward adds up one row after the other
+        if module.has_bias:  # by indexing: its backward adds row by row
             bias = weights[f"{name}_bias"][torch.zeros(rows.shape[0], dtype=torch.long, device=rows.device)]
         if weights[name].dtype == torch.bfloat16:
             return _grouped_linear(rows, weights[name], ends, bias=bias, is_transposed=module.is_transposed)
@@ -199,8 +198,8 @@ def one_expert(module: Any, rows: Tensor, weights: Mapping[str, Tensor]) -> Tens
 
 
 def _one_group_linear(rows: Tensor, weight: Tensor, bias: Tensor | None, *, is_transposed: bool) -> Tensor:
-    """The product to which `_grouped_linear` comes down for one group where torch has no kernel for groups, as in
-    float32. torch would make the host wait for the device there, to read where groups end."""
-    with torch.autocast(rows.device.type, enabled=False):  # which knows nothing of grouped products
+    """The product of `_grouped_linear` for one group and dtypes without a grouped kernel, such as float32. torch's own
+    would make the host wait for the device, to read where groups end."""
+    with torch.autocast(rows.device.type, enabled=False):  # autocast ignores grouped products
         output: Tensor = rows.to(weight.dtype) @ (weight if is_transposed else weight.T)
     return output if bias is None else output.add_(bias)

@@ -1,5 +1,5 @@
-"""What TRL offers nobody, and offloading needs: how its trainers make models and default arguments. TRL itself is not
-imported here: a trainer of its comes with the modules that are looked at."""
+"""The private API of TRL that offloading needs: how its trainers make models and default arguments. TRL is not
+imported; its modules are found through the trainer's class."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 MAKES_MODELS = "create_model_from_path"
-"""What a module of TRL calls with a path, a model class or None, and keywords for `from_pretrained`."""
+"""TRL's function that takes a path, a model class or None, and keywords for `from_pretrained`."""
 ADDS_ADAPTERS = "get_peft_model"
-"""What it calls with the model and the config of its adapters."""
+"""TRL's function that takes a model and the config of its adapters."""
 STEP_FACTS = ("_total_train_tokens", "_step", "entropy_coef", "_last_world_entropy")
-"""What trainers of TRL count from step to step, and a checkpoint of theirs forgets."""
+"""State that trainers of TRL keep between steps and do not save in a checkpoint."""
 
 
 def _modules_that_make_models(trainer_class: type) -> list[ModuleType]:
@@ -27,19 +27,19 @@ def _modules_that_make_models(trainer_class: type) -> list[ModuleType]:
 
 
 def makes_models(trainer_class: type) -> bool:
-    """Whether it is a trainer of TRL that makes its models itself, from their paths."""
+    """Whether it is a TRL trainer that makes its models from paths."""
     return bool(_modules_that_make_models(trainer_class))
 
 
 def has_fused_head(trainer_class: type) -> bool:
-    """Whether its loss gives the head's weight to a function of TRL's."""
+    """Whether the trainer's loss passes the head's weight to a function of TRL."""
     return any(hasattr(module, "add_fused_lm_head") for module in _modules_that_make_models(trainer_class))
 
 
 @contextlib.contextmanager
 def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callable[..., Any]) -> Iterator[None]:
-    """Within, a trainer of TRL that is being made has `make` make its models, and `adapt` add adapters to them. Both
-    are given the function that would have done so, and that one's arguments."""
+    """Have a TRL trainer use `make` to make its models and `adapt` to add adapters. Both get TRL's own function first,
+    then its arguments."""
     with contextlib.ExitStack() as stack:
         for module in _modules_that_make_models(trainer_class):
             for name, ours in ((MAKES_MODELS, make), (ADDS_ADAPTERS, adapt)):
@@ -50,7 +50,7 @@ def models_made_by(trainer_class: type, make: Callable[..., Any], adapt: Callabl
 
 
 def default_arguments(trainer_class: type, model: Any) -> Any:
-    """What a trainer of TRL takes where it is given no arguments; None for others."""
+    """The arguments that a TRL trainer uses by default; None for other trainers."""
     for base in trainer_class.__mro__:
         if base.__module__.partition(".")[0] == "trl" and base.__name__.endswith("Trainer"):
             config_class = getattr(sys.modules[base.__module__], f"{base.__name__.removesuffix('Trainer')}Config", None)
@@ -61,8 +61,7 @@ def default_arguments(trainer_class: type, model: Any) -> Any:
 
 
 def generations(trainer: Any) -> Any:
-    """What GRPO generated and is not done with, a list with a batch for each micro-batch. None: the next step generates
-    anew."""
+    """GRPO's generations that are not used up, one batch a micro-batch; None if the next step generates new ones."""
     args = trainer.args
     if getattr(trainer, "_buffered_inputs", None) is None:
         return None
@@ -71,18 +70,17 @@ def generations(trainer: Any) -> Any:
 
 
 def restore_generations(trainer: Any, batches: Any) -> None:
-    """Let GRPO go on with them."""
+    """Have GRPO continue with these generations."""
     trainer._buffered_inputs = batches
 
 
 def step_number(trainer: Any) -> int:
-    """Of GRPO's micro-batch that comes next; 0 of all of others."""
+    """Number of GRPO's next micro-batch; 0 for other trainers."""
     return int(getattr(trainer, "_step", 0))
 
 
 def trained_on(trainer: Any, inputs: Any, number: int) -> Any:
-    """The batch of the last micro-batch, before which `step_number` was ``number``: what the trainer was given, or what
-    GRPO has generated from it."""
+    """The batch of the micro-batch before which `step_number` was ``number``: the given one, or GRPO's generations."""
     batches = getattr(trainer, "_buffered_inputs", None)
     if batches is None:
         return inputs
@@ -91,7 +89,7 @@ def trained_on(trainer: Any, inputs: Any, number: int) -> Any:
 
 
 def step_facts(trainer: Any) -> dict[str, Any]:
-    """What `restore_step_facts` gives back, in JSON's types. Nothing of trainers that are not TRL's."""
+    """The state for `restore_step_facts`, in JSON's types; empty for trainers that are not TRL's."""
     if not makes_models(type(trainer)):
         return {}
     counted = {name: getattr(trainer, name) for name in STEP_FACTS if hasattr(trainer, name)}
@@ -99,7 +97,7 @@ def step_facts(trainer: Any) -> dict[str, Any]:
 
 
 def restore_step_facts(trainer: Any, facts: dict[str, Any]) -> None:
-    """Let a trainer go on counting, and averaging its metrics until its next log."""
+    """Restore a trainer's counts, and its metrics until the next log."""
     for name, value in facts["counted"].items():
         setattr(trainer, name, value)
     for name, values in facts["metrics"].items():

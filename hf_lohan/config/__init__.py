@@ -5,9 +5,10 @@ every value where it enters, a misspelt key is refused naming the right one, and
 number once the machine is known. The room itself knows neither torch nor the machine.
 """
 
-from hf_lohan.config.collectives import Collectives
-from hf_lohan.config.offload_config import Activations, ExpertCachePolicy, OffloadConfig, Schedule, setting_rows
+from hf_lohan.config.offload_config import ExpertCachePolicy, OffloadConfig, Schedule, setting_rows
 from hf_lohan.config.values import AUTO, ConfigError, SsdPath, interval_s, parse_bytes, ssd_paths
+from hf_lohan.planner.collectives import Collectives
+from hf_lohan.planner.offload_plan import Activations
 
 __all__ = [
     "AUTO",

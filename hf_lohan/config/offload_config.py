@@ -8,12 +8,12 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from hf_lohan.config.collectives import EXACT, Collectives, check_collectives
 from hf_lohan.config.values import (
     AUTO,
     ConfigError,
     SsdPath,
     check_choice,
+    check_collectives,
     check_count,
     check_flag,
     check_flag_or_auto,
@@ -26,18 +26,19 @@ from hf_lohan.config.values import (
     refuse_unknown_keys,
     ssd_paths,
 )
+from hf_lohan.planner.collectives import ANY_EXACT_WAY, Collectives
+from hf_lohan.planner.offload_plan import Activations
 from hf_lohan.wording import format_bytes
 
-Activations: TypeAlias = Literal["auto", "recompute", "swap", "keep"]
 Schedule: TypeAlias = Literal["optimized", "naive", "serial"]
 OptimizerStateDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 Optimizer: TypeAlias = Literal["auto", "muon"]
 SaveDtype: TypeAlias = Literal["auto", "bfloat16", "float32"]
-Durability: TypeAlias = Literal["auto", "step", "checkpoint"]
+DurabilitySetting: TypeAlias = Literal["auto", "step", "checkpoint"]
 Clip: TypeAlias = Literal["auto", "defer", "speculate"]
 ResidentRecords: TypeAlias = Literal["auto", "none"]
 Experts: TypeAlias = Literal["auto", "streamed", "with_layer"]
-ExpertCachePolicy: TypeAlias = Literal["auto", "lfu", "lru", "off"]
+ExpertCachePolicy: TypeAlias = Literal["auto", "lru", "off"]
 
 ALL_AUTO = "lohan"
 """The word for offloading with every setting at its default, and the key to nest settings under."""
@@ -108,9 +109,9 @@ class OffloadConfig:
 
     expert_cache: ExpertCachePolicy = AUTO
     """Which experts have a copy in host memory while a model generates and its experts stream, where `cpu_memory` has
-    room for some of them, behind copies of all else: "auto" those that were loaded most often, and one only if it was
-    loaded oftener than what has to make room; "lfu" is Algorithm 2 of MoESys, "lru" keeps what was loaded last, "off"
-    keeps the same experts all the time. With `resident_records: none` there are none. No number depends on it."""
+    room for some of them, after copies of all else: "auto" keeps those that were loaded most often; "lru" keeps those
+    that were loaded last, which is better only if the preferred experts change every few tokens; "off" keeps the same
+    experts all the time. With `resident_records: none` there are none. No number depends on it."""
 
     activations: Activations = AUTO
     """What a layer leaves for its backward: "recompute" drops it and makes it again; "swap" moves its input and the
@@ -125,7 +126,7 @@ class OffloadConfig:
     """How the optimizer pipeline runs: "optimized" reads a chunk before it writes the last one, "naive"
     after, both during backward; "serial" updates only when backward has ended."""
 
-    durability: Durability = AUTO
+    durability: DurabilitySetting = AUTO
     """"step" keeps two versions of all state, so that every step is a checkpoint; "checkpoint" keeps one, and
     a run that dies goes on from its last checkpoint; "auto" is "step" if both versions fit the SSD capacity."""
 
@@ -150,10 +151,12 @@ class OffloadConfig:
     cpu_threads: int | Literal["auto"] = AUTO
     """Threads for arithmetic on the CPU, the optimizer's among them; "auto" is one per CPU."""
 
-    collectives: Collectives = EXACT
-    """How weights and gradients go from rank to rank, where there are several: "exact" as they are, "quantized" in int8
-    and int4 between machines, as ZeRO++ does, which rounds; or a table of `forward` (exact, int8, delta), `backward`
-    (world, node) and `gradients` (exact, int8, int4)."""
+    collectives: Collectives = ANY_EXACT_WAY
+    """How several ranks exchange weights and gradients: "exact" in the fastest way that rounds nothing, by the plan;
+    "quantized" in int8 and int4 between nodes, as ZeRO++ does, which rounds. Or a table: `forward` sends weights
+    "exact", rounded to "int8", or as the "delta" of a step; `backward` reads them from all nodes ("world") or from a
+    copy in each node ("node": in "ram" or on the "ssd"); `gradients` are sent "exact", in "int8" or "int4". The plan
+    chooses what the table leaves out, and rounds nothing unasked."""
 
     net_timeout: int | float | Literal["auto"] = AUTO
     """Seconds after which a rank that the others wait for counts as lost; "auto" is ten times the slowest step so far,
@@ -276,7 +279,7 @@ _CHECKS: dict[str, Callable[[str, object], object]] = {
     "activations": partial(check_choice, allowed=get_args(Activations)),
     "chunked_loss": check_flag_or_auto,
     "schedule": partial(check_choice, allowed=get_args(Schedule)),
-    "durability": partial(check_choice, allowed=get_args(Durability)),
+    "durability": partial(check_choice, allowed=get_args(DurabilitySetting)),
     "commit_every": check_interval,
     "clip": partial(check_choice, allowed=get_args(Clip)),
     "vertical_micro_batches": check_flag_or_auto,

@@ -13,10 +13,11 @@ from typing import Any, Literal
 
 import yaml
 
+from hf_lohan.planner.collectives import COLLECTIVE_VALUES, Collectives, collectives_of_word
 from hf_lohan.wording import UNIT_BYTES
 
 AUTO: Literal["auto"] = "auto"
-SECTOR_BYTES = 4096
+_SECTOR_BYTES = 4096
 """O_DIRECT moves whole sectors, so no budget or piece can be smaller than one."""
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII | re.IGNORECASE)
 _EXPECTED_SIZE = 'write bytes as a whole number or a size such as "24GiB", "24GB" or "512 MiB"'
@@ -124,9 +125,9 @@ def check_size(name: str, value: object) -> int | Literal["auto"]:
         num_bytes = parse_bytes(value)
     except ConfigError as error:
         raise ConfigError(f"{name}: {error}, or 'auto'") from None
-    if num_bytes < SECTOR_BYTES:
+    if num_bytes < _SECTOR_BYTES:
         raise ConfigError(
-            f"{name}: {value!r} means {num_bytes} bytes, less than one sector ({SECTOR_BYTES}); "
+            f"{name}: {value!r} means {num_bytes} bytes, less than one sector ({_SECTOR_BYTES}); "
             "did you forget the unit, as in '24GiB'?"
         )
     return num_bytes
@@ -135,8 +136,8 @@ def check_size(name: str, value: object) -> int | Literal["auto"]:
 def check_piece_size(name: str, value: object) -> int | Literal["auto"]:
     """A size that is a whole number of sectors, or "auto". Raises ConfigError."""
     num_bytes = check_size(name, value)
-    if num_bytes != AUTO and num_bytes % SECTOR_BYTES:
-        raise ConfigError(f"{name}: {value!r} must be a multiple of {SECTOR_BYTES} bytes; use e.g. '8MiB'")
+    if num_bytes != AUTO and num_bytes % _SECTOR_BYTES:
+        raise ConfigError(f"{name}: {value!r} must be a multiple of {_SECTOR_BYTES} bytes; use e.g. '8MiB'")
     return num_bytes
 
 
@@ -212,6 +213,25 @@ def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
     if isinstance(value, str) and value in allowed:
         return value
     raise ConfigError(f"{name}: {value!r} is not allowed; choose {' or '.join(map(repr, allowed))}")
+
+
+def check_collectives(name: str, value: object) -> Collectives:
+    """The setting in any of its spellings. Raises ConfigError."""
+    match value:
+        case Collectives():
+            return value
+        case "exact" | "quantized":
+            return collectives_of_word(value)
+        case Mapping():
+            refuse_unknown_keys(value, COLLECTIVE_VALUES, what=f"key of {name}")
+            settings: dict[str, Any] = dict(value)
+            try:
+                return Collectives(**settings)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+    raise ConfigError(
+        f"{name}: {value!r} is not allowed; give 'exact', 'quantized', or a table of forward, backward and gradients"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ class Device(ABC):
             span = self._spans.popleft()
             began_s, ended_s = span.began.at_s(), span.ended.at_s()
             lane, block, num_bytes = span.lane.in_timeline, span.block, span.num_bytes
-            self.timeline.add(lane, span.name, began_s, ended_s, block=block, num_bytes=num_bytes)
+            self.timeline.add_task(lane, span.name, began_s, ended_s, block=block, num_bytes=num_bytes)
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Stamp:

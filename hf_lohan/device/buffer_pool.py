@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from hf_lohan.device.base import Device
-
-_LOOK_S = 1.0
 
 
 class PoolAborted(RuntimeError):
@@ -82,16 +78,17 @@ class BufferPool:
         """Whole ones."""
         return len(self._free)
 
-    def acquire(self, *, half: bool = False, waiting: Callable[[float], object] | None = None) -> Buffer:
-        """Lend a buffer, or half of one, waiting until one is free. Raises PoolAborted if the pool is shut meanwhile.
-        While this waits, ``waiting`` is called every second with when it began (`time.monotonic`)."""
-        began_s = time.monotonic()
-        while True:
-            with self._lock:
-                if self._changed.wait_for(lambda: self._has(half), None if waiting is None else _LOOK_S):
-                    return self._take(half)
-            assert waiting is not None
-            waiting(began_s)
+    def acquire(self, *, half: bool = False) -> Buffer:
+        """Lend a buffer, or half of one; wait until one is free. Raises PoolAborted if the pool is shut meanwhile."""
+        buffer = self.acquire_within(None, half=half)
+        assert buffer is not None
+        return buffer
+
+    def acquire_within(self, timeout_s: float | None, *, half: bool = False) -> Buffer | None:
+        """`acquire`, but returns None if nothing is free after ``timeout_s``. None waits for ever."""
+        with self._lock:
+            is_free = self._changed.wait_for(lambda: self._has(half), timeout_s)
+            return self._take(half) if is_free else None
 
     def _has(self, half: bool) -> bool:
         """Whether there is something to take, or nothing will ever be."""

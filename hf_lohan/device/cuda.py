@@ -1,8 +1,10 @@
-"""CUDA: a stream for each copy lane beside the compute stream, events, and host memory pinned at exact size."""
+"""CUDA: a stream for each copy lane beside the compute stream, events, host memory pinned at its exact size, and
+allocator segments that grow."""
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import threading
 import time
@@ -14,12 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_lohan.compat.torch_private import allocator_settings, set_allocator_settings
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp
-from hf_lohan.device.cuda_allocator import grow_segments
 from hf_lohan.device.host_memory import mapped_empty, mapped_file
 from hf_lohan.timeline import Timeline
 
 logger = logging.getLogger(__name__)
+
+_EXPANDABLE = "expandable_segments"
+_VIRTUAL_MEMORY = 102
+"""CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"""
 
 
 class _CudaEvent(Event):
@@ -220,3 +226,36 @@ def _take_error(device: torch.device) -> None:
     that starts a kernel raises it. So this one starts a kernel."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
+
+
+def grow_segments(device_index: int) -> bool:
+    """Have the allocator grow its segments from here on, unless its settings (`PYTORCH_ALLOC_CONF`,
+    `PYTORCH_CUDA_ALLOC_CONF`) say something about that, name another allocator, or the driver cannot. Returns whether
+    they grow."""
+    settings = allocator_settings()
+    if _EXPANDABLE in settings:
+        return f"{_EXPANDABLE}:true" in settings.lower().replace(" ", "")
+    if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
+        logger.info("device memory is taken in segments of a fixed size: driver or allocator cannot grow them")
+        return False
+    # New settings replace all earlier ones.
+    set_allocator_settings(",".join(one for one in (settings, f"{_EXPANDABLE}:True") if one))
+    return True
+
+
+def has_virtual_memory(device_index: int, driver: str = "libcuda.so.1", nvml: str = "libnvidia-ml.so.1") -> bool:
+    """Whether the driver can map memory into addresses that were reserved before, and NVML can be loaded: torch asks
+    NVML about the device without checking that it is there."""
+    try:
+        cuda = ctypes.CDLL(driver)
+        ctypes.CDLL(nvml)
+        cuda.cuMemAddressReserve  # noqa: B018
+    except (OSError, AttributeError):
+        return False
+    number, can_map = ctypes.c_int(), ctypes.c_int()
+    found = (
+        cuda.cuInit(0) == 0
+        and cuda.cuDeviceGet(ctypes.byref(number), device_index) == 0
+        and cuda.cuDeviceGetAttribute(ctypes.byref(can_map), _VIRTUAL_MEMORY, number) == 0
+    )
+    return found and can_map.value == 1

@@ -103,19 +103,19 @@ class HostStack:
         self._lock = threading.Lock()
         self._marks: dict[str, int] = {}
         self._reads: deque[HostRead] = deque()
-        self._take(num_bytes)
+        self._allocate(num_bytes)
 
-    def _take(self, num_bytes: int) -> None:
+    def _allocate(self, num_bytes: int) -> None:
         self._memory = self._device.host_empty(num_bytes) if num_bytes else torch.empty(0, dtype=torch.uint8)
         self._bottom = IntervalStack(num_bytes, CACHE_LINE_BYTES)
         self._top = IntervalStack(num_bytes // CACHE_LINE_BYTES * CACHE_LINE_BYTES, CACHE_LINE_BYTES)
         self._high_water_bytes = 0
 
-    def take(self, num_bytes: int) -> None:
+    def reallocate(self, num_bytes: int) -> None:
         """Take other memory than before. Call it only while nothing is lent."""
         with self._lock:
             assert not self._bytes_lent, "something lies in the memory that would be replaced"
-            self._take(num_bytes)
+            self._allocate(num_bytes)
 
     @property
     def num_bytes(self) -> int:

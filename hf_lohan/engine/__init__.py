@@ -8,25 +8,24 @@ next version; `commits` makes that last. `engine` wires it all up.
 
 from hf_lohan.engine.commits import Journal
 from hf_lohan.engine.engine import OffloadEngine
-from hf_lohan.engine.equal_weights import refuse_other_weights
 from hf_lohan.engine.events import EngineEvents, StepsSoFar
-from hf_lohan.engine.led_reads import LedReads
 from hf_lohan.engine.lifetime import wait_until_closed
-from hf_lohan.engine.memory import Tiers, open_tiers
-from hf_lohan.engine.out_of_memory import OutOfMemoryAnswer
-from hf_lohan.engine.parameter_access import ParameterAccess, drain_model
+from hf_lohan.engine.parameter_access import CollectiveReads, ParameterAccess, drain_model
+from hf_lohan.engine.planned_memory import OutOfMemoryAdvice
+from hf_lohan.engine.ranks import check_equal_weights
+from hf_lohan.engine.tiers import Tiers, open_tiers
 
 __all__ = [
+    "CollectiveReads",
     "EngineEvents",
     "Journal",
-    "LedReads",
     "OffloadEngine",
-    "OutOfMemoryAnswer",
+    "OutOfMemoryAdvice",
     "ParameterAccess",
     "StepsSoFar",
     "Tiers",
+    "check_equal_weights",
     "drain_model",
     "open_tiers",
-    "refuse_other_weights",
     "wait_until_closed",
 ]

@@ -11,7 +11,6 @@ from typing import Any
 
 from hf_lohan.config import interval_s
 from hf_lohan.files import StorageError
-from hf_lohan.ranks import StepAgreement
 from hf_lohan.store import Commit, Store
 from hf_lohan.timeline import UPDATES_WAIT, Timeline
 from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, StepCounts
@@ -56,6 +55,12 @@ class CommitInterval:
         return cls(setting) if isinstance(setting, int) else cls()
 
 
+def decide_alone(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
+    """Whether a step that begins is to be committed: the ``num_steps``-th since the last commit, which was asked for
+    ``since_s`` ago. Steps take ``step_s``."""
+    return interval.is_over(num_steps, since_s + step_s)
+
+
 class StepCommits:
     """Has a store committed as the steps of one engine go by, and goes back to the last commit.
 
@@ -70,24 +75,22 @@ class StepCommits:
         timeline: Timeline,
         missed: MissedSteps | None = None,
         *,
-        when_written: Callable[[Callable[[], None]], None],
-        when_reached: Callable[[Callable[[], None]], None],
+        run_when_written: Callable[[Callable[[], None]], None],
+        run_between_updates: Callable[[Callable[[], None]], None],
         interval: CommitInterval,
-        agreement: StepAgreement | None = None,
+        decide: Callable[[CommitInterval, int, float, float], bool] = decide_alone,
     ) -> None:
-        """`when_written` runs what it is given when all updates so far are in the store, without waiting for that;
-        `when_reached` between the updates so far and those to come. A store that keeps one version is committed only
-        where somebody asks for it, whatever the `interval`. `missed`: what of the store is steps behind. `agreement`:
-        where several ranks commit together."""
+        """`run_when_written`, `run_between_updates`: see `GradientPipeline`. A store that keeps one version is
+        committed only on request, whatever the `interval`. `missed`: chunks of the store that are steps behind.
+        `decide`: see `decide_alone`."""
         self._store = store
-        self._agreement = agreement
+        self._decide = decide
         self._step_counts = step_counts
         self._timeline = timeline
         self._missed = missed
-        self._when_written = when_written
-        self._when_reached = when_reached
+        self._run_when_written = run_when_written
+        self._run_between_updates = run_between_updates
         self._interval = interval if self.are_kept else CommitInterval(num_steps=0)
-        self._first_is_due = self._interval.num_steps == 1
         self._asked_s = time.monotonic()
         self._began_s: float | None = None
         self._steps_since = 0
@@ -137,27 +140,19 @@ class StepCommits:
             max(map(int, last.facts.get("num_updates", {}).values()), default=0),
         )
 
-    def follow(self, interval: CommitInterval) -> None:
+    def follow_interval(self, interval: CommitInterval) -> None:
         """From the next step on."""
         if self.are_kept:
             self._interval = interval
 
     def begin_step(self) -> None:
-        """A step's first forward begins: decide whether it will be committed. Ranks have agreed on that when the step
-        before ended, and each says here what it wants of the next one."""
+        """A step's first forward begins: decide whether the step will be committed."""
         now_s = time.monotonic()
         step_s = now_s - self._began_s if self._began_s is not None else 0.0
         self._began_s = now_s
-        since_s = now_s - self._asked_s
-        if self._agreement is None:
-            self.is_due = self._interval.is_over(self._steps_since + 1, since_s + step_s)
-        else:
-            agreed = self._agreement.commits_next
-            self.is_due = self._first_is_due if agreed is None else agreed
-            num_before, before_s = (0, 0.0) if self.is_due else (self._steps_since + 1, since_s + step_s)
-            self._agreement.request_commit(self._interval.is_over(num_before + 1, before_s + step_s))
+        self.is_due = self._decide(self._interval, self._steps_since + 1, now_s - self._asked_s, step_s)
         keeps_new = not self.is_due
-        self._when_reached(lambda: self._store.keep_new_in_ram(keeps_new))
+        self._run_between_updates(lambda: self._store.keep_new_in_ram(keeps_new))
 
     @property
     def has_more(self) -> bool:
@@ -178,7 +173,7 @@ class StepCommits:
             self._steps_since, self._asked_s = 0, time.monotonic()
             model_files = self._describe() if self._describe is not None else None
             self._describe = None
-            self._when_written(lambda: self._write(journal or Journal(), model_files))
+            self._run_when_written(lambda: self._write(journal or Journal(), model_files))
 
     def _write(self, journal: Journal, model_files: Mapping[str, bytes] | None) -> None:
         """All updates are in the store."""
@@ -201,7 +196,7 @@ class StepCommits:
         last = self._store.committed
         if last is None:
             raise ValueError(f"nothing is committed in {self._store.paths[0].path}; train from the start")
-        self._store.drop()
+        self._store.drop_drafts()
         self._goes_on = True
         if self._missed is not None:
             self._missed.restore(last.journal.get(MISSED_STEPS_NAME))

@@ -10,20 +10,29 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_lohan.absent import AbsentParameter
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.config import OffloadConfig
-from hf_lohan.device import CpuDevice, Device
-from hf_lohan.engine.commits import CommitInterval, StepCommits
+from hf_lohan.device import Device
+from hf_lohan.engine.commits import CommitInterval, StepCommits, decide_alone
 from hf_lohan.engine.events import EngineEvents, FollowedPlan
-from hf_lohan.engine.expert_parts import caught_up_records, expert_loader, routing_of, streamed_experts
+from hf_lohan.engine.expert_parts import expert_loader, routing_of, streamed_experts, up_to_date_records
 from hf_lohan.engine.lifetime import Lifetime
-from hf_lohan.engine.memory import PlannedMemory, Tiers
 from hf_lohan.engine.model_hooks import ModelHooks
 from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess, Zeros
-from hf_lohan.engine.rank_parts import agree, block_loader, gradient_means, lend_own
+from hf_lohan.engine.planned_memory import PlannedMemory
+from hf_lohan.engine.rank_parts import (
+    agree,
+    block_loader,
+    follow_collectives,
+    gradient_pipeline,
+    lending_slots,
+)
+from hf_lohan.engine.ranks import agreed_decision
+from hf_lohan.engine.tiers import Tiers
 from hf_lohan.engine.weight_reads import WeightReads
-from hf_lohan.experts import ComputeExpert, TwoLanes
+from hf_lohan.experts import ComputeExpert, LayerAndExpertLoaders
 from hf_lohan.micro_batches import JointParts, MicroBatchRun
 from hf_lohan.model import ParamSlice
 from hf_lohan.optim import OffloadOptimizer
@@ -35,7 +44,6 @@ from hf_lohan.updates import (
     ClipHistory,
     ClipWay,
     GradientArrivals,
-    GradientPipeline,
     ParamGroups,
     SkippedSteps,
     StepCounts,
@@ -44,7 +52,6 @@ from hf_lohan.updates import (
     UpdateSetup,
 )
 from hf_lohan.weights import SlotRing
-from hf_lohan.weights.absent_parameter import AbsentParameter
 
 
 class OffloadEngine:
@@ -75,7 +82,7 @@ class OffloadEngine:
         """What ranks say and decide of each step."""
         agreement = None if is_alone else self.agreement
         chunks = layout.chunks()
-        self.records = caught_up_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
+        self.records = up_to_date_records(tiers, layout, chunks, lazy_experts=config.lazy_experts)
         self._parameters = ParameterAccess(self.records, layout.blocks, tiers.states, self._links)
         self._block_of = {part: block for block in layout.blocks for part in block.slices}
         self.step_counts: StepCounts = dict.fromkeys(self._block_of, 0)
@@ -83,7 +90,7 @@ class OffloadEngine:
         self._optimizer: OffloadOptimizer | None = None
         self._ring = SlotRing(self.device, layout.plan, layout.kept_layers)
         place = {parameter: index for index, parameter in enumerate(model.parameters())}
-        self._pipeline = GradientPipeline(
+        self._pipeline = gradient_pipeline(
             UpdateSetup(
                 device=self.device,
                 blocks=layout.blocks,
@@ -100,30 +107,32 @@ class OffloadEngine:
                 spilled_blocks=frozenset(layout.plan.spilled_blocks),
                 spill=tiers.spill,
                 num_held_chunks=layout.num_held_chunks,
-                shared_ram=tiers.shared_ram if is_alone else None,
+                shared_ram=tiers.shared_ram,
                 keeps_gradient_dtypes=layout.keeps_gradient_dtypes,
                 open_spill_of_sums=partial(tiers.store.scratch, layout.spill_records_of_sums(), "gradient_sums"),
                 recall=tiers.recall,
                 missed=self.records.missed,
-                copies_new_weights=None if is_alone else CpuDevice(self.timeline),
-                means=gradient_means(tiers, chunks),
-                agreement=agreement,
-            )
+            ),
+            tiers,
+            chunks,
+            self.agreement,
         )
         layer_loader = block_loader(self._ring, tiers, layout, self._pipeline.deliver)
         self.expert_loader = expert_loader(
             self._ring, tiers, layout, self._pipeline.deliver, self.records, config.expert_cache
         )
-        self._prefetcher = TwoLanes(layer_loader, self.expert_loader) if self.expert_loader else layer_loader
+        experts = self.expert_loader
+        self._prefetcher = LayerAndExpertLoaders(layer_loader, experts) if experts else layer_loader
+        interval = CommitInterval.asked_for(config.commit_every)
         self.commits = StepCommits(
             tiers.store,
             self.step_counts,
             self.timeline,
             self.records.missed,
-            when_written=self._pipeline.when_written,
-            when_reached=self._pipeline.when_reached,
-            interval=CommitInterval.asked_for(config.commit_every),
-            agreement=agreement,
+            run_when_written=self._pipeline.run_when_written,
+            run_between_updates=self._pipeline.run_between_updates,
+            interval=interval,
+            decide=agreed_decision(agreement, tiers.store, interval) if agreement else decide_alone,
         )
         self._arrivals = GradientArrivals(
             self.device,
@@ -131,18 +140,15 @@ class OffloadEngine:
             chunks,
             self._pipeline,
             keeps_dtypes=layout.keeps_gradient_dtypes,
-            measures=is_alone,
-            is_final_backward=events.is_final_backward,
-            before_updates=self.commits.keep_what_was_loaded,
-            lend=partial(lend_own, self._ring, tiers),
         )
         self.clip_history = ClipHistory("defer", always=config.clip == "speculate")
         self.skipped_steps = SkippedSteps(config.max_skipped_steps)
-        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, forget_weights=self._ring.forget)
+        self._step = StepTransaction(self._pipeline, self.clip_history, layout.blocks, self._ring)
         names = {module: name for name, module in model.named_modules()}
         layers = {layer: names[layer] for layer in layout.model_blocks.layers}
         self.activations = ActivationTiers(self.device, layers, tiers.shared_ram)
-        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout)
+        on_decided = partial(follow_collectives, layer_loader, tiers)
+        self.planned_memory = memory = PlannedMemory(self.activations, config, tiers, layout, on_decided)
         routing = routing_of(self.expert_loader, layers.values())
         self._plan = FollowedPlan(events, memory, self._pipeline, self._step, self.clip_history, self.commits, routing)
         self._lifetime = Lifetime()
@@ -154,9 +160,12 @@ class OffloadEngine:
             activations=self.activations,
             step=self._step,
             groups=self._groups,
+            commits=self.commits,
             plan=self._plan,
             lifetime=self._lifetime,
             block_began=events.block_began,
+            is_final_backward=events.is_final_backward,
+            slots=lending_slots(self._ring, tiers),
             block_of=self._block_of,
         )
         self._pass = ModelPass(parts)
@@ -169,12 +178,12 @@ class OffloadEngine:
             parts,
             self._pass,
             self._parameters,
-            settle=self._pipeline.settle,
+            settle=self._pipeline.wait_for_updates,
             forward_pass=self._hooks.current_forward_pass,
             saving=self._hooks.saving,
         )
         for parameter in {part.parameter: None for part in self._block_of}:
-            AbsentParameter.belong_to(parameter, self._reads)
+            AbsentParameter.set_provider(parameter, self._reads)
         self._micro_batches = MicroBatchRun(
             JointParts(
                 model=model,
@@ -222,7 +231,7 @@ class OffloadEngine:
             )
         self._plan.run_together(len(micro_batches))
         together = self.expert_loader.together(len(micro_batches)) if self.expert_loader else nullcontext()
-        with together, self.planned_memory.out_of_memory.given():
+        with together, self.planned_memory.out_of_memory.added_to_errors():
             return self._micro_batches(micro_batches)
 
     @property
@@ -247,7 +256,7 @@ class OffloadEngine:
         fit the store."""
         if self._optimizer is not None:
             self.settle()  # updates that still run are of the optimizer before, and count their step, too
-        self._groups.bind(optimizer)
+        self._groups.bind_optimizer(optimizer)
         if self._optimizer is not None:
             for part in [part for part, count in self.step_counts.items() if count]:
                 self.step_counts[part] = 0
@@ -257,11 +266,11 @@ class OffloadEngine:
 
     def check_groups(self) -> None:
         """Raises ValueError if the optimizer's groups, which have changed, do not fit the store."""
-        self._groups.follow(may_be_without_group=True)
+        self._groups.follow_optimizer(may_be_without_group=True)
 
     def announce_backward(self, *, is_final: bool) -> None:
         """For a loop without an `Accelerator`: whether the backwards from here on are a step's last."""
-        self._arrivals.announce_backward(is_final=is_final)
+        self._pass.announce_backward(is_final=is_final)
 
     def step(self) -> None:
         """Finish the step. Where updates had to wait for the norm they run on under the next forward, each block's
@@ -273,14 +282,14 @@ class OffloadEngine:
         self._pass.recover_before_step()
         group_of = self._groups.at_step(has_updates=self._pipeline.has_begun_updates)
         self.commits.keep_what_was_loaded()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
-            result = self._step.finish(group_of)
-        self._prefetcher.foresee(is_training=True)
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
+            result = self._step.finish_step(group_of)
+        self._prefetcher.foresee_pass(is_training=True)
         self._pass.clock.end_step()
         self.commits.end_step()
-        self.tiers.coded.end_step()
+        self.tiers.codecs.end_step()
         self._plan.end_step()
-        self.skipped_steps.note(result)
+        self.skipped_steps.note_step(result)
 
     @property
     def last_step(self) -> StepResult | None:
@@ -312,7 +321,7 @@ class OffloadEngine:
     def settle(self) -> None:
         """Wait until the store holds every update of the steps so far."""
         self._lifetime.check()
-        self._pipeline.settle()
+        self._pipeline.wait_for_updates()
 
     @property
     def parameters(self) -> ParameterAccess:
@@ -321,18 +330,18 @@ class OffloadEngine:
         return self._parameters
 
     def clip_grad_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """See `StepTransaction.clip`."""
+        """See `StepTransaction.clip_gradients`."""
         self._micro_batches.refuse_within("clip_grad_norm")
         self._pass.recover_before_step()
-        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.given():
-            return self._step.clip(max_norm, norm_type)
+        with self.timeline.task(COMPUTE_WAITS, "the norm"), self.planned_memory.out_of_memory.added_to_errors():
+            return self._step.clip_gradients(max_norm, norm_type)
 
     def drop_gradients(self) -> None:
         """Forget gradients that have not been applied."""
         self._micro_batches.refuse_within("zero_grad()")
         self._pass.recover()
-        self._step.abandon()
-        self._ring.gradients_away.clear()
+        self._step.abandon_gradients()
+        self._ring.moved_gradients.clear()
 
     @property
     def last_forward_s(self) -> float:
@@ -373,7 +382,7 @@ class OffloadEngine:
 
     def close(self) -> None:
         """Stop the threads, close the store and take the hooks off. The model keeps placeholders."""
-        if not self._lifetime.end():
+        if not self._lifetime.end_life():
             return
         self._hooks.remove()
         self.model.register_forward_pre_hook(_refuse_closed)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
 from hf_lohan.engine.commits import CommitInterval, StepCommits
-from hf_lohan.engine.memory import PlannedMemory
+from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.model import Block
-from hf_lohan.planning import PlannedStep, StepShape
+from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
 from hf_lohan.updates import ClipHistory, GradientPipeline, StepTransaction
 
 PassName: TypeAlias = Literal["forward", "backward"]
@@ -31,10 +31,11 @@ class EngineEvents:
 
     is_final_backward: Callable[[], bool] = lambda: True
     """Asked in backward: whether the step's last one is running."""
-    plan: Callable[[StepShape], PlannedStep | None] = lambda _shape: None
+    plan: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """The first training forward begins, or the first with more micro-batches together than ever. Returns what the run
-    follows from here on; None: there is no plan, so activations are recomputed."""
-    plan_order: Callable[[StepShape], PlannedStep | None] = lambda _shape: None
+    follows from here on; None: there is no plan, so activations are recomputed. The layout says how memory
+    is divided so far."""
+    plan_order: Callable[[StepShape, OffloadLayout], PlannedStep | None] = lambda _shape, _layout: None
     """As `plan`, before the first forward, of a step whose micro-batches may run in either order: the shape that was
     planned says which of them is better."""
     step_began: Callable[[StepsSoFar], PlannedStep | None] = lambda _steps: None
@@ -87,36 +88,37 @@ class FollowedPlan:
 
     def run_together(self, num_micro_batches: int) -> None:
         """So many micro-batches come, all forwards before the first backward."""
-        self._needs_plan |= self.memory.run_together(num_micro_batches)
+        self._needs_plan |= self.memory.expect_micro_batches(num_micro_batches)
 
     def choose_order(self, shape: StepShape) -> bool:
         """A step of such micro-batches is about to begin: plan it. Returns whether they are to run together."""
-        self._pipeline.settle()
-        planned = self._events.plan_order(shape)
+        self._pipeline.wait_for_updates()
+        planned = self._events.plan_order(shape, self.memory.layout)
         self._needs_plan = False
         if planned is None:
             return False
-        self.memory.run_together(planned.shape.num_together)
+        self.memory.expect_micro_batches(planned.shape.num_together)
         self._follow(planned)
         return planned.shape.num_together > 1
 
     def see_batch(self, shape: StepShape | None) -> None:
         """A training forward begins; its shape is known if its batch has token ids."""
-        self.memory.seen = shape
+        self.memory.last_shape = shape
         if self._needs_plan and shape is not None:
             self._needs_plan = False
-            self._pipeline.settle()  # what still runs would make the hardware look slow
-            self._follow(self._events.plan(replace(shape, num_together=self.memory.num_together)))
-        self.memory.take_copies()
+            self._pipeline.wait_for_updates()  # what still runs would make the hardware look slow
+            shape = replace(shape, num_together=self.memory.num_together)
+            self._follow(self._events.plan(shape, self.memory.layout))
+        self.memory.allocate_copies()
 
     def see_evaluation(self) -> None:
         """A forward without gradients begins."""
-        self.memory.take_copies()
+        self.memory.allocate_copies()
 
     def _follow(self, planned: PlannedStep | None) -> None:
         if planned is not None:
-            self.memory.follow(planned)
-            self._commits.follow(_interval(planned))
+            self.memory.follow_plan(planned)
+            self._commits.follow_interval(_interval(planned))
             if planned.plan.clip != "none":
                 self._step.clip_by(planned.plan.clip)
 

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from hf_lohan.config import AUTO, ExpertCachePolicy
 from hf_lohan.device import Event
-from hf_lohan.engine.forward_pass import ForwardPass
-from hf_lohan.engine.memory import Tiers
+from hf_lohan.engine.model_pass import ForwardPass
+from hf_lohan.engine.tiers import Tiers
 from hf_lohan.experts import (
     ComputeExpert,
     ExpertCache,
@@ -20,25 +20,25 @@ from hf_lohan.experts import (
     NextRouter,
     StreamedExperts,
     find_routers,
-    policy_named,
+    make_policy,
 )
 from hf_lohan.model import Block, Chunk
 from hf_lohan.planner import SizeClass
-from hf_lohan.planner.expert_costs import LAZY_FROM_SHARE
+from hf_lohan.planner.costs.expert_costs import LAZY_FROM_SHARE
 from hf_lohan.planner.record_traffic import PARAM
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.updates import CaughtUpRecords, Delivery, MissedSteps
+from hf_lohan.updates import Delivery, MissedSteps, UpToDateRecords
 from hf_lohan.weights import LocalWeights, RecordReader, SlotRing
 
 
-def caught_up_records(
+def up_to_date_records(
     tiers: Tiers, layout: OffloadLayout, chunks: Sequence[Chunk], *, lazy_experts: bool | Literal["auto"]
-) -> CaughtUpRecords:
+) -> UpToDateRecords:
     """The store's as the last step left them, and what of them is steps behind: experts, if these may be lazy."""
     lazy = {block for block in layout.blocks if lazy_experts and block.size_class is SizeClass.EXPERT}
     from_share = LAZY_FROM_SHARE if lazy_experts == AUTO else 0.0
     missed = MissedSteps(layout.blocks, chunks, lazy, from_share=from_share)
-    return CaughtUpRecords(tiers.store, layout.blocks, missed)
+    return UpToDateRecords(tiers.store, layout.blocks, missed)
 
 
 def expert_loader(
@@ -59,7 +59,7 @@ def expert_loader(
     if room is None or policy == "off":
         return ExpertLoader(ring, source, layers, lambda block: (block.name, PARAM) in tiers.store.ram.copies)
     cache = ExpertCache(
-        tiers.device, source, policy_named(policy, room.num_experts), room.bytes_of_each, ring.version_of
+        tiers.device, source, make_policy(policy, room.num_experts), room.bytes_of_each, ring.version_of
     )
     return ExpertLoader(ring, cache, layers, cache.has, cache.end_pass)
 

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from hf_lohan.absent import saved_weight_hooks, weight_refusal
 from hf_lohan.compat.torch_private import is_compiled
-from hf_lohan.engine.forward_pass import ForwardPass, OneForward
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, OneForward, PassParts, Phase
 from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.planning import StepShape
-from hf_lohan.weights import Slot, saved_weight_hooks
-from hf_lohan.weights.absence import refusal
+from hf_lohan.weights import Slot
 
 Result = TypeVar("Result")
 
@@ -50,14 +49,16 @@ class ModelHooks:
 
     def saving(self) -> saved_tensors_hooks:
         """A context in which autograd saves handles of weights."""
-        return saved_weight_hooks(self._parts.ring, _told(self._fetch_saved), self._parts.activations)
+        ring = self._parts.ring
+        fetch = _told(self._fetch_saved)
+        return saved_weight_hooks(ring.stand_ins, ring.block_behind, fetch, self._parts.activations)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
-        raise RuntimeError(refusal("copy.deepcopy"))
+        raise RuntimeError(weight_refusal("copy.deepcopy"))
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         """Pickle reaches a model's hooks before its weights."""
-        raise RuntimeError(refusal("pickle"))
+        raise RuntimeError(weight_refusal("pickle"))
 
     def remove(self) -> None:
         """Take them off the model."""
@@ -99,7 +100,7 @@ class ModelHooks:
     def _on_model_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
         # Without an output it is called because the forward raised; the next one recovers.
         if output is None:
-            self._parts.plan.memory.out_of_memory.give_what_is_handled()
+            self._parts.plan.memory.out_of_memory.add_to_current_error()
         self._forward_pass.end_model(is_whole=output is not None)
 
     def _on_module_forward(self, blocks: tuple[Block, ...], _module: nn.Module, _args: Any) -> None:
@@ -123,14 +124,14 @@ class ModelHooks:
                 "a layer was called outside its model's forward with gradients on; call the model itself, so that "
                 "what autograd saves of streamed weights can be tracked"
             )
-        self._pass.spans.end()
+        self._pass.spans.end_span()
         self._forward_pass.enter(blocks)
         if blocks:
-            self._pass.spans.begin("forward", blocks[0])
+            self._pass.spans.begin_span("forward", blocks[0])
 
     def _after_outer(self, blocks: tuple[Block, ...]) -> None:
         if self._pass.phase is not Phase.BACKWARD:
-            self._pass.spans.end()
+            self._pass.spans.end_span()
             self._forward_pass.leave(blocks)
 
     def _after_layer(self, index: int, blocks: tuple[Block, ...], output: Any) -> Any:
@@ -148,18 +149,18 @@ class ModelHooks:
         for block in blocks:
             self._fetch_in_backward(block)
 
-    def _fetch_saved(self, block: Block, element: int) -> Slot:
+    def _fetch_saved(self, block: Block, element: int) -> Tensor:
         slot = self._fetch_in_backward(block)
         self._pass.refuse_new_weight(block, element)
-        return slot
+        return slot.weights
 
     def _fetch_in_backward(self, block: Block) -> Slot:
         self._forward_pass.enter_backward()
         if block in self._shared or self._pass.spans.is_open("backward", block):
             return self._forward_pass.fetch_in_backward(block)
-        self._pass.spans.end()
+        self._pass.spans.end_span()
         slot = self._forward_pass.fetch_in_backward(block)
-        self._pass.spans.begin("backward", block)
+        self._pass.spans.begin_span("backward", block)
         return slot
 
     def _on_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:

@@ -1,42 +1,47 @@
-"""A pass through a model: whether a forward or a backward is under way, and what begins and ends with it."""
+"""A pass through a model: which of its forwards and backwards are in progress, what begins and ends with them, and how
+a forward goes through the blocks: one at a time here, several in `micro_batches`."""
 
 from __future__ import annotations
 
 import contextlib
 import enum
+import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from hf_lohan.activations import ActivationTiers
 from hf_lohan.compat.torch_private import call_behind_backward, is_in_backward
 from hf_lohan.device import Device, Lane, PoolAborted, Stamp
+from hf_lohan.engine.commits import StepCommits
 from hf_lohan.engine.events import FollowedPlan, PassName
 from hf_lohan.engine.lifetime import Lifetime
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.threads import raised_anew
-from hf_lohan.updates import GradientArrivals, ParamGroups, StepTransaction
-from hf_lohan.weights import BlocksInUse, Loads, SlotRing
+from hf_lohan.updates import BackwardContext, GradientArrivals, ParamGroups, StepTransaction, WeightSlots
+from hf_lohan.weights import BlocksInUse, Loads, Slot, SlotRing
 
 
 class Phase(enum.Enum):
-    """Where a model's pass is. A joint one has backwards of its heads while its forwards still go on."""
+    """How far a pass is. Joint forwards have backwards of their heads while other forwards still run."""
 
     IDLE = enum.auto()
     FORWARD = enum.auto()
     FORWARD_WITH_HEADS = enum.auto()
-    """Forwards go on, and the first heads have had their backward."""
+    """Forwards run, and the first heads have had their backward."""
     BETWEEN = enum.auto()
-    """Forwards are over, heads have had their backward, and that of the layers is to come."""
+    """Forwards have ended, heads have had their backward, and the layers' backward follows."""
     BACKWARD = enum.auto()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PassParts:
-    """What takes part in a pass."""
+    """The parts of an engine that a pass uses."""
 
     device: Device
     ring: SlotRing
@@ -45,24 +50,28 @@ class PassParts:
     activations: ActivationTiers
     step: StepTransaction
     groups: ParamGroups
+    commits: StepCommits
     plan: FollowedPlan
     lifetime: Lifetime
     block_began: Callable[[PassName, Block], None]
+    is_final_backward: Callable[[], bool]
+    slots: WeightSlots | None
+    """See `BackwardContext`."""
     block_of: Mapping[ParamSlice, Block]
 
 
 class StepClock:
-    """Adds up over the backwards of a step."""
+    """Seconds of compute, summed over the backwards of a step."""
 
     def __init__(self) -> None:
         self.forward_s = 0.0
         self.backward_s = 0.0
         self.last_forward_s = 0.0
-        """Of the step before."""
+        """Of the last step."""
         self.last_backward_s = 0.0
         self._began_s = 0.0
 
-    def begin(self) -> None:
+    def begin_pass(self) -> None:
         """A forward or a backward begins."""
         self._began_s = time.perf_counter()
 
@@ -73,13 +82,13 @@ class StepClock:
         self.backward_s += time.perf_counter() - self._began_s
 
     def end_step(self) -> None:
-        """Begin to count anew."""
+        """Start again from zero."""
         self.last_forward_s, self.last_backward_s = self.forward_s, self.backward_s
         self.forward_s = self.backward_s = 0.0
 
 
 class ComputeSpans:
-    """One task at a time: compute of one pass that needs one block, until the next one is asked for."""
+    """The timeline's compute tasks, one at a time: work of one pass on one block, until the next block is needed."""
 
     def __init__(self, device: Device, began: Callable[[PassName, Block], None]) -> None:
         self._device = device
@@ -89,33 +98,34 @@ class ComputeSpans:
     def is_open(self, name: PassName, block: Block) -> bool:
         return self._open is not None and self._open[:2] == (name, block)
 
-    def begin(self, name: PassName, block: Block) -> None:
-        """What is enqueued from here on is of the pass ``name`` and for ``block``."""
-        self.end()
+    def begin_span(self, name: PassName, block: Block) -> None:
+        """Work that is enqueued from here on belongs to the pass ``name`` and to ``block``."""
+        self.end_span()
         self._began(name, block)
         self._open = name, block, self._device.stamp(Lane.COMPUTE)
 
-    def end(self) -> None:
-        """The last compute of the task, if one is open, is enqueued."""
+    def end_span(self) -> None:
+        """All work of the open task, if there is one, is enqueued."""
         if self._open is not None:
             (name, block, began), self._open = self._open, None
             self._device.note_span(Lane.COMPUTE, name, began, self._device.stamp(Lane.COMPUTE), block=block.name)
 
 
 class ModelPass:
-    """Each training forward is followed by a backward, or by nothing; an exception may end either."""
+    """Each training forward is followed by a backward, or by nothing. An exception may end either."""
 
     def __init__(self, parts: PassParts) -> None:
         self._parts = parts
         self.clock = StepClock()
         self.in_use = BlocksInUse(parts.ring, parts.prefetcher)
         self.spans = ComputeSpans(parts.device, parts.block_began)
-        self._saving: contextlib.AbstractContextManager[Any] | None = None
+        self._saving: AbstractContextManager[Any] | None = None
         self._phase = Phase.IDLE
         self._loads_before_gradient: dict[Block, int] = {}
         self._is_running = False
         self._awaits_backward = False
         self._changed: str | None = None
+        self._is_announced_final = True
 
     @property
     def phase(self) -> Phase:
@@ -123,16 +133,16 @@ class ModelPass:
 
     @property
     def is_running(self) -> bool:
-        """Whether a forward or a backward is under way. One that broke off is not, unless an interrupt ended it."""
+        """Whether a forward or a backward is in progress. One that failed is not, unless an interrupt ended it."""
         return self._is_running or is_in_backward()
 
     @property
     def is_saving(self) -> bool:
-        """Whether what is computed now is noted for a backward."""
+        """Whether a forward saves tensors for a backward."""
         return self._saving is not None
 
     def note_changed_weight(self, name: str) -> None:
-        """A weight is not what it was. A backward of a forward before has nothing to go by."""
+        """A weight was changed: the backward of an earlier forward is refused."""
         if self._awaits_backward:
             self._changed = name
 
@@ -143,17 +153,17 @@ class ModelPass:
         self._parts.step.recover()
 
     def _recover_if_broken(self) -> None:
-        """After a backward, the step's gradients are gone: half of a sum would be a wrong number."""
+        """If a backward failed, drop the step's gradients: their sum is incomplete."""
         if self._phase is Phase.IDLE:
             return
         self.end_saving()  # an interrupt does not even run hooks that are always called
-        self.spans.end()
+        self.spans.end_span()
         self.in_use.release_all()
-        self._parts.arrivals.abandon()
+        self._parts.arrivals.abandon_backward()
         self._parts.prefetcher.cancel_pass()
         if self._phase is not Phase.FORWARD:
             self._parts.step.abandon_broken()
-        # Only now: an interrupt may end this, and then it is done again.
+        # Only now: if an interrupt ends this method before, it runs again.
         self._phase = Phase.IDLE
         self._is_running = self._awaits_backward = False
         self._changed = None
@@ -168,22 +178,22 @@ class ModelPass:
         self._parts.step.refuse_between_updates()
         self._parts.step.undo_guesses()
         if is_training:
-            self._parts.groups.follow()
+            self._parts.groups.follow_optimizer()
             self._parts.plan.begin_step()
         self._phase = Phase.FORWARD
         self._is_running, self._awaits_backward, self._changed = True, False, None
-        self.clock.begin()
+        self.clock.begin_pass()
         self._parts.prefetcher.begin_pass(is_training=is_training)
         if is_training:
             self._parts.activations.begin_forward()
 
-    def save_by(self, saving: contextlib.AbstractContextManager[Any]) -> None:
-        """``saving``: hooks for what the forward saves."""
+    def save_by(self, saving: AbstractContextManager[Any]) -> None:
+        """``saving``: hooks for tensors that the forward saves."""
         saving.__enter__()
         self._saving = saving
 
     def end_saving(self) -> bool:
-        """The forward has ended, or broken off. Returns whether something was saved."""
+        """The forward has ended, or failed. Returns whether it saved tensors."""
         if self._saving is None:
             return False
         self._saving.__exit__(None, None, None)
@@ -195,9 +205,9 @@ class ModelPass:
         self._is_running = False
 
     def end_forward(self, *, is_training: bool) -> None:
-        """It has ended."""
+        """The forwards have ended."""
         self._is_running, self._awaits_backward = False, is_training
-        self.spans.end()
+        self.spans.end_span()
         self._phase = Phase.BETWEEN if self._phase is Phase.FORWARD_WITH_HEADS else Phase.IDLE
         if is_training:
             self._parts.activations.expect_backward()
@@ -207,8 +217,12 @@ class ModelPass:
 
     # Backward.
 
+    def announce_backward(self, *, is_final: bool) -> None:
+        """Whether the backwards from here on may be a step's last."""
+        self._is_announced_final = is_final
+
     def begin_head(self) -> None:
-        """While other forwards go on, the backward of a head begins, or goes on."""
+        """The backward of a head begins, or goes on, while other forwards run."""
         if self._phase is not Phase.FORWARD_WITH_HEADS:
             self._begin_gradients()
         self._phase = Phase.FORWARD_WITH_HEADS
@@ -220,7 +234,7 @@ class ModelPass:
         if self._changed is not None:
             raise RuntimeError(
                 f"{self._changed} was changed between a forward and its backward, which needs it as it was; change "
-                "weights behind step()"
+                "weights after step()"
             )
         had_heads = self._phase is Phase.BETWEEN
         if not had_heads:
@@ -229,18 +243,18 @@ class ModelPass:
         self._phase = Phase.BACKWARD
         if not had_heads:
             self._parts.step.undo_guesses()
-        self.clock.begin()
+        self.clock.begin_pass()
         call_behind_backward(lambda: self._end_backward(before_end))
 
     def recover_before_step(self) -> None:
-        """`recover`; and gradients that a loop has set to None are none of the step's."""
+        """`recover`, and drop the step's gradients if a loop has set them to None."""
         self.recover()
         self._drop_forgotten()
 
     def _drop_forgotten(self) -> None:
         """Drop the step's gradients if a loop has set them to None, as zero_grad() does. Raises RuntimeError if it has
-        set some of them: the others would go on alone."""
-        away = self._parts.ring.gradients_away
+        set only some of them: a step has all its gradients or none."""
+        away = self._parts.ring.moved_gradients
         if not away.forgotten:
             return
         trained = (part for part in self._parts.block_of if part.trainable and part.parameter.requires_grad)
@@ -251,48 +265,53 @@ class ModelPass:
                 "or none; call optimizer.zero_grad() to drop them, and leave a parameter out of a step by "
                 "requires_grad_(False) before its forward"
             )
-        self._parts.step.abandon()
+        self._parts.step.abandon_gradients()
         away.clear()
 
     def _begin_gradients(self) -> None:
-        """The first gradients of a backward are about to come, and updates with them."""
+        """The first gradients of a backward follow, and maybe updates."""
+        parts = self._parts
         self._drop_forgotten()
-        self._parts.step.begin_backward()
-        if not self._parts.step.has_begun_updates:
-            self._parts.groups.note()
+        parts.step.begin_backward()
+        if not parts.step.has_begun_updates:
+            parts.groups.note_settings()
+        is_final = self._is_announced_final and parts.is_final_backward()
+        parts.arrivals.begin_backward(BackwardContext(is_final=is_final, slots=parts.slots))
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         """A parameter's gradient of this backward is complete."""
         self._note_gradient(part)
         with _cause_of_abort():
-            self._parts.arrivals.take(part, parameter)
-        self._parts.ring.gradients_away.forgotten.discard(parameter)  # it was set to None there, not by the loop
+            self._parts.arrivals.take_gradient(part, parameter)
+        self._parts.ring.moved_gradients.forgotten.discard(parameter)  # the arrival set it to None, not the loop
 
     def send_gradient(self, part: ParamSlice, gradient: Tensor | None, *, has_more: bool = False) -> None:
-        """A parameter's gradient of the step is complete, unless the backward under way ``has_more`` of it; None:
+        """A parameter's gradient of the step is complete, unless the backward in progress ``has_more`` of it; None:
         zeros."""
         self._note_gradient(part)
         if gradient is None:
-            self._parts.arrivals.reach(part)
+            self._parts.arrivals.note_zero_gradient(part)
             return
         with _cause_of_abort():
-            self._parts.arrivals.send(part, gradient, has_more=has_more)
+            self._parts.arrivals.send_gradient(part, gradient, has_more=has_more)
 
     def refuse_new_weight(self, block: Block, element: int) -> None:
-        """Raises RuntimeError if an element of a block that backward needs was loaded anew after it had been updated:
-        autograd does not know of uses that need no gradient of the weight."""
+        """Raises RuntimeError if backward needs an element of a block that was updated and loaded again: autograd does
+        not report uses that need no gradient of the weight."""
         before = self._loads_before_gradient.get(block)
         if before is not None and before != self._parts.ring.num_loads(block):
             part = next(part for part in block.slices if part.start <= element < part.stop)
             self._parts.step.refuse_new_weight(part)
 
     def _note_gradient(self, part: ParamSlice) -> None:
-        self._parts.ring.gradients_away.note()
+        if not self._loads_before_gradient and self._parts.step.updates_in_backward:
+            self._parts.commits.keep_what_was_loaded()  # at the backward's first gradient
+        self._parts.ring.moved_gradients.mark_moved()
         block = self._parts.block_of[part]
         self._loads_before_gradient.setdefault(block, self._parts.ring.num_loads(block))
 
     def _end_backward(self, before_end: Callable[[], None]) -> None:
-        self.spans.end()
+        self.spans.end_span()
         before_end()
         self._parts.arrivals.flush()
         self.in_use.release_all()
@@ -302,9 +321,141 @@ class ModelPass:
         self._parts.prefetcher.end_pass()
 
 
+class ForwardPass(Protocol):
+    """What a model's hooks call as the model runs."""
+
+    def begin_model(self) -> None:
+        """A forward of the whole model begins."""
+
+    def save_by(self, saving: AbstractContextManager[Any]) -> None:
+        """The forward will have a backward; ``saving``: hooks for tensors that it saves."""
+
+    def end_model(self, *, is_whole: bool) -> None:
+        """The forward has ended, or failed."""
+
+    def enter(self, blocks: Sequence[Block]) -> None:
+        """A module that needs the blocks is about to run."""
+
+    def leave(self, blocks: Sequence[Block]) -> None:
+        """That module has run."""
+
+    @property
+    def number(self) -> int:
+        """The index of the forward that runs, among those that share the model."""
+
+    @property
+    def is_saving(self) -> bool:
+        """Whether a forward of this thread saves tensors for its backward."""
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread runs one of the forwards in progress."""
+
+    def enter_to_read(self, block: Block) -> None:
+        """An operation is about to read weights of a block whose modules do not run. `leave` follows."""
+
+    def weight(self, part: ParamSlice) -> Tensor:
+        """The weight for that operation."""
+
+    def behind_layer(self, index: int, output: Any) -> Any:
+        """A layer has run. Returns the input of the next one."""
+
+    def enter_backward(self) -> None:
+        """A backward begins, or goes on."""
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        """A parameter's gradient of this backward is complete."""
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        """One expert's part of a parameter's gradient is complete, in the backward of forward ``number``. None:
+        zeros."""
+
+    def fetch_in_backward(self, block: Block) -> Slot:
+        """Bring the block to the device for the backward."""
+
+
+class OneForward:
+    """A single forward at a time."""
+
+    def __init__(self, model_pass: ModelPass) -> None:
+        self._pass = model_pass
+        self._thread = 0
+        self._is_running = False
+        """Also true after an interrupt that ended the forward."""
+        self._lock = threading.Lock()
+
+    def begin_model(self) -> None:
+        own = threading.get_ident()
+        with self._lock:
+            is_elsewhere = self._is_running and self._thread != own
+            if is_elsewhere and any(thread.ident == self._thread for thread in threading.enumerate()):
+                raise RuntimeError(
+                    "an offloaded model was called on a second thread while its forward runs on another, and its "
+                    "weights pass through one set of slots; call it on one thread at a time"
+                )
+            self._thread, self._is_running = own, True
+        self._pass.begin_forward(is_training=torch.is_grad_enabled())
+
+    def save_by(self, saving: AbstractContextManager[Any]) -> None:
+        self._pass.save_by(saving)
+
+    def end_model(self, *, is_whole: bool) -> None:
+        if threading.get_ident() != self._thread:
+            return  # the forward on this thread was refused
+        self._is_running = False
+        was_training = self._pass.end_saving()
+        if is_whole:
+            self._pass.end_forward(is_training=was_training)
+        else:
+            self._pass.break_off()
+
+    def enter(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._pass.in_use.enter(block)
+
+    def leave(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._pass.in_use.leave(block)
+
+    @property
+    def number(self) -> int:
+        return 0
+
+    @property
+    def is_saving(self) -> bool:
+        return self._pass.is_saving
+
+    @property
+    def is_here(self) -> bool:
+        return threading.get_ident() == self._thread
+
+    def enter_to_read(self, block: Block) -> None:
+        self._pass.in_use.enter(block, for_operation=True)
+
+    def weight(self, part: ParamSlice) -> Tensor:
+        return part.parameter
+
+    def behind_layer(self, index: int, output: Any) -> Any:
+        return output
+
+    def enter_backward(self) -> None:
+        self._pass.begin_backward()
+
+    def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
+        self._pass.begin_backward()
+        self._pass.take_gradient(part, parameter)
+
+    def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
+        self._pass.begin_backward()
+        self._pass.send_gradient(part, gradient)
+
+    def fetch_in_backward(self, block: Block) -> Slot:
+        return self._pass.in_use.fetch_in_backward(block)
+
+
 @contextlib.contextmanager
 def _cause_of_abort() -> Iterator[None]:
-    """If the pipeline broke: say why, not how it was noticed."""
+    """If the pipeline failed, raise its error instead of `PoolAborted`."""
     try:
         yield
     except PoolAborted as aborted:

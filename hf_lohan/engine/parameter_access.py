@@ -1,9 +1,9 @@
-"""Read and write single parameters and their states in the store, by name, through pool buffers."""
+"""Reads and writes single parameters and their states in the store, by name."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from typing import NoReturn, Protocol
 
@@ -14,79 +14,78 @@ from hf_lohan.device import Buffer, BufferPool
 from hf_lohan.files import Extent
 from hf_lohan.model import Block, ParamSlice, ranges, round_up
 from hf_lohan.optim import decode_master_, encode_master_
-from hf_lohan.ranks import Links
+from hf_lohan.ranks import Links, RankFailedError
 from hf_lohan.store import RecordRead, RecordSpec, Store
-from hf_lohan.updates import CaughtUpRecords
+from hf_lohan.updates import UpToDateRecords
 
 
 class Sliceable(Protocol):
-    """A flat tensor, or a file's: gives out parts of itself."""
+    """A flat tensor, or a lazy slice of a file."""
 
     def __getitem__(self, part: slice, /) -> Tensor: ...
 
 
 class Zeros:
-    """As many zeros as are asked for."""
+    """A flat source of zeros of any length."""
 
     def __getitem__(self, part: slice, /) -> Tensor:
         return torch.zeros(part.stop - part.start)
 
 
 class _Parts(dict[str, list[tuple[Block, ParamSlice]]]):
-    """Where parameters lie, by name."""
+    """The block and slice of each part of a parameter, by name."""
 
     def __missing__(self, name: str) -> NoReturn:
         raise KeyError(
-            f"{name} is not in the store; a weight that was tied when the model was offloaded has the name of its "
-            "first use, and parameters must be added or untied before the model is offloaded"
+            f"{name} is not in the store; a tied weight has the name of its first use, and parameters must be added or "
+            "untied before the model is offloaded"
         )
 
 
 class ParameterAccess:
-    """The door for loading and saving; training itself moves whole chunks.
+    """For loading and saving; training itself moves whole chunks.
 
-    Works piece by piece in buffers of the run's own pool, so a parameter larger than the budget passes through as well.
-    Where there are several ranks each writes what its store has. They read together, in the same order, and all get all
-    of it.
+    Works piece by piece in buffers of the run's pool, so a parameter may be larger than the budget. With several ranks
+    each writes the shard that its store has; all read together, in the same order, and get the whole parameter.
     """
 
     def __init__(
-        self, store: Store | CaughtUpRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
+        self, store: Store | UpToDateRecords, blocks: list[Block], pool: BufferPool, links: Links | None = None
     ) -> None:
-        """``store``: what reads and writes its records; where some may be steps behind, as the last step left them."""
+        """``store``: reads and writes records. `UpToDateRecords` if some may be steps behind."""
         self._store = store
         self._links = links or Links.alone()
         self._pool = pool
         self._piece_numel = pool.buffer_bytes // torch.float32.itemsize
         self.parts: dict[str, list[tuple[Block, ParamSlice]]] = _Parts()
-        """By name where a parameter lies: whole in one block, or in parts, in order."""
+        """By name, the block and slice of a parameter, or of each of its parts in order."""
         for block in blocks:
             for part in block.slices:
                 self.parts.setdefault(part.name, []).append((block, part))
         for parts in self.parts.values():
-            parts.sort(key=lambda place: place[1].first)
+            parts.sort(key=lambda located: located[1].first)
 
     def state_kinds(self, name: str) -> tuple[str, ...]:
-        """Record kinds, beside `param`, that hold something of this parameter."""
+        """Record kinds of this parameter besides `param`."""
         block, part = self.parts[name][0]
         return block.master.state_kinds if part.trainable else ()
 
     def extents(self, block: Block, kind: str) -> list[tuple[str, Extent]] | None:
-        """Where the files hold a record as it is read here; None where it is elsewhere, or they do not."""
+        """The extents of a record in the files. None if the files do not hold its newest content."""
         return self._store.extents(block.name, kind)
 
     def state_dtype(self, name: str, kind: str) -> torch.dtype:
-        """Element type of one record kind of a parameter."""
+        """Dtype of one record kind of a parameter."""
         block, _ = self.parts[name][0]
         return block.master.state_dtype(kind)
 
     @property
     def piece_bytes(self) -> int:
-        """So much of a parameter, in float32, passes through a buffer at a time."""
+        """Size of a piece in float32."""
         return self._piece_numel * torch.float32.itemsize
 
     def write_parameter(self, name: str, source: Tensor) -> None:
-        """Store a weight of any float dtype and any device. bfloat16 stores keep the float32 master exactly."""
+        """Store a weight of any float dtype and device. A bfloat16 store keeps the float32 master exactly."""
         shape = self.parts[name][0][1].shape
         if source.shape != shape:
             raise ValueError(f"{name} has shape {tuple(source.shape)}, the store expects {tuple(shape)}")
@@ -94,8 +93,8 @@ class ParameterAccess:
 
     @torch.no_grad()
     def write_elements(self, name: str, first: int, source: Tensor) -> None:
-        """`write_parameter` of the elements of a flattened weight from ``first`` on, as many as ``source`` has. Raises
-        ValueError if the weight has fewer."""
+        """`write_parameter` for elements of a flattened weight, from ``first`` on. Raises ValueError if ``source`` has
+        more than there are."""
         flat = source.detach().reshape(-1)
         last, numel = first + flat.numel(), self.parts[name][0][1].shape.numel()
         if first < 0 or last > numel:
@@ -104,39 +103,39 @@ class ParameterAccess:
             begin, end = max(first, part.first), min(last, part.last)
             if begin < end:
                 with self._buffers(3 if block.master.has_residual else 2) as buffers:
-                    place = part.start + begin - part.first
-                    low, high = self._own(block, place, place + end - begin)
-                    before = begin - first + low - place
+                    offset = part.start + begin - part.first
+                    low, high = self._own_range(block, offset, offset + end - begin)
+                    before = begin - first + low - offset
                     for start, stop in ranges(high - low, self._piece_numel):
                         self._write_piece(block, part, low + start, flat[before + start : before + stop], buffers)
 
-    def _own(self, block: Block, start: int, stop: int) -> tuple[int, int]:
-        """What of elements [start, stop) of a block this rank has; an empty range if none."""
+    def _own_range(self, block: Block, start: int, stop: int) -> tuple[int, int]:
+        """This rank's elements among [start, stop) of a block. May be empty."""
         first, last = block.rank_ranges[self._links.ranks.rank]
         low = min(max(start, first), stop)
         return low, max(low, min(stop, last))
 
-    def _write_piece(self, block: Block, part: ParamSlice, place: int, piece: Tensor, buffers: list[Buffer]) -> None:
+    def _write_piece(self, block: Block, part: ParamSlice, offset: int, piece: Tensor, buffers: list[Buffer]) -> None:
         numel = piece.numel()
         bounce = buffers[0].bytes
         master = buffers[1].view(torch.float32, numel)
         master.copy_(piece)
         if not block.master.has_residual:
-            self._store.write_unaligned(block.name, "param", place, master, bounce)
+            self._store.write_unaligned(block.name, "param", offset, master, bounce)
             return
         working = buffers[2].view(torch.bfloat16, numel)
         residual = buffers[2].view(torch.int16, numel, start_byte=2 * self._piece_numel)
         encode_master_(master, working, residual, scratch=bounce[: 4 * numel].view(torch.int32))
-        self._store.write_unaligned(block.name, "param", place, working, bounce)
+        self._store.write_unaligned(block.name, "param", offset, working, bounce)
         if part.trainable:
-            self._store.write_unaligned(block.name, "master_residual", place, residual, bounce)
+            self._store.write_unaligned(block.name, "master_residual", offset, residual, bounce)
 
     def read_parameter(self, name: str) -> Tensor:
-        """The working weight as a new tensor of the parameter's shape, on the host."""
+        """The working weight as a new host tensor of the parameter's shape."""
         return self.read_flat(name, "param").view(self.parts[name][0][1].shape)
 
     def read_flat(self, name: str, kind: str) -> Tensor:
-        """One record kind of a parameter, as it is stored, as a new flat host tensor."""
+        """One record kind of a parameter as a new flat host tensor, in the stored dtype."""
         block, last = self.parts[name][-1]
         out = torch.empty(block.master.numel(kind, last.last), dtype=self.state_dtype(name, kind))
         for start, piece in self.read_pieces(name, kind):
@@ -144,11 +143,11 @@ class ParameterAccess:
         return out
 
     def read_elements(self, name: str, first: int, last: int) -> Tensor:
-        """Elements [first, last) of the flattened working weight as a new flat tensor, on the host."""
+        """Elements [first, last) of the flattened working weight as a new flat host tensor."""
         return self._read_elements(name, "param", first, last)
 
     def read_masters(self, name: str, first: int, last: int) -> Tensor:
-        """`read_elements` of the float32 master. That of a frozen weight is what it computes with."""
+        """`read_elements` of the float32 master. A frozen weight is its own master."""
         working = self._read_elements(name, "param", first, last)
         if "master_residual" not in self.state_kinds(name):
             return working.to(torch.float32)
@@ -165,33 +164,32 @@ class ParameterAccess:
     def read_pieces(
         self, name: str, kind: str, first: int = 0, last: int | None = None
     ) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over one record kind of a parameter, or of its elements [first, last); each piece is
-        valid until the next is asked for."""
+        """(start, piece) pairs over one record kind of a parameter, or of its elements [first, last). A piece is valid
+        until the next one is read."""
         for block, part in self.parts[name]:
             low, high = max(first, part.first), part.last if last is None else min(last, part.last)
             if low < high:
                 before, _ = block.master.elements(kind, low, high)
-                place = part.start + low - part.first
-                for start, piece in self._read_range(block, kind, place, place + high - low):
+                offset = part.start + low - part.first
+                for start, piece in self._read_range(block, kind, offset, offset + high - low):
                     yield before + start, piece
 
     def _read_range(self, block: Block, kind: str, begin: int, end: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over what of a record goes with the block's elements [begin, end)."""
+        """(start, piece) pairs over the part of a record that belongs to the block's elements [begin, end)."""
         origin, _ = block.master.elements(kind, begin, end)
         for owner, (first, last) in enumerate(block.rank_ranges):
             low, high = max(begin, first), min(end, last)
             if low < high:
                 first_element, last_element = block.master.elements(kind, low, high)
-                for start, piece in self._read_of(owner, block, kind, first_element, last_element):
+                for start, piece in self._read_from(owner, block, kind, first_element, last_element):
                     yield first_element - origin + start, piece
 
-    def _read_of(self, owner: int, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over elements [first, last) of a record that ``owner`` has."""
+    def _read_from(self, owner: int, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
+        """(start, piece) pairs over elements [first, last) of a record in ``owner``'s store."""
         links, tag = self._links, f"{kind} of {block.name}"
         if owner == links.ranks.rank:
             for start, piece in self.read_own(block, kind, first, last):
-                if links.ranks.others:
-                    links.broadcast(piece, owner, tag)
+                links.broadcast(piece, owner, tag)
                 yield start, piece
             return
         with self._buffers(1) as (landing,):
@@ -201,13 +199,13 @@ class ParameterAccess:
                 yield start, piece
 
     def read_own(self, block: Block, kind: str, first: int, last: int) -> Iterator[tuple[int, Tensor]]:
-        """(start, piece) pairs over elements [first, last) of a record that this rank has; each piece is valid until
-        the next is asked for. Others need not take part."""
+        """(start, piece) pairs over elements [first, last) of a record in this rank's store, without the other ranks. A
+        piece is valid until the next one is read."""
         record, dtype = self._store.layout.record(block.name, kind), block.master.state_dtype(kind)
         if first % record.granule_numel == 0:
             yield from self._read_ahead(record, dtype, first, last)
             return
-        with self._buffers(2) as (bounce, landing):  # a small one, that lies with others in one granule
+        with self._buffers(2) as (bounce, landing):  # a small parameter shares a granule with others
             for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(dtype, stop - start)
                 self._store.read_unaligned(block.name, kind, first + start, piece, bounce.bytes)
@@ -216,8 +214,7 @@ class ParameterAccess:
     def _read_ahead(
         self, record: RecordSpec, dtype: torch.dtype, first: int, last: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """`read_pieces` of elements [first, last), from a granule's start on: one piece is read while the one before is
-        in use."""
+        """`read_own` from a granule's start: reads the next piece while the current one is in use."""
         reading: deque[tuple[int, int, RecordRead, Tensor]] = deque()
         with self._buffers(2) as buffers:
             try:
@@ -227,37 +224,37 @@ class ParameterAccess:
                     read = self._store.read(record.block, record.kind, first + start, landing)
                     reading.append((start, stop, read, landing))
                     if len(reading) == len(buffers):
-                        yield self._landed(reading)
+                        yield self._next_piece(reading)
                 while reading:
-                    yield self._landed(reading)
+                    yield self._next_piece(reading)
             finally:
-                for _, _, read, _ in reading:  # nobody wants it any more, but it still writes into its buffer
+                for _, _, read, _ in reading:  # it is no longer needed, but still writes into its buffer
                     with suppress(Exception):
-                        read.arrive()
+                        read.wait_for_bytes()
 
     @staticmethod
-    def _landed(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
+    def _next_piece(reading: deque[tuple[int, int, RecordRead, Tensor]]) -> tuple[int, Tensor]:
         start, stop, read, landing = reading[0]
         read.wait()
-        reading.popleft()  # not before: an interrupted wait leaves it to who cleans up
+        reading.popleft()  # only now: after an interrupted wait the caller waits for it
         return start, landing[: stop - start]
 
     @torch.no_grad()
     def write_state(self, name: str, kind: str, source: Sliceable, *, first: int = 0, last: int | None = None) -> None:
-        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last),
-        from a flat source that begins there."""
+        """Store one state record (`exp_avg`, `master_residual`, ...) of a parameter, or of its elements [first, last).
+        ``source`` begins at ``first``."""
         for block, part in self.parts[name]:
             begin, end = max(first, part.first), part.last if last is None else min(last, part.last)
             if begin < end:
-                place = part.start + begin - part.first
-                low, high = self._own(block, place, place + end - begin)
+                offset = part.start + begin - part.first
+                low, high = self._own_range(block, offset, offset + end - begin)
                 if low < high:
-                    begin += low - place
+                    begin += low - offset
                     before, _ = block.master.elements(kind, begin - first, begin - first + high - low)
                     self._write_elements(block, kind, *block.master.elements(kind, low, high), source, before)
 
     def _write_elements(self, block: Block, kind: str, first: int, last: int, source: Sliceable, before: int) -> None:
-        """Elements [first, last) of a record, from those of ``source`` that lie behind ``before`` others."""
+        """Write elements [first, last) of a record from ``source``, whose first ``before`` elements are skipped."""
         with self._buffers(2) as (bounce, landing):
             for start, stop in ranges(last - first, self._piece_numel):
                 piece = landing.view(block.master.state_dtype(kind), stop - start)
@@ -276,18 +273,94 @@ class ParameterAccess:
 
 
 def drain_model(blocks: list[Block], parameters: ParameterAccess) -> None:
-    """Write every parameter to the store and let go of its memory at once.
+    """Write every parameter to the store and free its memory at once.
 
-    Afterwards the parameters hold empty tensors; the engine replaces them by placeholders.
+    Afterwards the parameters hold empty tensors, which the engine replaces by placeholders.
     """
     drained: set[str] = set()
     for part in (part for block in blocks for part in block.slices):
         if part.name not in drained:
             drained.add(part.name)
             parameters.write_parameter(part.name, part.parameter)
-            _let_go(part.parameter)
+            _free_parameter(part.parameter)
 
 
-def _let_go(parameter: nn.Parameter) -> None:
+def _free_parameter(parameter: nn.Parameter) -> None:
     parameter.grad = None
     parameter.data = parameter.data.new_empty(0)
+
+
+_READ, _ELEMENTS, _MASTERS, _FAILED = "read ", "elements ", "masters ", "failed "
+
+
+class CollectiveReads:
+    """Weights that all ranks read together, because each rank stores a part of every weight. Rank 0 chooses the order,
+    and tells the others which weight is next (`leading`); the others call `follow_rank_0`. Reads as `ParameterAccess`
+    does."""
+
+    def __init__(self, access: Callable[[], ParameterAccess], links: Links) -> None:
+        """`access` is called for each weight: an engine then waits for its updates."""
+        self._access = access
+        self._links = links
+
+    @property
+    def parts(self) -> dict[str, list[tuple[Block, ParamSlice]]]:
+        return self._access().parts
+
+    def read_parameter(self, name: str) -> Tensor:
+        self._announce(_READ + name)
+        return self._access().read_parameter(name)
+
+    def read_elements(self, name: str, first: int, last: int) -> Tensor:
+        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        return self._access().read_elements(name, first, last)
+
+    def read_masters(self, name: str, first: int, last: int) -> Tensor:
+        self._announce(f"{_MASTERS}{first} {last} {name}")
+        return self._access().read_masters(name, first, last)
+
+    def read_pieces(
+        self, name: str, kind: str, first: int = 0, last: int | None = None
+    ) -> Iterator[tuple[int, Tensor]]:
+        """For the working weight only."""
+        assert kind == "param", "only weights are read together"
+        last = self.parts[name][0][1].shape.numel() if last is None else last
+        self._announce(f"{_ELEMENTS}{first} {last} {name}")
+        pieces = self._access().read_pieces(name, kind, first, last)
+        try:
+            while (piece := next(pieces, None)) is not None:
+                yield piece
+        finally:
+            for _ in pieces:  # read the rest even if the caller stops: the others read it, too
+                pass
+
+    @contextmanager
+    def leading(self) -> Iterator[None]:
+        """On rank 0: the others follow until this context ends. They learn of an error."""
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RankFailedError):  # another rank may have ended because of this one
+                self._announce(f"{_FAILED}{type(error).__name__}: {error}")
+            raise
+        self._announce("")
+
+    def follow_rank_0(self) -> None:
+        """On the others: read what rank 0 reads. Raises RankFailedError if rank 0 failed."""
+        while order := self._announce(""):
+            if order.startswith(_FAILED):
+                raise RankFailedError(f"rank 0 could not save the model: {order.removeprefix(_FAILED)}", 0)
+            if order.startswith(_READ):
+                self._access().read_parameter(order.removeprefix(_READ))
+                continue
+            if order.startswith(_MASTERS):
+                first, last, name = order.removeprefix(_MASTERS).split(" ", 2)
+                self._access().read_masters(name, int(first), int(last))
+                continue
+            first, last, name = order.removeprefix(_ELEMENTS).split(" ", 2)
+            for _ in self._access().read_pieces(name, "param", int(first), int(last)):
+                pass
+
+    def _announce(self, order: str) -> str:
+        """Returns the order of rank 0, whose own ``order`` it is."""
+        return self._links.all_gather("the next weight to save", order.encode())[0].decode()

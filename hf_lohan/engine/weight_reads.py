@@ -1,30 +1,30 @@
-"""Weights for whoever reads them where no module runs that owns them: the true numbers, or an error at that line."""
+"""Weights for operations outside the modules that own them: borrowed for one operation, or gathered to be changed."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import Tensor, nn
 
+from hf_lohan.absent import AbsentParameter, BorrowedWeights, WeightView, weight_refusal
 from hf_lohan.compat.torch_private import is_in_backward as is_in_backward_of_autograd
 from hf_lohan.compat.torch_private import storage_id, tree_map
-from hf_lohan.engine.forward_pass import ForwardPass
-from hf_lohan.engine.gathering import Gathering
-from hf_lohan.engine.model_pass import ModelPass, PassParts, Phase
+from hf_lohan.engine.model_pass import ForwardPass, ModelPass, PassParts, Phase
 from hf_lohan.engine.parameter_access import ParameterAccess
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.weights.absence import ViewOf, refusal
 
 
 class WeightReads:
-    """Brings absent parameters for one operation.
+    """The `WeightProvider` of an engine's model.
 
-    Within a forward their block comes to its slot, as for a module, and the next pass foresees it. Elsewhere the
-    weight is copied from the store. In both cases autograd saves a handle, and the gradient is the parameter's.
+    Within a forward, the block of a parameter comes to its slot as for a module, and the next pass loads it ahead.
+    Elsewhere the weight is copied from the store. In both cases autograd saves a handle, and the gradient goes to the
+    parameter.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class WeightReads:
     ) -> None:
         """``settle`` waits for updates; ``forward_pass`` says how forwards go now; ``saving`` gives hooks for what
         autograd saves."""
-        self.gradients_away = parts.ring.gradients_away
+        self.moved_gradients = parts.ring.moved_gradients
         self._parts = parts
         self._pass = model_pass
         self._access = access
@@ -54,26 +54,22 @@ class WeightReads:
                 self._place.setdefault(part.parameter, (block, part))
         self._gathering = Gathering(self._place, parts, model_pass, access, settle)
 
-    def note_view(self, view: Tensor, view_of: ViewOf) -> None:
-        """See `Absence`."""
-        block, part = self._place[view_of.parameter]
+    def note_view(self, view: Tensor, weight_view: WeightView) -> None:
+        block, part = self._place[weight_view.parameter]
         if part.is_whole:
-            self._parts.ring.stand_ins.note_view(view, block, part, view_of.steps)
+            self._parts.ring.stand_ins.add_view(view, block, part, weight_view.steps)
 
-    def copied(self, parameter: nn.Parameter) -> nn.Parameter:
-        """See `Absence`."""
-        raise RuntimeError(refusal("copy.deepcopy"))
+    def copy_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
+        raise RuntimeError(weight_refusal("copy.deepcopy"))
 
-    def gathered(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
-        """See `Absence`."""
-        return self._gathering.gathered(parameters)
+    def gather_parameters(self, parameters: Sequence[nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        return self._gathering.gather_parameters(parameters)
 
     @contextlib.contextmanager
-    def reading(self, parameters: Sequence[nn.Parameter]) -> Iterator[_Brought]:
-        """See `Absence`."""
+    def borrow_weights(self, parameters: Sequence[nn.Parameter]) -> Iterator[BorrowedWeights]:
         self._parts.lifetime.check()
         with contextlib.ExitStack() as stack:
-            brought = _Brought(self._parts)
+            borrowed = _OperationWeights(self._parts)
             forward_pass, is_in_backward = self._forward_pass(), is_in_backward_of_autograd()
             is_in_forward = not is_in_backward and self._pass.phase in (Phase.FORWARD, Phase.FORWARD_WITH_HEADS)
             if is_in_backward:
@@ -92,16 +88,16 @@ class WeightReads:
                         f"{part.name} was read with gradients on by an operation that is not its experts' own, and its "
                         "experts stream one by one; read it under torch.no_grad(), or set experts: with_layer"
                     )
-                if block in brought.blocks and part.is_whole:
-                    brought.put(parameter, forward_pass.weight(part))
+                if block in borrowed.blocks and part.is_whole:
+                    borrowed.add_weight(parameter, forward_pass.weight(part))
                 elif is_in_forward and part.is_whole and self._parts.ring.has_room_for(block):
                     forward_pass.enter_to_read(block)
                     stack.callback(forward_pass.leave, (block,))
-                    brought.blocks.add(block)
-                    brought.put(parameter, forward_pass.weight(part))
+                    borrowed.blocks.add(block)
+                    borrowed.add_weight(parameter, forward_pass.weight(part))
                 else:
-                    brought.put(parameter, self._copy(block, part))
-            yield brought
+                    borrowed.add_weight(parameter, self._copy(block, part))
+            yield borrowed
 
     def _copy(self, block: Block, part: ParamSlice) -> Tensor:
         """Of a parameter as the last step has left it."""
@@ -112,44 +108,42 @@ class WeightReads:
         self._settle()
         copy = self._access.read_parameter(part.name).to(self._parts.device.torch_device)
         if part.is_whole:
-            self._parts.ring.stand_ins.note_copy(copy, block, part)
+            self._parts.ring.stand_ins.add_copy(copy, block, part)
         return copy
 
 
-class _Brought:
-    """What was brought for one operation."""
+class _OperationWeights:
+    """The `BorrowedWeights` of one operation."""
 
     def __init__(self, parts: PassParts) -> None:
         self._parts = parts
         self._weights: dict[nn.Parameter, Tensor] = {}
         self.blocks: set[Block] = set()
-        """That are in their slots."""
+        """Blocks that are in slots for this operation."""
 
-    def put(self, parameter: nn.Parameter, weight: Tensor) -> None:
+    def add_weight(self, parameter: nn.Parameter, weight: Tensor) -> None:
         self._weights[parameter] = weight
 
     def weight(self, parameter: nn.Parameter) -> Tensor:
-        """See `Brought`."""
         weight = self._weights[parameter]
         if weight.requires_grad or not (parameter.requires_grad and torch.is_grad_enabled()):
             return weight
         copied: Tensor = _Copied.apply(parameter, weight)  # type: ignore[no-untyped-call]
         return copied
 
-    def kept(self, output: Any) -> Any:
-        """See `Brought`."""
+    def copy_views(self, output: Any) -> Any:
         if not self.blocks:
             return output
         slots = {storage_id(self._parts.ring.slot_of(block).weights) for block in self.blocks}
 
-        def own(leaf: Any) -> Any:
+        def copy_view(leaf: Any) -> Any:
             if isinstance(leaf, np.ndarray):
-                return leaf.copy()  # it may be one over a slot
+                return leaf.copy()  # it may be an array over a slot
             if not isinstance(leaf, Tensor) or isinstance(leaf, nn.Parameter) or storage_id(leaf) not in slots:
                 return leaf
             return leaf.clone()
 
-        return tree_map(own, output)
+        return tree_map(copy_view, output)
 
 
 class _Copied(torch.autograd.Function):
@@ -162,3 +156,84 @@ class _Copied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0], None
+
+
+class Gathering:
+    """Lets ordinary code change weights that live in a store, a few parameters at a time."""
+
+    def __init__(
+        self,
+        place: Mapping[nn.Parameter, tuple[Block, ParamSlice]],
+        parts: PassParts,
+        model_pass: ModelPass,
+        access: ParameterAccess,
+        settle: Callable[[], None],
+    ) -> None:
+        self._place = place
+        self._parts = parts
+        self._pass = model_pass
+        self._access = access
+        self._settle = settle
+        self._gathered: set[nn.Parameter] = set()
+
+    @contextlib.contextmanager
+    def gather_parameters(self, parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+        """Within, these are ordinary parameters on the compute device, outside what `gpu_memory` bounds.
+
+        Those that were changed are stored when it ends; bfloat16 weights are then their own float32 masters. An
+        exception leaves the store as it was. Raises RuntimeError within a forward or backward, and where the model
+        runs meanwhile.
+        """
+        self._parts.lifetime.check()
+        if self._pass.is_running:
+            raise RuntimeError(
+                "weights can be gathered between steps, not while the model runs; if an interrupt ended it, call "
+                "model.zero_grad() first"
+            )
+        self._pass.recover()
+        self._parts.step.undo_guesses()
+        self._settle()
+        fresh = [parameter for parameter in dict.fromkeys(parameters) if parameter not in self._gathered]
+        hashes: dict[nn.Parameter, int] = {}
+        try:
+            for parameter in fresh:
+                part = self._place[parameter][1]
+                self._parts.step.refuse_new_weight(part)
+                weights = self._access.read_parameter(part.name)
+                hashes[parameter] = _hash_of(weights)
+                AbsentParameter.show(parameter, weights.to(self._parts.device.torch_device))
+                self._gathered.add(parameter)
+            yield
+            changed = [parameter for parameter, before in hashes.items() if self._is_changed(parameter, before)]
+            for parameter in changed:
+                self._store(parameter)
+        finally:
+            for parameter in hashes:
+                self._gathered.discard(parameter)
+                block, part = self._place[parameter]
+                AbsentParameter.hide(parameter, self._parts.ring.stand_ins.placeholder(block, part))
+
+    def _is_changed(self, parameter: nn.Parameter, before: int) -> bool:
+        _, part = self._place[parameter]
+        if isinstance(parameter, AbsentParameter):
+            raise RuntimeError(
+                f"the model ran while {part.name} was gathered, so what was changed of it is gone; run the model "
+                "behind the gathering"
+            )
+        weights = parameter.data
+        if weights.shape != part.shape:
+            raise ValueError(
+                f"{part.name} was given the shape {tuple(weights.shape)}, the store holds {tuple(part.shape)}; resize "
+                "before the model is offloaded"
+            )
+        return _hash_of(weights.cpu()) != before
+
+    def _store(self, parameter: nn.Parameter) -> None:
+        _, part = self._place[parameter]
+        self._access.write_parameter(part.name, parameter.data)
+        self._parts.ring.forget([block for block, _ in self._access.parts[part.name]])
+        self._pass.note_changed_weight(part.name)
+
+
+def _hash_of(weights: Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(weights.detach().contiguous().view(-1).view(torch.uint8).numpy().data)

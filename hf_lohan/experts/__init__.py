@@ -1,23 +1,21 @@
-"""Experts that come one by one: the operation that a model calls in their place, and what it does.
+"""Experts that are brought one by one: the operation that a model calls in place of its experts.
 
-`operation` is what autograd and the layers' frames see: one opaque call, whose output is an anchor like that of a
-matrix product. `routing` tells the host how many rows go to which expert. `streamed` brings each expert that tokens go
-to, once in forward and once in backward, computes with it, and sends its gradient away before the next one comes.
+`streamed` defines the operation, which autograd and the layers see as one opaque call. It brings each expert with
+tokens, once in forward and once in backward, computes with it, and sends its gradient away before the next one comes.
+`routing` tells the host how many rows go to which expert.
 
-They have a lane of loads of their own. The `expert_schedule` says which is needed next, for sure or by a hint;
-`next_expert` which slot it goes to, `farthest_use` finding it; the `expert_loader` has a thread of its own, beside that
-for layers (`two_lanes`). Of few tokens, the `next_router` is asked what they will need next. Where a model generates,
-an `expert_cache` keeps in RAM what a policy (`cache_policies`) finds worth it.
+Experts have their own loader (`expert_loader`) with its own thread, because which ones are needed is known only after
+the router. `expert_schedule` says which expert is needed next, for sure or as a hint; `next_expert` chooses the slot.
+For few tokens, `next_router` predicts the next layer's experts. Generation may use an `expert_cache` in RAM, whose
+policy (`cache_policies`) decides what it keeps.
 """
 
-from hf_lohan.experts.cache_policies import policy_named
+from hf_lohan.experts.cache_policies import make_policy
 from hf_lohan.experts.expert_cache import ExpertCache
-from hf_lohan.experts.expert_loader import ExpertLoader
+from hf_lohan.experts.expert_loader import ExpertLoader, LayerAndExpertLoaders
 from hf_lohan.experts.next_router import NextRouter, find_routers
-from hf_lohan.experts.operation import run_experts
 from hf_lohan.experts.routing import HostNumbers
-from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts
-from hf_lohan.experts.two_lanes import TwoLanes
+from hf_lohan.experts.streamed import ComputeExpert, ExpertParts, StreamedExperts, run_experts
 
 __all__ = [
     "ComputeExpert",
@@ -25,10 +23,10 @@ __all__ = [
     "ExpertLoader",
     "ExpertParts",
     "HostNumbers",
+    "LayerAndExpertLoaders",
     "NextRouter",
     "StreamedExperts",
-    "TwoLanes",
     "find_routers",
-    "policy_named",
+    "make_policy",
     "run_experts",
 ]

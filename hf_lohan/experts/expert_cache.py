@@ -1,4 +1,4 @@
-"""Experts in RAM, by what a model that generates was seen to use, beside the slots on the device."""
+"""A cache of experts in RAM for a model that generates, besides the slots on the device."""
 
 from __future__ import annotations
 
@@ -11,26 +11,27 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.experts.cache_policies import CachePolicy
 from hf_lohan.model import Block
+from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot
 
 
 @dataclass(eq=False)
-class _Place:
-    """Room for one expert."""
+class _Entry:
+    """Memory for one expert."""
 
     memory: Tensor
     version: int = 0
-    """Of the block whose weights are here."""
+    """Of the block in `memory`."""
     copied: Event | None = None
-    """Reached when nothing copies from here any more."""
+    """Reached when no copy reads `memory` any more."""
 
 
 class ExpertCache:
-    """An `ExpertSource`: the policy says which experts have a copy in RAM. What is there is copied to the slot from
-    there. What is to be kept is read into its place and copied from there, all else goes past it.
+    """A `WeightSource` whose policy decides which experts have a copy in RAM. Cached experts are copied to the slot
+    from RAM, others are read: into the cache first if they are to be kept.
 
-    A use, for the policy, is a load: what stays in a slot needs no copy in RAM. One thread loads, others may ask and
-    tell.
+    For the policy, a load is a use: an expert that stays in a slot needs no copy in RAM. One thread loads; other
+    threads may call `has` and `end_pass`.
     """
 
     def __init__(
@@ -41,43 +42,42 @@ class ExpertCache:
         place_bytes: int,
         version_of: Callable[[Block], int],
     ) -> None:
-        """Takes `policy.capacity` places of ``place_bytes``, a multiple of a page that holds the largest expert.
-        ``version_of``: see `SlotRing.version_of`."""
+        """Allocates `policy.capacity` entries of ``place_bytes``, a multiple of the page size that holds the largest
+        expert. ``version_of``: see `SlotRing.version_of`."""
         self._device = device
         self._source = source
         self._policy = policy
         self._version_of = version_of
-        self._free = [_Place(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
-        self._places: dict[Block, _Place] = {}
-        # Of the policy and the places. Nothing is waited for within.
+        self._free = [_Entry(part) for part in device.host_empty(policy.capacity * place_bytes).split(place_bytes)]
+        self._places: dict[Block, _Entry] = {}
+        # Guards the policy and the entries. No thread waits while it holds the lock.
         self._lock = Lock()
 
     def has(self, block: Block) -> bool:
-        """Whether its present weights are here."""
+        """Whether the block's current weights are in the cache."""
         with self._lock:
             place = self._places.get(block)
             return place is not None and place.version == self._version_of(block)
 
     def end_pass(self) -> None:
-        """All layers have had their turn."""
+        """All layers have run."""
         with self._lock:
             self._policy.end_pass()
 
-    def finish(self) -> None:
-        """See `LocalWeights.finish`."""
-        self._source.finish()
+    def finish_loads(self) -> None:
+        self._source.finish_loads()
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
-        """See `LocalWeights.begin`. What updates still have of a block goes past the cache."""
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Blocks of which updates still have a part do not go through the cache."""
         delivery = self._source.deliver(block, slot)
         if list(delivery.ranges_to_read()) != [(0, block.numel)]:
             with self._lock:
                 self._forget(block)
-            self._source.begin_rest(block, slot, delivery, ended)
+            self._source.begin_rest(block, slot, delivery, listener)
             return
         place, is_hit = self._use(block)
         if place is None:
-            self._source.begin_rest(block, slot, delivery, ended)
+            self._source.begin_rest(block, slot, delivery, listener)
             return
         memory = place.memory.view(block.master.working_dtype)[: block.numel]
         try:
@@ -93,10 +93,10 @@ class ExpertCache:
             raise
         finally:
             place.copied = self._device.record(Lane.H2D)
-        delivery.when_ended(ended)
+        delivery.set_listener(listener)
 
-    def _use(self, block: Block) -> tuple[_Place | None, bool]:
-        """Where the block is, or is to be, and whether it is there."""
+    def _use(self, block: Block) -> tuple[_Entry | None, bool]:
+        """The block's entry, if it has one or gets one, and whether the block is in it."""
         version = self._version_of(block)
         with self._lock:
             place = self._places.get(block)
@@ -117,5 +117,5 @@ class ExpertCache:
     def _forget(self, block: Block) -> None:
         place = self._places.pop(block, None)
         if place is not None:
-            self._policy.drop(block)
+            self._policy.remove(block)
             self._free.append(place)

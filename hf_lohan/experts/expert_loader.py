@@ -6,69 +6,59 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
-from typing import Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.experts.expert_schedule import Call, ExpertSchedule
-from hf_lohan.experts.next_expert import ExpertFigures, ExpertLoad, NextExpert
+from hf_lohan.experts.next_expert import ExpertFigures, NextExpert
 from hf_lohan.model import Block
 from hf_lohan.timeline import COMPUTE_WAITS
-from hf_lohan.weights import BlockLoader, Slot, SlotRing
+from hf_lohan.weights import BlockLoader, LocalLoader, Slot, SlotRing, WeightSource
 
 
-class ExpertSource(Protocol):
-    """Brings experts, the next one's reads ordered before the last one's have ended: see `LocalWeights`."""
+class ExpertLoader(LocalLoader):
+    """Brings experts to slots of the class EXPERT, in the order of an `ExpertSchedule`, on a thread of its own.
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class ExpertLoader(BlockLoader):
-    """One thread that has an `ExpertSource` load what the `ExpertSchedule` says, into slots of the class EXPERT.
-
-    Several blocks may be in use at once, but whoever keeps all slots and asks for another block waits for ever.
+    Several blocks may be in use at once. A caller that keeps all slots and asks for another block waits for ever.
     """
 
     def __init__(
         self,
         ring: SlotRing,
-        source: ExpertSource,
+        source: WeightSource,
         layers: Sequence[Sequence[Block]],
         is_in_ram: Callable[[Block], bool] = lambda block: False,
         when_pass_ends: Callable[[], None] = lambda: None,
     ) -> None:
-        """``layers``: in forward order, the experts of each by number. ``source`` is for this thread alone.
-        ``is_in_ram``: whether a block's weights have a copy in RAM, for the figures. ``when_pass_ends`` is called then,
-        on the thread that computes."""
+        """``layers``: in forward order, the experts of each by number. ``source`` is used by this thread alone.
+        ``is_in_ram``: whether a block has a copy in RAM, for the figures. ``when_pass_ends`` is called on the computing
+        thread."""
         self._when_pass_ends = when_pass_ends
         self._experts = ExpertSchedule(layers)
-        super().__init__(ring, self._experts, thread_name="lohan-experts")
-        self._source = source
-        self._next = NextExpert(self._experts, ring, is_in_ram)
+        self._next_expert = NextExpert(self._experts, ring, is_in_ram)
+        super().__init__(
+            ring, source, self._experts, self._next_expert, overlaps_loads=True, thread_name="lohan-experts"
+        )
         self._arrived: deque[Block] = deque()
-        """What the call under way needs and has not used, in the order in which it came."""
+        """Blocks that have arrived and that the running call has not used, in the order of arrival."""
         self._lane_name = ""
         self._num_tokens = [[0] * len(experts) for experts in layers]
         self._start()
 
     @property
     def figures(self) -> ExpertFigures:
-        """What was needed and loaded so far."""
+        """What was needed and loaded so far, as a copy."""
         with self._ring.lock:
-            return replace(self._next.figures)
+            return replace(self._next_expert.figures)
 
-    # The compute thread's side.
+    # For the computing thread.
 
     def end_pass(self) -> None:
-        """See `BlockLoader.end_pass`."""
         super().end_pass()
         self._when_pass_ends()
 
     @contextmanager
     def together(self, num_micro_batches: int) -> Iterator[None]:
-        """In a training pass that begins within, so many micro-batches pass each layer one after the other."""
+        """In training passes that begin within the context, this many micro-batches pass each layer together."""
         with self._ring.lock:
             self._experts.expect_together(num_micro_batches)
         try:
@@ -78,35 +68,35 @@ class ExpertLoader(BlockLoader):
                 self._experts.expect_together(1)
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
-        """A call of the layer's experts begins; see `ExpertSchedule.route`. From here on `acquire_any` brings them."""
+        """A call of the layer's experts begins (`ExpertSchedule.route`). `acquire_any` then returns them one by one."""
         with self._ring.lock:
             self._experts.route(layer, experts, num_rows=num_rows, call=call)
             needed = self._experts.left
-            self._next.begin_call(layer, needed)
+            self._next_expert.begin_call(layer, needed)
             here = (block for block in needed if self._ring.is_here(block))
             self._arrived = deque(block for block in here if self._ring.slot_of(block).ready is not None)
             self._lane_name = self._experts.experts_of(layer)[0].name
             self._order_loads()
 
     def note_tokens(self, layer: int, experts: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """A forward of the layer sent so many to each of these."""
+        """A forward of the layer sent this many tokens to each of these experts."""
         for expert, number in zip(experts, num_tokens, strict=True):
             self._num_tokens[layer][expert] += number
 
     def routing(self) -> list[tuple[Block, list[int]]]:
-        """Of each layer, its first expert and how many tokens went to each so far."""
+        """For each layer: its first expert, and how many tokens went to each expert so far."""
         return [(self._experts.experts_of(layer)[0], list(of)) for layer, of in enumerate(self._num_tokens)]
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """See `ExpertSchedule.hint`. Being wrong costs bytes."""
+        """Predict the layer's experts (`ExpertSchedule.hint`). A wrong prediction only costs loads."""
         with self._ring.lock:
             self._experts.hint(layer, experts)
-            self._next.note_layer(layer)
+            self._next_expert.note_layer(layer)
             self._order_loads()
 
     def acquire_any(self) -> tuple[Block, Slot]:
-        """Pin an expert that the call under way has not used yet, the first that is here; waits until one is. Compute
-        that is enqueued from now on may use the slot. Each comes once; `SlotRing.unpin` lets it go."""
+        """Pin an expert that the running call has not used yet: the first that is present, or the next that arrives.
+        Compute enqueued from now on may use the slot. Each expert is returned once. `SlotRing.unpin` releases it."""
         device = self._ring.device
         with device.timeline.task(COMPUTE_WAITS, "weights", block=self._lane_name), self._ring.lock:
             self._ring.changed.wait_for(lambda: self._has_arrived() or self._is_broken)
@@ -119,7 +109,7 @@ class ExpertLoader(BlockLoader):
 
     def _has_arrived(self) -> bool:
         while self._arrived and not self._is_wanted(self._arrived[0]):
-            self._arrived.popleft()  # it made room for what was urgent, and has come again or will
+            self._arrived.popleft()  # overwritten by an urgent load; it comes again
         return bool(self._arrived)
 
     def _is_wanted(self, block: Block) -> bool:
@@ -127,60 +117,40 @@ class ExpertLoader(BlockLoader):
 
     def _pin(self, block: Block) -> tuple[Slot, Event]:
         slot, ready = super()._pin(block)
-        self._next.use(slot)
+        self._next_expert.note_use(slot)
         return slot, ready
 
-    def _order_loads(self) -> None:
-        self._ring.changed.notify_all()  # the thread looks for itself
+    def _note_arrival(self, block: Block) -> None:
+        if self._experts.is_left(block):
+            self._arrived.append(block)
 
-    def _order_urgent(self, block: Block) -> None:
-        self._next.urgent.append(block)
-        try:
-            self._ring.changed.notify_all()
-            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
-            self._raise_failure()
-        finally:
-            self._next.urgent.remove(block)
 
-    # The loading thread's side.
+class LayerAndExpertLoaders:
+    """Tells both loaders when passes begin and end. Experts are acquired from their own loader."""
 
-    def _load_until_closed(self) -> None:
-        while not self._is_closed:
-            load = self._take_load(waits=False)
-            if load is None:
-                self._source.finish()
-                load = self._take_load(waits=True)
-            if load is not None:
-                try:
-                    self._source.begin(load.block, load.slot, partial(self._end_load, load))
-                except BaseException as error:
-                    self._end_load(load, error)
-        self._source.finish()
+    def __init__(self, layers: BlockLoader, experts: ExpertLoader) -> None:
+        self._layers = layers
+        self._experts = experts
 
-    def _take_load(self, *, waits: bool) -> ExpertLoad | None:
-        """The next load, its slot claimed; None if there will be none, or, unless this waits, if there is none now."""
-        with self._ring.lock:
-            while not self._is_closed:
-                load = self._next.find() if self._failure is None else None
-                if load is not None:
-                    self._next.take(load)
-                    return load
-                if not waits:
-                    break
-                self._ring.changed.wait()
-        return None
+    def begin_pass(self, *, is_training: bool) -> None:
+        self._layers.begin_pass(is_training=is_training)
+        self._experts.begin_pass(is_training=is_training)
 
-    def _end_load(self, load: ExpertLoad, error: BaseException | None) -> None:
-        """All of it is on its way into the slot, or never will be; on this thread, or as `Delivery` says."""
-        block, slot = load.block, load.slot
-        ready = self._ring.device.record(Lane.H2D)
-        with self._ring.lock:
-            if error is None:
-                self._ring.publish(slot, ready)
-                if slot.block is block and self._experts.is_left(block):
-                    self._arrived.append(block)
-            else:
-                if slot.block is block:  # else it was forgotten meanwhile, and nobody waits for it
-                    self._failure = error
-                self._ring.abandon(slot)
-            self._next.end(load)
+    def foresee_pass(self, *, is_training: bool) -> None:
+        self._layers.foresee_pass(is_training=is_training)
+        self._experts.foresee_pass(is_training=is_training)
+
+    def end_pass(self) -> None:
+        self._layers.end_pass()
+        self._experts.end_pass()
+
+    def cancel_pass(self) -> None:
+        self._layers.cancel_pass()
+        self._experts.cancel_pass()
+
+    def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
+        return self._layers.acquire(block, for_operation=for_operation)
+
+    def close(self) -> None:
+        self._layers.close()
+        self._experts.close()

@@ -18,46 +18,114 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from hf_lohan.experts.frequencies import Frequencies, Trust
 from hf_lohan.model import Block
-from hf_lohan.weights.schedule import NEVER
+from hf_lohan.weights.schedule import NEVER, PassSchedule, PassState
 
 ALL_ROWS = 8
-"""Rows for each expert, on average, from which on all are expected: with even routing one of 3,000 gets none."""
+"""With at least this many rows per expert on average, all experts are expected: P(no row) is 1/3000."""
 
-Container: TypeAlias = "dict[int, None] | range"
+ExpertNumbers: TypeAlias = "dict[int, None] | range"
 """Numbers of experts, in an order, that are quickly looked up."""
 
 
 _NOT_EXPECTED = NEVER // 2
+_DECAY = 0.9**0.25
+"""What a use counts for one pass later: nine tenths after four passes."""
+_TRUSTED_FROM = 0.5
+_RANK_STEPS = 16
+"""Ranks distinguish counts that differ by a factor of 2 ** (1 / 16)."""
 
 
 class Call(enum.Enum):
-    """What a layer's experts are needed for."""
+    """The kind of a call of a layer's experts."""
 
     FORWARD = enum.auto()
     AGAIN = enum.auto()
-    """The forward is made again for the backward that comes next."""
+    """Recomputation of the forward, for the backward that comes next."""
     BACKWARD = enum.auto()
 
 
-class Load(NamedTuple):
-    """What to load next."""
+class Frequencies:
+    """How often passes of one kind used each expert of one layer. Recent passes count most. Counts are logarithms, so
+    that those of unused experts need no update."""
+
+    def __init__(self) -> None:
+        self._log_counts: dict[int, float] = {}
+        self._log_weight = 0.0
+        self._last: set[int] = set()
+        self._most_used: dict[int, None] | None = None
+
+    def note_uses(self, experts: Iterable[int], *, begins_pass: bool) -> None:
+        """A pass used these experts. Others of the same pass may follow."""
+        if begins_pass:
+            self._log_weight -= math.log2(_DECAY)
+            self._last = set()
+        for expert in experts:
+            if expert not in self._last:
+                self._last.add(expert)
+                before = self._log_counts.get(expert, -math.inf)
+                self._log_counts[expert] = self._log_weight + math.log2(1 + 2 ** (before - self._log_weight))
+        self._most_used = None
+
+    @property
+    def most_used(self) -> dict[int, None]:
+        """As many experts as the last pass used, the most used first."""
+        if self._most_used is None:
+            counts = self._log_counts
+            most = heapq.nlargest(len(self._last), counts, key=lambda expert: (counts[expert], -expert))
+            self._most_used = dict.fromkeys(most)
+        return self._most_used
+
+    def rank(self, expert: int) -> int:
+        """Higher for experts that were used more often, comparable over layers. -1 if never used."""
+        count = self._log_counts.get(expert)
+        return -1 if count is None else round(_RANK_STEPS * count)
+
+
+class Trust:
+    """Which prediction of a layer's experts was right more often: past use, or its router asked beforehand. Recent
+    passes count most."""
+
+    def __init__(self) -> None:
+        self._right_by_habit = 0.0
+        self._right_by_router = 0.0
+        self._weight = 0.0
+
+    def note_pass(self, used: Collection[int], *, by_habit: Collection[int], by_router: Collection[int]) -> None:
+        """A pass used the experts ``used``. Past use had predicted ``by_habit``, the router ``by_router``."""
+        self._weight = _DECAY * self._weight + 1
+        self._right_by_habit += (_overlap(used, by_habit) - self._right_by_habit) / self._weight
+        self._right_by_router += (_overlap(used, by_router) - self._right_by_router) / self._weight
+
+    @property
+    def is_in_router(self) -> bool:
+        """Experts of past use are mostly in slots. The router's are worth loading if most of them are right. True until
+        that is known."""
+        return not self._weight or self._right_by_router > max(self._right_by_habit, _TRUSTED_FROM)
+
+
+def _overlap(used: Collection[int], expected: Collection[int]) -> float:
+    return len(set(used) & set(expected)) / max(len(used), len(expected), 1)
+
+
+class DueExpert(NamedTuple):
+    """The expert to load next."""
 
     place: int
     """See `ExpertSchedule.next_use`."""
     block: Block
     is_sure: bool
-    """Whether it is needed, and no hint."""
+    """Whether it is needed for sure, not a hint."""
 
 
 @dataclass
 class _Habits:
-    """What passes of one kind have done so far."""
+    """The experts that passes of one kind used so far."""
 
     frequencies: list[Frequencies]
     trust: list[Trust]
@@ -66,46 +134,45 @@ class _Habits:
 
 @dataclass
 class _Scan:
-    """How far the experts of one visit have been looked at for something to load."""
+    """Which experts of one visit have been considered for loading."""
 
     experts: list[int]
     num_left: int = 0
-    """The first so many are of a call under way, which has to have them before anything else is loaded."""
+    """The first so many belong to the running call, and are loaded before all others."""
     index: int = 0
 
 
-@dataclass
-class _Pass:
-    """One pass, and how far it has come."""
-
-    is_training: bool
+@dataclass(eq=False, kw_only=True)
+class _Pass(PassState):
     habits: _Habits
     use_all: bool
     num_together: int = 1
-    has_begun: bool = False
     visit: int = 0
-    """The one under way, or, before the first call, the one to come."""
+    """The current visit, or, before the first call, the next one."""
     call: Call | None = None
     num_calls: int = 0
-    """Of this kind in this visit, so far."""
+    """Calls of this kind in this visit so far."""
     left: dict[int, None] = field(default_factory=dict)
-    """What the call under way has not used yet."""
+    """Experts that the running call has not used yet."""
     hints: dict[int, dict[int, None]] = field(default_factory=dict)
-    """By layer, where somebody knows better than the passes before."""
+    """By layer: what its router predicted."""
     routed: dict[int, dict[int, int]] = field(default_factory=dict)
     """By layer whose routing is known: how many calls of the backward will use each expert."""
     scans: dict[int, _Scan] = field(default_factory=dict)
     again: list[int] = field(default_factory=list)
-    """A heap of visits to be looked at once more."""
+    """A heap of visits to be considered again."""
     ahead: int = 0
-    """Visits from here on have not been looked at."""
+    """Visits from here on have not been considered."""
 
 
-class ExpertSchedule:
-    """What a pass needs next of the experts, and what to load next. Whoever calls holds the slots' lock."""
+class ExpertSchedule(PassSchedule[_Pass]):
+    """What a pass needs next of the experts, and what to load next."""
+
+    carries_on = True
 
     def __init__(self, layers: Sequence[Sequence[Block]]) -> None:
         """``layers``: in forward order, the blocks of each by expert number."""
+        super().__init__()
         self._layers = [tuple(experts) for experts in layers]
         self._at = {
             block: (layer, expert) for layer, experts in enumerate(self._layers) for expert, block in enumerate(experts)
@@ -114,61 +181,41 @@ class ExpertSchedule:
             kind: _Habits([Frequencies() for _ in self._layers], [Trust() for _ in self._layers])
             for kind in (True, False)
         }
-        self._pass: _Pass | None = None
-        self._waiting: _Pass | None = None
-        """A training pass between its forward and its backward, while one without gradients comes in between."""
         self._num_together = 1
-        self.version = 0
-        """Counts when the next uses of blocks changed that are not of the layer that something was said of."""
 
     # Passes.
 
-    def foresee(self, *, is_training: bool) -> None:
-        """Such a pass comes next."""
-        habits = self._habits[is_training]
-        self._pass = _Pass(is_training, habits, habits.use_all)
-        self.version += 1
-
-    def begin(self, *, is_training: bool) -> None:
-        """It begins. One without gradients may come between a training forward and its backward: the training pass
-        goes on behind it."""
-        under_way = self._pass
-        if not is_training and under_way is not None and under_way.is_training and under_way.has_begun:
-            self._waiting = under_way
-        self.foresee(is_training=is_training)
+    def begin_pass(self, *, is_training: bool) -> None:
+        super().begin_pass(is_training=is_training)
         assert self._pass is not None
-        self._pass.has_begun = True
         self._pass.num_together = self._num_together if is_training else 1
 
     def expect_together(self, num_micro_batches: int) -> None:
-        """In training passes that begin from here on so many micro-batches pass each layer one after the other."""
+        """In training passes that begin from now on, this many micro-batches pass each layer together."""
         self._num_together = num_micro_batches
 
-    def end(self) -> None:
-        """The pass is complete: later ones of its kind are expected to be like it."""
-        ended, self._pass, self._waiting = self._pass, self._waiting, None
-        if ended is not None and ended.routed:
+    def _expect_pass(self, *, is_training: bool) -> _Pass:
+        habits = self._habits[is_training]
+        return _Pass(is_training=is_training, habits=habits, use_all=habits.use_all)
+
+    def _learn_from(self, ended: _Pass) -> None:
+        if ended.routed:
             ended.habits.use_all = ended.use_all
-        self.look_anew()  # others had the slots
-        self.version += 1
-        if ended is not None and not ended.is_training and self._pass is None:
-            self.foresee(is_training=False)
 
-    def cancel(self) -> None:
-        """Nothing is needed any more."""
-        self._pass = self._waiting = None
-        self.version += 1
+    def _resume_pass(self, resumed: _Pass) -> None:
+        self.look_anew()
 
-    # What compute says.
+    # Calls, reported by the computing thread.
 
     def route(self, layer: int, experts: Sequence[int] | None, *, num_rows: int, call: Call) -> None:
-        """A call of the layer's experts begins, which needs these, in the order in which they are to be loaded; None:
-        all. ``num_rows``: of all experts together. What was expected of the visit besides is not any more."""
+        """A call of the layer begins. ``experts``: the experts that it needs, in the order in which to load them; None:
+        all. ``num_rows``: over all experts. Other predictions for this visit are dropped."""
         if self._pass is None:  # somebody calls the layer by itself
-            self.begin(is_training=call is not Call.FORWARD)
+            self.begin_pass(is_training=call is not Call.FORWARD)
         now = self._pass
         assert now is not None
-        now.is_training |= call is not Call.FORWARD
+        if call is not Call.FORWARD:
+            now.expect_backward()
         num_experts = len(self._layers[layer])
         self._follow_rows(now, use_all=num_rows >= ALL_ROWS * num_experts)
         visit = layer if call is Call.FORWARD else self._backward_visit(layer)
@@ -192,18 +239,19 @@ class ExpertSchedule:
         habits, is_first = now.habits, now.num_calls == 1
         if is_first and layer in now.hints:
             of_layer = habits.frequencies[layer].most_used
-            habits.trust[layer].note(used, by_habit=of_layer, by_router=now.hints[layer])
-        habits.frequencies[layer].note(used, begins_pass=is_first)
+            habits.trust[layer].note_pass(used, by_habit=of_layer, by_router=now.hints[layer])
+        habits.frequencies[layer].note_uses(used, begins_pass=is_first)
 
     def _follow_rows(self, now: _Pass, *, use_all: bool) -> None:
-        """The number of tokens, which a call is the first to know, says what is expected of the layers to come."""
+        """The number of rows decides what is expected of later layers. The first call of a pass knows it."""
         if use_all != now.use_all:
             now.use_all = use_all
             self.look_anew()
             self.version += 1
 
     def hint(self, layer: int, experts: Sequence[int]) -> None:
-        """The layer's next forward will probably use these, the most probable first, beside what was said before."""
+        """The layer's next forward will probably use these experts, the most probable first, and those of earlier
+        hints."""
         now = self._pass
         if now is None or now.use_all or layer < now.visit or layer in now.routed:
             return
@@ -213,7 +261,7 @@ class ExpertSchedule:
             heapq.heappush(now.again, layer)
 
     def use(self, block: Block) -> None:
-        """The call under way computes with it, and does not need it again."""
+        """The running call computes with the block, and does not need it again."""
         now = self._pass
         layer, expert = self._at[block]
         if now is None or layer != self._layer_at(now, now.visit):
@@ -226,10 +274,10 @@ class ExpertSchedule:
                 del counts[expert]
 
     def use_for_operation(self, block: Block) -> None:
-        """One operation reads weights of it: nothing follows from that."""
+        """A single operation reads weights of the block. Nothing is predicted from that."""
 
-    def lose(self, block: Block) -> None:
-        """The block had to make room: if a visit of this pass needs it, it is loaded again."""
+    def note_displaced(self, block: Block) -> None:
+        """The block was overwritten. If a visit of this pass needs it, it is loaded again."""
         visit, now = self.next_use(block) // 2, self._pass
         if now is None or visit >= 2 * len(self._layers):
             return
@@ -243,42 +291,42 @@ class ExpertSchedule:
             heapq.heappush(now.again, visit)
 
     def look_anew(self) -> None:
-        """Whatever was here may be gone."""
+        """Slots were emptied: consider all visits again."""
         now = self._pass
         if now is not None:
             now.ahead = now.visit
             now.again.clear()
             now.scans.clear()
 
-    # What loads ask.
+    # Queries of the loader.
 
     @property
     def place(self) -> int:
-        """Of what the call under way, or the next one, needs: nothing is needed before it."""
+        """The place of the running call, or of the next one."""
         return 2 * self._pass.visit if self._pass is not None else 0
 
     @property
     def left(self) -> list[Block]:
-        """What the call under way has not used yet."""
+        """Experts that the running call has not used yet."""
         if self._pass is None:
             return []
         blocks = self._layers[self._layer_at(self._pass, self._pass.visit)]
         return [blocks[expert] for expert in self._pass.left]
 
     def is_left(self, block: Block) -> bool:
-        """Whether the call under way will use it."""
+        """Whether the running call still needs the block."""
         layer, expert = self._at[block]
         now = self._pass
         return now is not None and layer == self._layer_at(now, now.visit) and expert in now.left
 
     def experts_of(self, layer: int) -> tuple[Block, ...]:
-        """By number."""
+        """The layer's experts, by number."""
         return self._layers[layer]
 
     def next_use(self, block: Block) -> int:
-        """The place that needs it next: twice the number of the visit, and one more if it is not needed before a later
-        call of the visit under way. The next pass's visits follow on this one's. What none is expected to need comes
-        behind them all, the later the more seldom it was used; `NEVER` if there is no pass."""
+        """The place that needs the block next: twice the number of the visit, plus one if only a later call of the
+        current visit needs it. The next pass's visits follow this one's. Blocks that no visit is expected to need come
+        after all of them, rarely used ones last. `NEVER` without a pass."""
         now = self._pass
         if now is None:
             return NEVER
@@ -292,9 +340,9 @@ class ExpertSchedule:
             return 2 * (self._num_visits(now) + layer)
         return _NOT_EXPECTED - now.habits.frequencies[layer].rank(expert)
 
-    def next_load(self, is_here: Callable[[Block], bool]) -> Load | None:
-        """The first block that a visit needs and that is not here; None if all are. Behind a training pass nothing is
-        loaded before the next one is foreseen: its weights are not made yet."""
+    def next_load(self, is_here: Callable[[Block], bool]) -> DueExpert | None:
+        """The first missing block of the visits to come; None if there is none. After a training pass nothing is loaded
+        before the next one is foreseen, because its weights do not exist yet."""
         now = self._pass
         if now is None:
             return None
@@ -307,7 +355,7 @@ class ExpertSchedule:
                 return None
             block = self._first_missing(now, visit, is_here)
             if block is not None:
-                return Load(self.next_use(block), block, now.use_all or self._is_routed(now, visit))
+                return DueExpert(self.next_use(block), block, now.use_all or self._is_routed(now, visit))
             if visit < now.ahead:
                 heapq.heappop(now.again)
             else:
@@ -329,7 +377,8 @@ class ExpertSchedule:
     # Visits.
 
     def _scan(self, now: _Pass, visit: int) -> _Scan:
-        """The experts of a visit as they are to be loaded: backwards from the last, which the forward used last."""
+        """The experts of a visit in the order of loading. In backward: the last ones first, as the forward used them
+        last."""
         layer = self._layer_at(now, visit)
         left = now.left if visit == now.visit and now.call is not None else {}
         if visit < len(self._layers):
@@ -341,13 +390,13 @@ class ExpertSchedule:
         return _Scan([*left, *(expert for expert in rest if expert not in left)], num_left=len(left))
 
     def _is_needed(self, now: _Pass, visit: int, expert: int) -> bool:
-        """By a visit that is not over."""
+        """Whether a visit that has not ended needs the expert."""
         layer = self._layer_at(now, visit)
         is_under_way = visit == now.visit and now.call is not None
         if is_under_way and expert in now.left:
             return True
         if visit < len(self._layers):
-            # Micro-batches that come later to this layer need what they need, which nobody knows.
+            # It is not known what later micro-batches need of this layer.
             return (not is_under_way or now.num_calls < now.num_together) and expert in self._expected(now, layer)
         if not now.is_training:
             return expert in self._by_habit(now, layer)
@@ -355,12 +404,12 @@ class ExpertSchedule:
             return expert in now.routed[layer]
         return now.visit < len(self._layers) and expert in self._expected(now, layer)
 
-    def _expected(self, now: _Pass, layer: int) -> Container:
-        """What a forward that has not been routed yet will use."""
+    def _expected(self, now: _Pass, layer: int) -> ExpertNumbers:
+        """The experts that a forward is expected to use before it is routed."""
         hints = now.hints.get(layer) if now.habits.trust[layer].is_in_router else None
         return self._by_habit(now, layer) if hints is None or now.use_all else hints
 
-    def _by_habit(self, now: _Pass, layer: int) -> Container:
+    def _by_habit(self, now: _Pass, layer: int) -> ExpertNumbers:
         return range(len(self._layers[layer])) if now.use_all else now.habits.frequencies[layer].most_used
 
     def _is_routed(self, now: _Pass, visit: int) -> bool:
@@ -373,7 +422,7 @@ class ExpertSchedule:
         return self._backward_visit(visit) if now.is_training else visit - len(self._layers)
 
     def _backward_visit(self, layer: int) -> int:
-        """Of a layer; and of that, the layer."""
+        """The backward visit of a layer; also the layer of a backward visit."""
         return 2 * len(self._layers) - 1 - layer
 
     def _num_visits(self, now: _Pass) -> int:

@@ -1,123 +1,192 @@
-"""Which expert is loaded next, and which slot it goes to."""
+"""Which expert is loaded next, and which slot it overwrites."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from hf_lohan.experts.expert_schedule import ExpertSchedule
-from hf_lohan.experts.farthest_use import FarthestUse
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
-from hf_lohan.weights import Slot, SlotRing
+from hf_lohan.weights import NextLoad, Slot, SlotLoad, SlotRing
+from hf_lohan.weights.schedule import NEVER
 
+_EMPTY = NEVER + 1
 _MOST_HINTS = 2
-"""Under way: one is read while the other is verified and copied."""
+"""Hints being loaded at a time: one is read while the other is verified and copied."""
 
 
 @dataclass
 class ExpertFigures:
-    """What calls of experts needed so far, and where they found it."""
+    """What calls of experts needed so far, and where it was."""
 
     num_used: int = 0
-    """Experts that calls computed with, each call by itself."""
+    """Experts that calls computed with, summed over calls."""
     num_here: int = 0
-    """Those of them that were in a slot, or on their way, when their call began."""
+    """Those of them that were in a slot, or being loaded, when their call began."""
     num_loads: int = 0
     num_from_ram: int = 0
-    """Loads of experts whose weights have a copy in RAM."""
+    """Loads from a copy in RAM."""
     loaded_bytes: int = 0
     wrong_bytes: int = 0
-    """Of loads ahead that were overwritten before anybody used them."""
+    """Bytes of loads ahead that were overwritten before they were used."""
 
 
-class ExpertLoad(NamedTuple):
-    """A block and the slot that it goes to."""
+class FarthestUse:
+    """Slots by the place that needs their blocks next (`ExpertSchedule.next_use`). A changed next use is noted with
+    `note_next_use`. Blocks that were expected at a past place are found without that."""
 
-    block: Block
-    slot: Slot
-    is_hint: bool
+    def __init__(self, slots: Iterable[Slot], next_use: Callable[[Block], int]) -> None:
+        self._slots = tuple(slots)
+        self._next_use = next_use
+        self._at: dict[int, dict[Slot, None]] = {}
+        self._place_of: dict[Slot, int] = {}
+        self._places: list[int] = []
+        """A heap of negated places, the last one first. Some may have no slots any more."""
+        self._busy: set[Slot] = set()
+        """Slots that could not be overwritten when they were last looked at."""
+        self._place = 0
+        self.rebuild(0)
+
+    def rebuild(self, place: int) -> None:
+        """All next uses may have changed. ``place`` is the current place."""
+        self._at.clear()
+        self._place_of.clear()
+        self._places.clear()
+        self._busy.clear()
+        self._place = place
+        for slot in self._slots:
+            self.note_next_use(slot)
+
+    def advance(self, place: int) -> None:
+        """``place`` is the current place: earlier ones need nothing any more."""
+        if place < self._place:
+            self.rebuild(place)
+            return
+        for over in range(self._place, place):
+            for slot in self._at.pop(over, ()):
+                del self._place_of[slot]
+                self.note_next_use(slot)
+        self._place = place
+
+    def note_next_use(self, slot: Slot) -> None:
+        """The slot has a new block, or its block a new next use."""
+        self._take_out(slot)
+        place = _EMPTY if slot.block is None else self._next_use(slot.block)
+        slots = self._at.get(place)
+        if slots is None:
+            slots = self._at[place] = {}
+            heapq.heappush(self._places, -place)
+        slots[slot] = None
+        self._place_of[slot] = place
+
+    def find_slot(self, before: int) -> Slot | None:
+        """A slot for a block that is needed at ``before``: of the slots whose blocks are needed later, or never, the
+        one needed last; of equal ones, the one that was noted first. Slots that the device still has to compute with
+        come last, because a copy to them would wait and keep its buffer."""
+        for slot in [slot for slot in self._busy if slot.is_claimable]:
+            self.note_next_use(slot)
+        computing: Slot | None = None
+        while self._places:
+            place = -self._places[0]
+            slots = self._at.get(place)
+            if not slots:
+                heapq.heappop(self._places)
+                self._at.pop(place, None)
+                continue
+            if place <= before:
+                break
+            slot = next(iter(slots))
+            if slot.is_claimable:
+                if slot.last_use is None or slot.last_use.is_reached():
+                    return slot
+                computing = computing or slot
+            self._take_out(slot)
+            self._busy.add(slot)
+        return computing
+
+    def _take_out(self, slot: Slot) -> None:
+        self._busy.discard(slot)
+        place = self._place_of.pop(slot, None)
+        if place is not None:
+            del self._at[place][slot]
 
 
-class NextExpert:
-    """What compute waits for goes first; then what the schedule says, as far as there is a slot whose block is needed
-    later, or not at all. Of hints two at a time: what turns out to be needed does not wait behind many.
+class NextExpert(NextLoad):
+    """Follows an `ExpertSchedule`. At most two hints are loaded at a time, so that a block that is needed does not wait
+    for many of them.
 
-    Whoever calls holds the slots' lock. No call looks at more slots or blocks than one layer has experts, but for the
-    first behind the begin or the end of a pass, and behind a step."""
+    No call looks at more slots or blocks than one layer has experts, except for the first one after a pass begins or
+    ends, and after a step."""
 
     def __init__(
         self, schedule: ExpertSchedule, ring: SlotRing, is_in_ram: Callable[[Block], bool] = lambda block: False
     ) -> None:
         """``is_in_ram``: whether a block's weights have a copy in RAM, for the figures."""
+        super().__init__()
         self._is_in_ram = is_in_ram
         self._schedule = schedule
         self._ring = ring
-        self.urgent: list[Block] = []
-        """What compute waits for though it is not of the call under way."""
         self.figures = ExpertFigures()
         self._farthest = FarthestUse(ring.slots[SizeClass.EXPERT], self._next_use)
         self._seen = (schedule.version, ring.num_forgets)
         self._num_hints = 0
-        """Loads under way that may be in vain."""
+        """Hints that are being loaded."""
         self._unused: dict[Block, None] = {}
-        """Loaded, and not used since."""
+        """Blocks that were loaded and not used since."""
 
-    def find(self) -> ExpertLoad | None:
-        """None if nothing can be loaded now."""
+    def find_load(self) -> SlotLoad | None:
         self._catch_up()
         for block in self.urgent:
-            slot = None if self._ring.is_here(block) else self._farthest.find(before=-1)
+            slot = None if self._ring.is_here(block) else self._farthest.find_slot(before=-1)
             if slot is not None:
-                return ExpertLoad(block, slot, is_hint=False)
+                return SlotLoad(block, slot)
         load = self._schedule.next_load(self._ring.is_here)
         if load is None or (self._num_hints >= _MOST_HINTS and not load.is_sure):
             return None
-        slot = self._farthest.find(before=load.place)
-        return None if slot is None else ExpertLoad(load.block, slot, not load.is_sure)
+        slot = self._farthest.find_slot(before=load.place)
+        return None if slot is None else SlotLoad(load.block, slot, not load.is_sure)
 
-    def take(self, load: ExpertLoad) -> None:
-        """It was found, and is about to be loaded: claims the slot."""
+    def claim_slot(self, load: SlotLoad) -> None:
         block, slot = load.block, load.slot
         if slot.block is not None:
-            self._schedule.lose(slot.block)
+            self._schedule.note_displaced(slot.block)
             if slot.block in self._unused:
                 del self._unused[slot.block]
                 self.figures.wrong_bytes += slot.block.param_bytes
         self._ring.claim(slot, block)
-        self._farthest.note(slot)
+        self._farthest.note_next_use(slot)
         self._num_hints += load.is_hint
         self._unused[block] = None
         self.figures.num_loads += 1
         self.figures.num_from_ram += self._is_in_ram(block)
         self.figures.loaded_bytes += block.param_bytes
 
-    def end(self, load: ExpertLoad) -> None:
-        """It was published or abandoned."""
+    def end_load(self, load: SlotLoad) -> None:
         self._num_hints -= load.is_hint
-        self._farthest.note(load.slot)
+        self._farthest.note_next_use(load.slot)
 
     def begin_call(self, layer: int, needed: Sequence[Block]) -> None:
-        """The schedule was told of a call."""
+        """A call began, of which the schedule knows."""
         self.note_layer(layer)
         self.figures.num_used += len(needed)
         self.figures.num_here += sum(map(self._ring.is_here, needed))
 
-    def use(self, slot: Slot) -> None:
-        """Its block was pinned, and the schedule told."""
+    def note_use(self, slot: Slot) -> None:
+        """The slot's block was pinned, and the schedule knows of its use."""
         assert slot.block is not None
         self._unused.pop(slot.block, None)
-        self._farthest.note(slot)
+        self._farthest.note_next_use(slot)
 
     def note_layer(self, layer: int) -> None:
-        """The schedule was told something of the layer."""
+        """The schedule has learned something about the layer."""
         for block in self._schedule.experts_of(layer):
             if self._ring.is_here(block):
-                self._farthest.note(self._ring.slot_of(block))
+                self._farthest.note_next_use(self._ring.slot_of(block))
 
     def _catch_up(self) -> None:
-        """With what was said of passes, and with slots that were emptied."""
+        """Follow changes of passes, and slots that were emptied."""
         seen = (self._schedule.version, self._ring.num_forgets)
         if seen == self._seen:
             self._farthest.advance(self._schedule.place)
@@ -129,5 +198,5 @@ class NextExpert:
         self._farthest.rebuild(self._schedule.place)
 
     def _next_use(self, block: Block) -> int:
-        """Nothing is needed sooner than what compute waits for."""
+        """Blocks that compute waits for come first."""
         return -1 if block in self.urgent else self._schedule.next_use(block)

@@ -1,7 +1,7 @@
-"""What a layer's router will probably choose: what it makes of the rows of the layer before.
+"""Predict what a layer's router will choose, by asking it about the rows of the layer before.
 
-A layer adds little to what passes it, so the next router, given this layer's rows, mostly says what it will say of its
-own (mixtral-offloading, arXiv 2312.17238). Being wrong costs bytes, never numbers.
+A layer changes its rows little, so the next router mostly makes the same choice for this layer's rows as for its own
+(mixtral-offloading, arXiv 2312.17238). A wrong prediction costs loads, and changes no result.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_lohan.model import Block, ModelBlocks, ParamSlice
 from hf_lohan.weights import SlotRing
 
 _CORRECTION = "e_score_correction_bias"
-"""By this name routers keep what they add to the sigmoids of their logits before they choose."""
+"""The name of a buffer that routers add to the sigmoids of their logits before they choose."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Router:
     """How a layer with experts scores them."""
 
     block: Block
-    """In whose slot these are."""
+    """The block with these parameters."""
     weight: ParamSlice
     """[experts, hidden]."""
     bias: ParamSlice | None
@@ -43,8 +43,8 @@ class Router:
 
 
 def find_routers(model: nn.Module, blocks: ModelBlocks) -> list[Router | None]:
-    """Of each module of ``blocks.experts``, what beside it in the same parent scores as many experts as it has. None
-    where that cannot be told, or where its weights are in parts."""
+    """For each module of ``blocks.experts``, the module in the same parent that scores its experts. None if that is
+    ambiguous, or if the router's weights lie in several blocks."""
     names = {module: name for name, module in model.named_modules()}
     place = {
         part.parameter: (block, part)
@@ -85,7 +85,7 @@ def _without(parent: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
 
 
 class NextRouter:
-    """Asks the router of the next layer, where that layer is on the device already. Used by the computing thread."""
+    """Asks the router of the next layer, if that layer is on the device already. For the computing thread."""
 
     def __init__(self, ring: SlotRing, routers: Sequence[Router | None]) -> None:
         """``routers``: of each layer with experts, in forward order."""
@@ -113,5 +113,5 @@ class NextRouter:
 
 
 def most_chosen(counts: Sequence[int]) -> list[int]:
-    """The experts that any row goes to, those first to which most do."""
+    """The experts with rows, those with the most rows first."""
     return [expert for expert, count in sorted(enumerate(counts), key=lambda one: -one[1]) if count]

@@ -1,7 +1,7 @@
-"""Where the rows of a call go, and how many to each expert.
+"""Which rows of a call go to which expert, and how many.
 
-This is the one thing that the host has to know of what the device computes, so it waits for it, once a call at most.
-The numbers are asked for as soon as the device can have them; what else the call needs is enqueued before the wait.
+The host needs these numbers from the device, and waits for them at most once a call. They are requested as early as
+possible, and everything else that the call needs is enqueued before the wait.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from hf_lohan.compat.torch_private import StorageWeakRef, storage_id, version_of
 from hf_lohan.device import Device, Event
 
 _LEAST_BYTES = 4096
-"""A page: less cannot be pinned."""
+"""A page, the least that can be pinned."""
 
 
 class HostNumbers:
-    """Brings a few whole numbers to the host. For the thread that computes, which asks again after it was answered."""
+    """Copies a few integers to the host. One request at a time, by the computing thread."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._landing: Tensor | None = None
 
     def ask(self, numbers: Tensor) -> Answer:
-        """Enqueue their way to the host."""
+        """Enqueue the copy to the host."""
         if self._landing is None or self._landing.numel() < numbers.numel():
             num_bytes = max(_LEAST_BYTES, numbers.numel() * torch.int64.itemsize)
             self._landing = self._device.host_empty(num_bytes).view(torch.int64)
@@ -41,34 +41,34 @@ class Answer(NamedTuple):
     arrived: Event
 
     def numbers(self) -> list[int]:
-        """Waits for the device to get there, and for nothing that was enqueued since."""
+        """Wait for the copy, and for nothing that was enqueued after it."""
         self.arrived.synchronize()
         found: list[int] = self.landing.tolist()
         return found
 
 
 class KnownCounts:
-    """Of one layer's calls, how many rows went to each expert, for as long as somebody keeps the call's ids."""
+    """How many rows of one layer's calls went to each expert, for as long as a call's ids exist."""
 
     def __init__(self) -> None:
         self._of_ids: dict[int, tuple[StorageWeakRef, object, list[int]]] = {}
 
     def note(self, top_k_index: Tensor, counts: list[int]) -> None:
         if top_k_index.is_inference():
-            return  # no backward will ask
+            return  # there will be no backward
         self._of_ids = {key: known for key, known in self._of_ids.items() if not known[0].expired()}
         storage = StorageWeakRef(top_k_index.untyped_storage())
         self._of_ids[storage_id(top_k_index)] = storage, _content(top_k_index), counts
 
     def of(self, top_k_index: Tensor) -> list[int] | None:
-        """None where these ids, as they are now, were never counted."""
+        """None if these ids, with their current values, were never counted."""
         known = self._of_ids.get(storage_id(top_k_index))
-        # While there is a weak reference to a storage, no other storage gets its id.
+        # A storage keeps its id while a weak reference to it exists.
         return known[2] if known is not None and known[1] == _content(top_k_index) else None
 
 
 def _content(ids: Tensor) -> object:
-    """A key of ids in one storage. It changes when their content may have changed."""
+    """A key of ids within their storage, which changes when their values may have changed."""
     return ids.storage_offset(), ids.shape, ids.stride(), version_of(ids)
 
 
@@ -103,8 +103,8 @@ class Routing:
         self.place[self.order] = torch.arange(self.order.numel(), device=self.order.device)
 
     def arrive(self) -> None:
-        """Wait until the host knows how many rows each expert has. Raises ValueError where one is none of this
-        layer's."""
+        """Wait until the host knows how many rows each expert has. Raises ValueError for an expert that the layer does
+        not have."""
         if self._counts is None:
             assert self._answer is not None
             numbers = self._answer.numbers()

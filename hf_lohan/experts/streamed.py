@@ -1,8 +1,7 @@
-"""The experts of one module, computed as they come.
+"""The experts of one module, computed in the order in which they arrive.
 
-Rows are sorted by expert with the call that transformers makes, on the ids as they are, so that rows of one expert
-stand in the same order as there. A group of a grouped product is one product on the CPU, so each expert can be computed
-apart, in any order.
+Rows are sorted by expert with the same call as in transformers, so rows of one expert have the same order. On the CPU,
+a grouped product is one product for each group, so each expert can be computed by itself, in any order.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -30,11 +29,11 @@ the expert makes of the rows, [n, hidden], before routing weights."""
 
 
 class ForwardUnderWay(Protocol):
-    """The forward that runs, or whose backward does."""
+    """The forward that runs, or whose backward runs."""
 
     @property
     def number(self) -> int:
-        """Which of several forwards that share the model runs."""
+        """The number of the running forward, of several that share the model."""
 
     def enter_backward(self) -> None:
         """A backward begins, or goes on."""
@@ -57,7 +56,7 @@ class ExpertParts:
 
 
 class StreamedExperts:
-    """A module's experts, each of which comes to a slot when rows are there for it."""
+    """A module's experts. Each is brought to a slot if rows are routed to it."""
 
     def __init__(self, layer: int, module: nn.Module, blocks: Sequence[Block], parts: ExpertParts) -> None:
         """``layer``: its number among those with experts; ``blocks``: of each expert, by its number."""
@@ -67,10 +66,10 @@ class StreamedExperts:
         self._number = {block: expert for expert, block in enumerate(blocks)}
         self._parts = parts
         self.anchor = torch.empty(0, requires_grad=any(block.state_numel for block in blocks))
-        """Has autograd record the operation also where neither rows nor routing need a gradient."""
+        """Makes autograd record the operation even if neither rows nor routing weights need a gradient."""
         self._known_counts = KnownCounts()
         self.handle = next(_handles)
-        """By which an operation, which takes numbers and tensors, names it."""
+        """Names this object in an operation, which takes numbers and tensors only."""
         _known[self.handle] = self
 
     @property
@@ -79,7 +78,7 @@ class StreamedExperts:
         return self._parts.forward_pass().number
 
     def forward(self, rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor) -> Tensor:
-        """See `run_experts`."""
+        """The forward of `run_experts`."""
         loader, call = self._parts.loader, Call.AGAIN if is_in_backward() else Call.FORWARD
         is_few = call is Call.FORWARD and top_k_index.numel() < ALL_ROWS * len(self._blocks)
         expected = self._parts.next_router.expect(self._layer, rows, top_k_index.shape[-1]) if is_few else None
@@ -106,8 +105,8 @@ class StreamedExperts:
         return Routing(top_k_index, len(self._blocks), self._parts.host_numbers, self._known_counts, expected_ends)
 
     def _as_they_come(self, experts: Sequence[int]) -> Iterator[tuple[int, Slot]]:
-        """Each of ``experts``, to which the call was routed, in its slot while the caller computes with it: first those
-        that are here, then in the order given, as far as that is the order in which they come."""
+        """Each of ``experts`` in its slot, pinned while the caller computes with it. Resident experts first, then in
+        order of arrival."""
         for _ in experts:
             block, slot = self._parts.loader.acquire_any()
             try:
@@ -130,10 +129,10 @@ class StreamedExperts:
         *,
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Gradients of ``rows`` and of ``top_k_weights``, as far as they are needed; those of the weights go to the
-        forward pass, of one expert after the other as they come, first those that the forward left in their slots.
+        """Gradients of ``rows`` and of ``top_k_weights`` if they are needed. Gradients of experts' weights go to the
+        forward pass, expert by expert in order of arrival.
 
-        An expert without rows has a gradient of zeros, as part of a tensor that has one: it takes that step.
+        An expert without rows has a gradient of zeros, because it is part of a tensor with a gradient.
         """
         self._parts.forward_pass().enter_backward()
         routed, k = self._route(top_k_index), top_k_index.shape[-1]
@@ -168,7 +167,7 @@ class StreamedExperts:
         given: tuple[Tensor, Tensor, Tensor],
         needs: Sequence[bool],
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``given``: the expert's rows, their routing weights, and the gradient of what they become."""
+        """``given``: the expert's rows, their routing weights, and the gradient of the weighted output."""
         rows, weights, gradient = given
         block = self._blocks[expert]
         with torch.enable_grad():
@@ -189,14 +188,14 @@ class StreamedExperts:
 
 
 def _gathered(like: Tensor, index: Tensor, parts: Sequence[Tensor | None]) -> Tensor:
-    """The gradient of a tensor from those of its rows at ``index``, given expert by expert: as that of an indexing."""
+    """The gradient of a tensor from gradients of its rows at ``index``, expert by expert, as indexing would give it."""
     gradient = torch.zeros_like(like)
     found = [part for part in parts if part is not None]
     return gradient.index_put_((index,), torch.cat(found), accumulate=True) if found else gradient
 
 
 def _weights_in(slot: Slot, block: Block) -> dict[str, Tensor]:
-    """One expert's weights by their names in the module: views into its slot, of the form [1, ...]."""
+    """One expert's weights by their names in the module: views into its slot, [1, ...]."""
     return {
         _name_in_module(part): slot.weights[part.start : part.stop].view(1, *part.shape[1:]) for part in block.slices
     }
@@ -215,8 +214,49 @@ _known: weakref.WeakValueDictionary[int, StreamedExperts] = weakref.WeakValueDic
 
 
 def experts_of(handle: int) -> StreamedExperts:
-    """Whose `StreamedExperts.handle` it is. Raises RuntimeError if they are gone."""
+    """The experts with this `StreamedExperts.handle`. Raises RuntimeError if they were garbage collected."""
     found = _known.get(handle)
     if found is None:
         raise RuntimeError("the model is gone whose experts these are; keep it until its backward has run")
     return found
+
+
+# `lohan::experts`: all experts of a layer as one operation, opaque to autograd. As plain autograd, weights would be
+# leaves of the layer's graph: checkpointing would load each expert three times, and the order of gradients would depend
+# on the order of loads. Here, backward has the operation's inputs alone.
+
+
+@torch.library.custom_op("lohan::experts", mutates_args=())
+def _experts(rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor, anchor: Tensor, handle: int) -> Tensor:
+    return experts_of(handle).forward(rows, top_k_weights, top_k_index)
+
+
+@_experts.register_fake
+def _fake(rows: Tensor, top_k_weights: Tensor, top_k_index: Tensor, anchor: Tensor, handle: int) -> Tensor:
+    return torch.empty_like(rows)
+
+
+def _set_up(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor, int], output: Tensor) -> None:
+    rows, top_k_weights, top_k_index, _, ctx.handle = inputs
+    ctx.save_for_backward(rows, top_k_weights, top_k_index)
+    # Under checkpointing the graph is the forward's, though what it saved is made again: so is this number.
+    ctx.of_forward = experts_of(ctx.handle).forward_number
+
+
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    rows, top_k_weights, top_k_index = ctx.saved_tensors
+    of_rows, of_weights = experts_of(ctx.handle).backward(
+        ctx.of_forward, gradient, rows, top_k_weights, top_k_index, needs=ctx.needs_input_grad[:2]
+    )
+    return of_rows, of_weights, None, None, None
+
+
+_experts.register_autograd(_backward, setup_context=_set_up)
+
+
+def run_experts(experts: StreamedExperts, rows: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Run ``rows`` [tokens, hidden] through the experts ``top_k_index`` [tokens, k] of each row, and sum the outputs
+    weighted by ``top_k_weights`` [tokens, k]. Outputs and gradients equal those of transformers' `grouped_mm` to the
+    bit."""
+    output: Tensor = _experts(rows, top_k_weights, top_k_index, experts.anchor, experts.handle)
+    return output

@@ -1,5 +1,4 @@
-"""Data files: the contract between memory and O_DIRECT, the calls to the system, and one open file that moves all bytes
-or says why not."""
+"""Data files: the requirements of O_DIRECT, the system calls, and an open file that moves all bytes or raises."""
 
 from __future__ import annotations
 
@@ -26,16 +25,16 @@ _ZEROS_BYTES = 4 << 20
 
 
 def byte_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory of a contiguous CPU tensor, whatever its dtype and shape, as uint8 ``[num_bytes]``."""
+    """The memory of a contiguous CPU tensor of any dtype and shape as uint8 ``[num_bytes]``."""
     assert tensor.is_cpu and tensor.is_contiguous(), "I/O needs contiguous CPU memory"
-    # Each call lets other threads have the interpreter, so none is made that is not needed.
+    # Each call may release the GIL, so avoid needless ones.
     flat = tensor.detach() if tensor.requires_grad else tensor
     flat = flat if flat.dim() == 1 else flat.reshape(-1)
     return flat if flat.dtype is torch.uint8 else flat.view(torch.uint8)
 
 
 def sector_view(tensor: torch.Tensor) -> memoryview:
-    """The memory of ``tensor`` as writable bytes, fit for O_DIRECT: aligned, and whole sectors of it."""
+    """The memory of ``tensor`` as writable bytes that O_DIRECT accepts: aligned, and whole sectors."""
     flat = byte_tensor(tensor)
     assert flat.numel() % SECTOR_BYTES == 0, f"{flat.numel()} bytes are not whole {SECTOR_BYTES}-byte sectors"
     assert flat.data_ptr() % SECTOR_BYTES == 0 or not flat.numel(), "the buffer's address is not sector-aligned"
@@ -43,8 +42,8 @@ def sector_view(tensor: torch.Tensor) -> memoryview:
 
 
 class FileBackend:
-    """The calls to the system that data files make. They may be short, and raise ``OSError``. Test doubles and other
-    ways to move bytes take its place."""
+    """The system calls of data files. Reads and writes may be short, and all may raise ``OSError``. Replaced by test
+    doubles and other ways to move bytes."""
 
     def open(self, path: str, flags: int) -> int:
         return os.open(path, flags, 0o600)
@@ -69,9 +68,9 @@ class FileBackend:
 
 
 class DataFile:
-    """One open file, O_DIRECT where its file system takes that and buffered, logged once, where not.
+    """One open file: O_DIRECT if its file system supports that, otherwise buffered, with one warning.
 
-    Safe to use from many threads. Every failure is a `StorageError` that names path and offset.
+    Thread-safe. Every failure is a `StorageError` with path and offset.
     """
 
     def __init__(self, path: str, backend: FileBackend, *, create: bool) -> None:
@@ -80,10 +79,10 @@ class DataFile:
         self._backend = backend
         self._fallback_lock = threading.Lock()
         self.unsynced_bytes = 0
-        """Written since the last `sync`."""
+        """Bytes written since the last `sync`."""
         self._unsynced_lock = threading.Lock()
         self._sync_failure: StorageError | None = None
-        # A fresh file must be new (zeros, our mode), and no link may lead an old one elsewhere.
+        # A new file must not exist (zeros, our mode), and an existing one must not be a link.
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else os.O_NOFOLLOW)
         try:
             try:
@@ -91,7 +90,7 @@ class DataFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                if create and os.path.lexists(path):  # some kernels create the file and only then refuse
+                if create and os.path.lexists(path):  # some kernels create the file and then refuse
                     os.unlink(path)
                 self._fd = backend.open(path, flags)
                 self._log_buffered("its file system does not open files with O_DIRECT")
@@ -101,16 +100,16 @@ class DataFile:
         close_in_children(self._fd)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill ``views``, one after the other, with the bytes from ``offset`` on."""
+        """Fill ``views`` in order with the bytes from ``offset`` on."""
         self._move("read", self._backend.read, offset, views)
 
     def write(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Put the bytes of ``views``, one after the other, at ``offset``."""
+        """Write the bytes of ``views`` in order at ``offset``."""
         self._move("write", self._backend.write, offset, views)
         self._count_unsynced(sum(view.nbytes for view in views))
 
     def allocate(self, num_bytes: int) -> None:
-        """Give a new file its full size, in zeros; raises with ``errno`` ENOSPC if the disk is too full."""
+        """Give a new file its full size, in zeros. Raises with ``errno`` ENOSPC if the disk is too full."""
         if num_bytes == 0:
             return
         try:
@@ -122,10 +121,10 @@ class DataFile:
             self._write_zeros(num_bytes)
 
     def sync(self) -> None:
-        """Return when all finished writes are on the medium.
+        """Wait until all finished writes are on the medium.
 
-        Through the page cache that is never certain after a failure: the system forgets what it could not write, and a
-        second try succeeds without it. So each one raises the first error, until `forget_failure`.
+        After a failure through the page cache, the kernel drops the data and a second sync succeeds without it. So
+        every later call raises the first error, until `forget_failure`.
         """
         if self._sync_failure is not None:
             raise raised_anew(self._sync_failure)
@@ -139,7 +138,7 @@ class DataFile:
         self._count_unsynced(-covered_bytes)
 
     def forget_failure(self) -> None:
-        """Nobody wants what was written since the last `sync` that succeeded."""
+        """Ignore a failed sync: the unsynced data is no longer needed."""
         self._sync_failure = None
 
     def close(self) -> None:
@@ -167,14 +166,14 @@ class DataFile:
                     path=self.path,
                     offset=offset + done_bytes,
                     errno=errno.EIO,
-                    advice="the file was cut or the disk is failing; the store must be made anew",
+                    advice="the file was cut or the disk is failing; delete the store and resume from a checkpoint",
                 )
             moved_bytes = self._resumable_bytes(moved_bytes)
             done_bytes += moved_bytes
             views = _after(views, moved_bytes)
 
     def _resumable_bytes(self, moved_bytes: int) -> int:
-        """How far a short call really got: direct I/O can only go on from the start of a sector."""
+        """Bytes that a short call counts as moved: direct I/O can only resume at the start of a sector."""
         if not self.is_direct or moved_bytes % SECTOR_BYTES == 0:
             return moved_bytes
         if moved_bytes < SECTOR_BYTES:
@@ -208,14 +207,14 @@ class DataFile:
         if error.errno in NO_ROOM:
             missing = no_room(self.path, needed_bytes)
             free = exact_bytes(missing.available_bytes)
-            advice = f"it needs {exact_bytes(needed_bytes)} and {free} are free; free some space"
+            advice = f"it needs {exact_bytes(needed_bytes)} but {free} are free; free some space"
             if missing.limit == INODES:
-                advice = f"its file system has no inode left, with {free} free; delete some files"
+                advice = f"its file system has no inode left ({free} are free); delete some files"
         return StorageError(problem, path=self.path, offset=offset, errno=error.errno, advice=advice)
 
 
 def _after(views: Sequence[memoryview], num_bytes: int) -> list[memoryview]:
-    """What is left of ``views`` behind their first ``num_bytes``."""
+    """The rest of ``views`` after their first ``num_bytes``."""
     starts = accumulate((view.nbytes for view in views), initial=0)
     rest = [view[max(0, num_bytes - start) :] for view, start in zip(views, starts, strict=False)]
     return [view for view in rest if view.nbytes]

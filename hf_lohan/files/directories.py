@@ -1,4 +1,4 @@
-"""The directories of a store: can they be written, how much fits, and what makes a change in them last."""
+"""The directories of a store: whether they are writable, how much fits, and durable changes in them."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from pathlib import Path
 from hf_lohan.files.errors import INODES, NO_ROOM, CapacityError, Shortfall, StorageError
 
 SECTOR_BYTES = 4096
-"""Alignment of every address, offset and length that meets a data file: no device in use asks for more."""
+"""Alignment of every address, offset and length of data file I/O. No device in use needs more."""
 _ROOM = "free space (or quota)"
 _ADVICE = "choose a directory that this user can write, or fix its permissions"
 
 
 @dataclass(frozen=True)
 class StorePath:
-    """A directory of a store and how much it may hold; None: all the free space of its file system."""
+    """A directory of a store and its capacity; None: all free space of its file system."""
 
     path: str
     capacity_bytes: int | None = None
 
 
 def validate_directories(paths: Sequence[StorePath]) -> None:
-    """Refuse paths that cannot hold a store, before anything is written.
+    """Check the paths before anything is written.
 
-    Raises ValueError for no path, one given twice or a negative capacity, `StorageError` for an unwritable.
+    Raises ValueError for no path, a repeated path or a negative capacity, `StorageError` for an unwritable path.
     """
     if not paths:
-        raise ValueError("a store needs at least one ssd path: give one directory")
+        raise ValueError("no ssd path was given: give at least one directory")
     seen: set[str] = set()
     for path in paths:
         if path.capacity_bytes is not None and path.capacity_bytes < 0:
@@ -46,20 +46,20 @@ def validate_directories(paths: Sequence[StorePath]) -> None:
 
 
 def make_directory(path: str) -> None:
-    """Make sure the directory exists; a new one is for this user only. Raises `StorageError`."""
+    """Create the directory, for this user only, unless it exists. Raises `StorageError`."""
     try:
         if not os.path.isdir(path):
-            made, nearest = os.path.abspath(path), _nearest_existing(path)
+            folder, nearest = os.path.abspath(path), _nearest_existing(path)
             make_folders(path, mode=0o700)
-            while made != nearest:
-                made = os.path.dirname(made)
-                sync_directory(made)
+            while folder != nearest:
+                folder = os.path.dirname(folder)
+                sync_directory(folder)
     except OSError as error:
         raise _cannot_make(path, error) from error
 
 
 def make_folders(path: str | Path, mode: int = 0o755) -> None:
-    """`os.makedirs(exist_ok=True)`, but nobody else may write in a new folder above it either, whatever the umask."""
+    """`os.makedirs(exist_ok=True)` whose new parent folders nobody else may write to, whatever the umask."""
     if not os.path.isdir(parent := os.path.dirname(os.path.abspath(path))):
         make_folders(parent)
     try:
@@ -70,8 +70,8 @@ def make_folders(path: str | Path, mode: int = 0o755) -> None:
 
 
 def keep_from_others() -> None:
-    """From here on nobody else may write what this process makes, other libraries' files included: who can change a
-    checkpoint decides what the next run computes."""
+    """Make all files that this process creates, also through other libraries, unwritable for others. Whoever can change
+    a checkpoint decides what the next run computes."""
     os.umask(os.umask(0o022) | 0o022)
 
 
@@ -85,14 +85,14 @@ def sync_directory(path: str) -> None:
 
 
 def free_bytes(path: str) -> int:
-    """What an ordinary user may still write to the file system of ``path``, which need not exist yet."""
+    """Space left for an ordinary user on the file system of ``path``, which need not exist yet."""
     status = os.statvfs(_nearest_existing(path))
     return status.f_bavail * status.f_frsize
 
 
 def no_room(path: str, needed_bytes: int) -> Shortfall:
-    """What is missing where the system refused ``needed_bytes``: bytes, or inodes. 0 are free if the file system does
-    not even say that."""
+    """What is missing where the system refused ``needed_bytes``: bytes or inodes. Reports 0 free bytes if the file
+    system does not tell."""
     with suppress(OSError):
         status = os.statvfs(_nearest_existing(path))
         is_out_of_inodes = status.f_files > 0 and status.f_favail == 0
@@ -101,13 +101,13 @@ def no_room(path: str, needed_bytes: int) -> Shortfall:
 
 
 def occupied_bytes(path: str, file_names: Sequence[str]) -> int:
-    """What those of our files that exist in a directory take from its file system."""
+    """Space that the existing files of these names take in a directory."""
     files = (os.path.join(path, name) for name in file_names)
     return sum(os.lstat(file).st_blocks * 512 for file in files if os.path.lexists(file))
 
 
 def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) -> tuple[StorePath, ...]:
-    """The paths with each ``None`` replaced by the free bytes plus those our ``file_names`` already take."""
+    """Replace each ``None`` capacity by the free bytes plus those that our ``file_names`` already take."""
 
     def capacity_bytes(path: StorePath) -> int:
         if path.capacity_bytes is not None:
@@ -118,9 +118,9 @@ def resolve_capacities(paths: Sequence[StorePath], file_names: Sequence[str]) ->
 
 
 def check_free_space(paths: Sequence[StorePath], needed_bytes: Sequence[int], file_names: Sequence[str]) -> None:
-    """Raise `CapacityError` if a file system lacks room; paths that share one share its room.
+    """Raise `CapacityError` if a file system lacks space. Paths on one file system share its space.
 
-    ``needed_bytes`` are per path and include the ``file_names`` that are already there.
+    ``needed_bytes`` are per path and include the existing files ``file_names``.
     """
     by_device: dict[int, list[tuple[str, int]]] = {}
     for path, needed in zip(paths, needed_bytes, strict=True):
@@ -156,15 +156,15 @@ def _require_writable(path: str) -> None:
 
 
 def _try_to_make(path: str, nearest: str) -> None:
-    """Make the missing directories and take them away again: permissions do not tell everything (/proc, /sys). That is
-    tried in a new folder, for other ranks may make theirs, or try to, under the same missing ones."""
+    """Create the missing directories and remove them again, since permissions do not tell everything (/proc, /sys).
+    This happens in a new folder, because other ranks may create theirs at the same time."""
     try:
         tried = tempfile.mkdtemp(dir=nearest, prefix="lohan-")
     except OSError as error:
         raise _cannot_make(path, error) from error
     try:
         make_folders(os.path.join(tried, os.path.relpath(path, nearest)), mode=0o700)
-    except OSError as error:  # said before the folder goes, which may have the last inode
+    except OSError as error:  # before the folder is removed, which may hold the last inode
         raise _cannot_make(path, error) from error
     finally:
         shutil.rmtree(tried, ignore_errors=True)

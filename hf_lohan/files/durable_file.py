@@ -1,4 +1,4 @@
-"""Small files that are there to stay: replaced whole or not at all, or only growing."""
+"""Durable small files: replaced atomically, or only appended to."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hf_lohan.files.errors import NO_ROOM, CapacityError, StorageError
 
 _FOREIGN_ADVICE = "delete it, or choose another directory"
 _NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS)
-"""Of file systems such as exFAT."""
+"""Errors of file systems without hard links, such as exFAT."""
 _LOG_ADVICE = "the store is damaged; resume from a checkpoint"
 
 
 def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) -> None:
-    """Write new, fsync, rename, fsync the directory. Private to this user. What was there stays under the name
-    ``kept_as``, in the same folder, if that is given: whenever the new file is found, so is the old one there.
+    """Write a new file, fsync, rename, fsync the directory. The file is private to this user. ``kept_as``: keep the old
+    file under this name in the same folder; it exists whenever the new file does.
 
-    Raises `CapacityError` or `StorageError`. Then the old file is as it was, or, if only the last fsync failed, the new
-    one is there and a power cut may bring the old one back.
+    Raises `CapacityError` or `StorageError`. Then the old file is unchanged; if only the last fsync failed, the new
+    file is there, and a power cut may bring back the old one.
     """
     fresh = f"{file}.new"
     try:
@@ -41,8 +41,8 @@ def replace_durably(file: str, content: bytes, *, kept_as: str | None = None) ->
 
 
 def _keep(file: str, kept_as: str) -> None:
-    """By a second name, or as a copy where files have one. Raises OSError. Changes of a folder's names last in their
-    order, so whoever syncs the folder after a later one has synced this."""
+    """Keep a file under a second name, as a hard link or a copy. Raises OSError. Renames in a folder become durable in
+    their order, so the caller's later sync of the folder covers this one."""
     with suppress(FileNotFoundError):
         os.unlink(kept_as)
     try:
@@ -54,7 +54,7 @@ def _keep(file: str, kept_as: str) -> None:
 
 
 def remove_durably(file: str) -> None:
-    """Remove the file, if it is there, to stay removed. Raises `StorageError`."""
+    """Remove the file, if it exists, durably. Raises `StorageError`."""
     try:
         with suppress(FileNotFoundError):
             os.unlink(file)
@@ -64,16 +64,16 @@ def remove_durably(file: str) -> None:
 
 
 def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
-    """The content of a small file, which no link may lead elsewhere. Raises FileNotFoundError, or `StorageError` if it
-    cannot be read, is larger, or is no file but may never end (a pipe, a device)."""
+    """Return the content of a small file, without following links. Raises FileNotFoundError, or `StorageError` if it
+    cannot be read, is larger, or is not a regular file (a pipe or device may never end)."""
     try:
         fd = os.open(file, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             status = os.fstat(fd)
             if not stat.S_ISREG(status.st_mode):
-                raise StorageError("no file but something else is", path=file, advice=_FOREIGN_ADVICE)
+                raise StorageError("expected a regular file at", path=file, advice=_FOREIGN_ADVICE)
             if status.st_size > max_bytes:
-                problem = f"{status.st_size} bytes are too many for"
+                problem = f"{status.st_size} bytes are more than expected in"
                 raise StorageError(problem, path=file, advice=_FOREIGN_ADVICE)
             parts: list[bytes] = []
             while part := os.read(fd, status.st_size - sum(map(len, parts))):
@@ -89,8 +89,8 @@ def read_whole(file: str, max_bytes: int = 1 << 30) -> bytes:
 
 
 def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
-    """Make a folder of these files, by name or relative path, in place of what was there, to stay. Private to this
-    user. Raises `CapacityError` or `StorageError`."""
+    """Replace a folder by one of these files, by name or relative path, durably. Private to this user. Raises
+    `CapacityError` or `StorageError`."""
     try:
         remove_folder(folder)
         folders = [folder]
@@ -111,8 +111,7 @@ def write_folder(folder: str, files: Mapping[str, bytes]) -> None:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder with all that is in it, if it is there. A power cut may bring some of it back. Raises
-    `StorageError`."""
+    """Remove a folder and its content, if it exists. A power cut may bring back parts. Raises `StorageError`."""
     try:
         if os.path.islink(folder) or os.path.isfile(folder):
             os.unlink(folder)
@@ -126,7 +125,7 @@ def remove_folder(folder: str) -> None:
 
 
 def write_all(fd: int, content: bytes, offset: int = 0) -> None:
-    """Put ``content`` at ``offset``, in as many calls as it takes. Raises OSError."""
+    """Write ``content`` at ``offset``, in as many calls as needed. Raises OSError."""
     rest = memoryview(content)
     while rest:
         written_bytes = os.pwrite(fd, rest, offset)
@@ -137,12 +136,12 @@ def write_failure(path: str, needed_bytes: int, error: OSError) -> CapacityError
     """The error to raise when writing ``needed_bytes`` to ``path`` failed."""
     if error.errno in NO_ROOM:
         return CapacityError([no_room(path, needed_bytes)])
-    advice = "check that the directory is there and writable, and the disk"
+    advice = "check that the directory exists and is writable, and check the disk"
     return StorageError("cannot write", path=path, errno=error.errno, advice=advice)
 
 
 def _removal_failure(path: str, error: OSError) -> StorageError:
-    advice = "check that its directory is writable, and the disk"
+    advice = "check that its directory is writable, and check the disk"
     return StorageError("cannot remove", path=path, errno=error.errno, advice=advice)
 
 
@@ -157,14 +156,14 @@ def _write_new(file: str, content: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class AppendedLog:
-    """Lines behind one another. What a killed run appended after its last commit is cut off when writing goes on."""
+    """A file of appended lines. The next append cuts off lines that a killed run appended after its last commit."""
 
     path: str
 
     def append(self, committed_bytes: int, lines: bytes) -> int:
-        """Make ``lines`` follow the first ``committed_bytes``, durably; returns how long the log is then.
+        """Append ``lines`` after the first ``committed_bytes``, durably. Returns the new length.
 
-        Raises `CapacityError` or `StorageError`, and then the first ``committed_bytes`` are as they were.
+        Raises `CapacityError` or `StorageError`; the first ``committed_bytes`` are then unchanged.
         """
         if not lines:
             return committed_bytes
@@ -172,8 +171,8 @@ class AppendedLog:
         try:
             fd = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             try:
-                if os.fstat(fd).st_size < committed_bytes:  # growing it would put zeros where lines were
-                    raise StorageError(f"{committed_bytes} bytes are not in", path=self.path, advice=_LOG_ADVICE)
+                if os.fstat(fd).st_size < committed_bytes:  # ftruncate would fill the gap with zeros
+                    raise StorageError(f"fewer than {committed_bytes} bytes are in", path=self.path, advice=_LOG_ADVICE)
                 os.ftruncate(fd, committed_bytes)
                 write_all(fd, lines, committed_bytes)
                 os.fsync(fd)
@@ -188,13 +187,13 @@ class AppendedLog:
         return committed_bytes + len(lines)
 
     def read(self, start_byte: int, stop_byte: int) -> bytes:
-        """Those bytes of it. Raises `StorageError` if they are not there."""
+        """Return a range of bytes. Raises `StorageError` if they are missing."""
         if start_byte == stop_byte:
             return b""
         try:
             content = read_whole(self.path)
         except FileNotFoundError:
-            raise StorageError("missing is", path=self.path, advice=_LOG_ADVICE) from None
+            raise StorageError("cannot find", path=self.path, advice=_LOG_ADVICE) from None
         if len(content) < stop_byte:
-            raise StorageError(f"{stop_byte} bytes are not in", path=self.path, advice=_LOG_ADVICE)
+            raise StorageError(f"fewer than {stop_byte} bytes are in", path=self.path, advice=_LOG_ADVICE)
         return content[start_byte:stop_byte]

@@ -1,4 +1,4 @@
-"""What can go wrong in the storage room, each in one line that says what to do."""
+"""Storage errors. Each message is one line that says what to do."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from hf_lohan.wording import exact_bytes
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-"""What the system calls a full disk, or a quota that is used up."""
+"""Error numbers of a full disk or an exhausted quota."""
 
 
 class StorageError(OSError):
-    """Input or output failed. ``errno``, ``path`` and ``offset`` (bytes, where known) are kept."""
+    """Input or output failed. Keeps ``errno``, ``path`` and ``offset`` (bytes, if known)."""
 
     def __init__(
         self, problem: str, *, path: str, advice: str, errno: int | None = None, offset: int | None = None
@@ -31,19 +31,19 @@ class StorageError(OSError):
 
 
 class CorruptionError(StorageError):
-    """Bytes came back other than they were written. Names block, record, path and offset."""
+    """Bytes that were read differ from those written. Names block, record, path and offset."""
 
 
 class TornStoreError(ValueError):
-    """The store holds no whole step: it was being written in place when its run ended."""
+    """The store holds no complete step: its run ended while it changed records in place."""
 
 
 class StoreInUseError(RuntimeError):
-    """Another process (or another store object of this one) holds the lock of a store directory."""
+    """Another process, or another store object of this one, holds the lock of a store directory."""
 
 
 class ForeignStoreError(ValueError):
-    """The directory holds something that is not this model's store, and nobody asked to destroy it."""
+    """The directory holds something else than this model's store, which must not be destroyed."""
 
 
 INODES = "inodes"
@@ -51,7 +51,7 @@ INODES = "inodes"
 
 @dataclass(frozen=True)
 class Shortfall:
-    """One place where bytes are missing; ``limit`` is what ran out: ``capacity`` or ``free space``."""
+    """A place that lacks space. ``limit`` names what ran out: ``capacity`` or ``free space``."""
 
     path: str
     needed_bytes: int
@@ -61,7 +61,7 @@ class Shortfall:
     def __str__(self) -> str:
         available = exact_bytes(self.available_bytes)
         if self.limit == INODES:
-            return f"{self.path} needs a file but its file system has no inode left for one ({available} are free)"
+            return f"the file system of {self.path} has no inode left for another file ({available} are free)"
         return f"{self.path} needs {exact_bytes(self.needed_bytes)} but its {self.limit} is {available}"
 
 

@@ -1,7 +1,7 @@
 """Asynchronous transfers between aligned host memory and data files, within a byte budget.
 
-`IoEngine` moves pieces with a few threads; an `IoRequest` is the receipt for bytes under way;
-`RequestsUnderWay` are those that still touch somebody's files.
+An `IoEngine` moves pieces with a few threads, an `IoRequest` represents one transfer, and `PendingRequests` are the
+requests on a set of files.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 Complete = Callable[[], object]
 Verb = Literal["read", "write"]
 Need = Literal["urgent", "soon", "any time"]
-"""When somebody waits for a piece: what is needed first is moved first."""
+"""Priority of a piece."""
 
 _MAX_VIEWS = 512
 """Buffers in one call: half of Linux's IOV_MAX."""
 
 
 class Content(NamedTuple):
-    """What bytes are."""
+    """What the bytes are, for the timeline."""
 
     block: str
     kind: str
@@ -41,7 +41,7 @@ ANY_CONTENT = Content("", "bytes")
 
 
 class Transfer(NamedTuple):
-    """One run of bytes in a file and the places in memory, in order, that hold them."""
+    """One run of bytes in a file and the pieces of memory, in order, that hold them."""
 
     file: DataFile
     offset: int
@@ -63,9 +63,9 @@ class IoRequest:
         complete: Complete | None = None,
         broken: Callable[[BaseException], None] | None = None,
     ) -> None:
-        """``complete`` runs when all pieces have been moved, before the request is done; what it raises fails it. A
-        request of no pieces does not run it. ``release`` is told then how many bytes are free again, ``broken`` what a
-        callback raised."""
+        """``complete`` runs after all pieces have been moved and before the request is done; its exception fails the
+        request. It does not run for a request without pieces. ``release`` then receives the number of bytes to return
+        to the budget, ``broken`` the exception of a callback."""
         self.num_bytes = num_bytes
         self._num_pending = num_pieces
         self._release = release
@@ -81,25 +81,25 @@ class IoRequest:
 
     @classmethod
     def finished(cls) -> IoRequest:
-        """One of nothing, which is done."""
+        """A request of no bytes, which is done."""
         return cls(0, 0, lambda num_bytes: None)
 
     def done(self) -> bool:
-        """Whether no thread touches its memory any more, be it moved or failed."""
+        """Whether no thread touches its memory any more, moved or failed."""
         return self._finished.is_set()
 
     def wait(self) -> None:
-        """Return when done; raise the first `StorageError` of its pieces, again on every call."""
+        """Wait until it is done. Raises the first `StorageError` of its pieces, on every call."""
         self._finished.wait()
         if self.error is not None:
             raise raised_anew(self.error)
 
     def add_done_callback(self, callback: Callable[[IoRequest], object]) -> None:
-        """Call ``callback(request)`` once: from an I/O thread when done, or here and now if it is.
+        """Call ``callback(request)`` once: on an I/O thread when the request is done, or at once if it is.
 
-        Keep it short; it must neither start requests nor wait for any. What it raises is a bug of ours: the bytes have
-        moved, so the request has not failed. But somebody may wait for ever for what the callback did not do, so the
-        engine starts no request any more, and tells whoever asks for one why.
+        Keep it short; it must neither start requests nor wait for any. An exception in it is a bug of ours. The bytes
+        have moved, so the request has not failed, but somebody may wait forever for what the callback did not do. So
+        the engine then starts no more requests and raises the reason.
         """
         with self._lock:
             if not self._finished.is_set():
@@ -108,12 +108,12 @@ class IoRequest:
         self._call(callback)
 
     def fail(self, error: BaseException) -> None:
-        """For the engine: what is left of it is not worth moving."""
+        """For the engine: skip the rest of the request."""
         with self._lock:
             self.error = self.error or error
 
     def finish_piece(self, error: BaseException | None) -> None:
-        """For the engine: count one piece as over, with its error if it failed."""
+        """For the engine: count one piece as finished, with its error if it failed."""
         with self._lock:
             self.error = self.error or error
             self._num_pending -= 1
@@ -122,9 +122,9 @@ class IoRequest:
         if self._complete is not None and self.error is None:
             try:
                 self._complete()
-            except BaseException as caught:  # it belongs to whoever waits
+            except BaseException as caught:  # raised to the waiter
                 self.error = caught
-        # Room first: whoever wakes up from `wait` may want it.
+        # Release the budget first: the waiter may need it.
         self._release(self.num_bytes)
         with self._lock:
             self._finished.set()
@@ -183,8 +183,8 @@ class IoEngine:
         self._queued: dict[Need, deque[_Piece]] = {"urgent": deque(), "soon": deque(), "any time": deque()}
         self._closed = False
         self._failure: BaseException | None = None
-        # Guards the five above. It is entered itself, not through the condition: that is Python code, in which an
-        # interrupt may come before the lock is let go, and then nobody ever gets it again.
+        # Guards the five above. Entered directly, not through the condition: that is Python code, where an interrupt
+        # could prevent the release of the lock.
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._owner = Owner()
@@ -201,13 +201,8 @@ class IoEngine:
         """Bytes written so far."""
         return self._moved_bytes["write"]
 
-    @property
-    def inflight_bytes(self) -> int:
-        """Cost of the requests that are not finished."""
-        return self._inflight_bytes
-
     def open_file(self, path: str, *, create: bool = False) -> DataFile:
-        """Open a data file for this engine; ``create`` makes it and raises if it exists."""
+        """Open a data file for this engine. ``create`` makes it, and raises if it exists."""
         return DataFile(path, self._backend, create=create)
 
     def read(
@@ -219,33 +214,32 @@ class IoEngine:
         is_urgent: bool = False,
     ) -> IoRequest:
         """Start to read; the memory must stay untouched until the request is done. ``complete``: see `IoRequest`;
-        ``of``: what it is, for the timeline; ``is_urgent``: it goes before reads that are not."""
+        ``of``: the content, for the timeline; ``is_urgent``: pass reads that are not urgent."""
         return self._submit("read", "urgent" if is_urgent else "soon", transfers, complete, of)
 
     def write(
         self, transfers: Sequence[Transfer], complete: Complete | None = None, *, of: Content = ANY_CONTENT
     ) -> IoRequest:
-        """Start to write; the memory must stay unchanged until the request is done. ``complete``: see `IoRequest`;
-        ``of``: what it is, for the timeline."""
+        """Start to write; the memory must stay unchanged until the request is done. Arguments as in `read`."""
         return self._submit("write", "any time", transfers, complete, of)
 
     def close(self) -> None:
-        """Finish what is in flight and end the threads. In a forked child: do nothing."""
+        """Finish all requests and end the threads. Does nothing in a forked child."""
         if not self._owner.is_here:
             return
         with self._lock:
             self._closed = True
             self._changed.notify_all()
         self._threads.close()
-        while any(self._queued.values()):  # queued before it was closed, and put to the threads after their end
+        while any(self._queued.values()):  # queued before the close, submitted after the threads ended
             self._run_next()
 
     def _submit(
         self, verb: Verb, need: Need, transfers: Sequence[Transfer], complete: Complete | None, of: Content
     ) -> IoRequest:
-        # A thread that waits here for room would be missing where the room is made.
         if not self._owner.is_here:
-            raise RuntimeError("this is a forked child of the process that trains: it has no I/O threads")
+            raise RuntimeError("this forked child of the training process has no I/O threads; do I/O in the parent")
+        # An I/O thread that waited here would never free the budget that it waits for.
         assert not hasattr(self._here, "is_io_thread"), "a done-callback must not start requests"
         pieces = _pieces(transfers, self._piece_bytes)
         num_bytes = sum(piece.num_bytes for piece in pieces)
@@ -255,7 +249,7 @@ class IoEngine:
             while not (self._closed or self._failure or self._has_room(request.num_bytes)):
                 self._changed.wait()
             if self._closed:
-                raise RuntimeError("the I/O engine is closed: no request can start")
+                raise RuntimeError("the I/O engine is closed; open the store again")
             if self._failure is not None:
                 raise RuntimeError(f"a callback of the I/O engine failed: {self._failure!r}") from self._failure
             self._inflight_bytes += request.num_bytes
@@ -263,13 +257,13 @@ class IoEngine:
         num_submitted = 0
         try:
             for _ in pieces:
-                self._threads.put(self._run_next)
+                self._threads.submit(self._run_next)
                 num_submitted += 1
         except BaseException as interrupt:
             request.fail(interrupt)
             for _ in pieces[num_submitted:]:
-                self._run_next()  # there are as many calls of it as pieces, whoever takes which
-            with suppress(BaseException):  # nobody else can: what is under way uses the caller's memory
+                self._run_next()  # one call per piece, whichever piece it takes
+            with suppress(BaseException):  # moving pieces still use the caller's memory
                 request.wait()
             raise
         return request
@@ -277,14 +271,14 @@ class IoEngine:
     def _run_next(self) -> None:
         with self._lock:
             queued = next(filter(None, self._queued.values()), None)
-            if queued is None:  # an interrupt came when a thread had been told already, but before that was counted
+            if queued is None:  # an interrupt came after a submit, but before it was counted
                 return
             piece = queued.popleft()
         error: BaseException | None = None
         try:
-            if piece.request.error is None:  # else the rest of it is not worth the disk's time
+            if piece.request.error is None:  # skip the rest of a failed request
                 self._move(piece)
-        except BaseException as caught:  # whatever it is, it belongs to whoever waits
+        except BaseException as caught:  # raised to the waiter
             error = caught
         piece.request.finish_piece(error)
 
@@ -311,8 +305,8 @@ class IoEngine:
             self._changed.notify_all()
 
 
-class RequestsUnderWay:
-    """Knows each request from when it is added until it is done."""
+class PendingRequests:
+    """The requests that are not done yet."""
 
     def __init__(self) -> None:
         self._requests: set[IoRequest] = set()
@@ -326,18 +320,18 @@ class RequestsUnderWay:
         return request
 
     def wait(self) -> None:
-        """Return when all that were added before are done. Raises what a request under way fails with; one that failed
-        before told whoever waits for it."""
-        for request in self._now():
+        """Wait for all requests added before. Raises the error of one that fails meanwhile; earlier errors were raised
+        to their waiters."""
+        for request in self._snapshot():
             request.wait()
 
-    def settle(self) -> None:
-        """`wait`, but errors are for whoever waits for the request."""
-        for request in self._now():
+    def wait_ignoring_errors(self) -> None:
+        """Like `wait`, but leave errors to the waiters of each request."""
+        for request in self._snapshot():
             with suppress(Exception):
                 request.wait()
 
-    def _now(self) -> list[IoRequest]:
+    def _snapshot(self) -> list[IoRequest]:
         with self._lock:
             return list(self._requests)
 
@@ -347,7 +341,7 @@ class RequestsUnderWay:
 
 
 def _pieces(transfers: Sequence[Transfer], piece_bytes: int) -> list[Transfer]:
-    """All transfers cut up, in an order that keeps every file busy until all end together."""
+    """Cut up all transfers, in an order that keeps every file busy until all end together."""
     placed: list[tuple[float, Transfer]] = []
     for transfer in transfers:
         for piece in _cut(transfer, piece_bytes):

@@ -1,4 +1,4 @@
-"""One process, one store: a lock that the kernel takes back however its holder ends."""
+"""A directory lock, so that one process uses a store. The kernel releases it however the holder ends."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LOCK_NAME = "lock"
 
 
 class DirectoryLock:
-    """Holds a store directory, made if need be, from construction to `close`.
+    """Holds a store directory, created if needed, from construction to `close`.
 
-    Raises `StoreInUseError` naming the directory and its holder's pid, `StorageError` if it cannot be locked.
-    The file stays: to unlink a locked file would let two processes each hold "the" lock.
+    Raises `StoreInUseError` with the directory and its holder's pid, `StorageError` if it cannot be locked. The lock
+    file stays: unlinking a locked file would let two processes hold "the" lock.
     """
 
     def __init__(self, directory: str) -> None:
@@ -31,19 +31,19 @@ class DirectoryLock:
             advice = "make the directory writable or choose another"
             raise StorageError("cannot open the lock", path=file, errno=error.errno, advice=advice) from error
         try:
-            self._take(directory)
+            self._lock(directory)
         except BaseException:
             os.close(self._fd)
             raise
-        close_in_children(self._fd)  # a data loader's worker may live on when its parent is killed
+        close_in_children(self._fd)  # a data loader's worker may outlive its killed parent
 
     def close(self) -> None:
-        """Let the directory go. In a forked child: do nothing."""
+        """Release the directory. Does nothing in a forked child."""
         if self._owner.is_here:
             closing(self._fd)
             os.close(self._fd)
 
-    def _take(self, directory: str) -> None:
+    def _lock(self, directory: str) -> None:
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             os.ftruncate(self._fd, 0)
@@ -54,5 +54,5 @@ class DirectoryLock:
                 f"the store in {directory} is in use by process {holder}: end that run or choose another directory"
             ) from None
         except OSError as error:
-            advice = "its file system cannot lock files, or `lock` in it is no file; choose a local one"
+            advice = "its file system cannot lock files, or `lock` in it is not a file; choose a local directory"
             raise StorageError("cannot lock", path=directory, errno=error.errno, advice=advice) from error

@@ -1,4 +1,4 @@
-"""Share bytes between files instead of copying them, on file systems that can (Btrfs, XFS)."""
+"""Sharing bytes between files in place of copying, on file systems with reflinks (Btrfs, XFS)."""
 
 from __future__ import annotations
 
@@ -29,16 +29,17 @@ _NOT_HERE = (
     errno.EINVAL,  # no reflinks here, or blocks larger than our alignment
     errno.EPERM,  # immutable or append-only files, sandboxes
 )
-"""Reasons to copy instead; the same that `cp --reflink=auto` takes as such."""
+"""Errors after which to copy instead; the same as for `cp --reflink=auto`."""
 
 
 def clone_range(source_fd: int, source_offset: int, num_bytes: int, target_fd: int, target_offset: int) -> bool:
-    """Make a range of the target file share the source's blocks, which takes neither time nor room.
+    """Make a range of the target file share the source's blocks, which takes neither time nor space.
 
-    Offsets and ``num_bytes`` are whole blocks of the file system (multiples of 4096 nearly everywhere); the target
-    grows if it must. False: these files cannot share, so copy. Raises `StorageError` for any other failure.
+    Offsets and ``num_bytes`` are whole blocks of the file system (multiples of 4096 nearly everywhere). The target
+    grows if needed. Returns False if these files cannot share blocks, so that the caller copies. Raises `StorageError`
+    for any other failure.
     """
-    if num_bytes == 0:  # to the kernel that would mean: up to the end of the file
+    if num_bytes == 0:  # the kernel would clone up to the end of the file
         return True
     try:
         fcntl.ioctl(target_fd, _FICLONERANGE, _RANGE.pack(source_fd, source_offset, num_bytes, target_offset))
@@ -56,15 +57,15 @@ def clone_range(source_fd: int, source_offset: int, num_bytes: int, target_fd: i
 
 
 class RecordCloner:
-    """Clones whole records into other files. Where that fails once it is not tried again: all would fail alike."""
+    """Clones whole records into other files. It stops trying after the first failure, since all would fail alike."""
 
     def __init__(self) -> None:
         self._is_possible = True
         self._source_fds: dict[str, int] = {}
 
     def clone(self, sources: Sequence[tuple[str, Extent]], target_fd: int, target_offset: int) -> bool:
-        """Put the record whose files and places ``sources`` are at ``target_offset``. After False, some of it may be
-        there."""
+        """Clone the record whose files and extents ``sources`` are to ``target_offset``. After False, parts of it may
+        be there."""
         self._is_possible = self._is_possible and all(
             clone_range(
                 self._open(path),
@@ -83,7 +84,7 @@ class RecordCloner:
         return self._source_fds[path]
 
     def close(self) -> None:
-        """Close the sources."""
+        """Close the source files."""
         while self._source_fds:
             os.close(self._source_fds.popitem()[1])
 

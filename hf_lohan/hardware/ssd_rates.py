@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Literal, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -18,10 +18,9 @@ from torch import Tensor
 from hf_lohan.device import Device
 from hf_lohan.files import SECTOR_BYTES, CapacityError, FileBackend, IoEngine, Shortfall, StorePath, write_failure
 from hf_lohan.files.directories import free_bytes
+from hf_lohan.files.io_engine import Verb
 from hf_lohan.hardware.paths import existing_directory
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout, granules_of
-
-Verb = Literal["read", "write"]
 
 NUM_BUFFERS = 4
 """Requests under way at once."""
@@ -139,7 +138,7 @@ class _Traffic:
                 if request is not None:
                     request.wait()
         finally:
-            self._files.settle()  # no thread may use the buffers any more
+            self._files.wait_until_idle()  # no thread may use the buffers any more
         if "write" in verbs:
             self._files.sync()
         return num_moved, self._clock() - start_s

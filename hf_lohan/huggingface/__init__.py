@@ -7,8 +7,8 @@ a call to the engine.
 from hf_lohan.checkpoint.resume_point import last_step
 from hf_lohan.huggingface.accelerator import Accelerator, LohanPlugin
 from hf_lohan.huggingface.attachment import engine_of, offload_model
-from hf_lohan.huggingface.generation import load_for_generation
-from hf_lohan.huggingface.loading import from_pretrained
+from hf_lohan.huggingface.generate.generation import load_for_generation
+from hf_lohan.huggingface.models.loading import from_pretrained
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
 
 __all__ = [

@@ -19,16 +19,16 @@ from hf_lohan.compat.accelerate_private import become, mark_prepared, prepared_m
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.attachment import engine_of, offload_model, run_plan_of, settings_given
 from hf_lohan.huggingface.guards import check_accelerator, check_model, check_schedule
-from hf_lohan.huggingface.loading import reload_state_dict, reload_weights
-from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
-from hf_lohan.huggingface.saving import StoredModel, StoredWeights, save_together
-from hf_lohan.huggingface.state_dicts import (
+from hf_lohan.huggingface.models.loading import reload_state_dict, reload_weights
+from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_together
+from hf_lohan.huggingface.models.state_dicts import (
     WEIGHTS_NAME,
     is_of_diffusers,
     save_shards,
     save_state_dict,
     saves_itself,
 )
+from hf_lohan.huggingface.optimizers import check_given, is_taken_over, rules_of, take_over_together
 from hf_lohan.model import Rules
 from hf_lohan.optim import OffloadOptimizer
 from hf_lohan.record import LoopRecord, record_folder
@@ -80,7 +80,11 @@ class OffloadAwareAccelerator(accelerate.Accelerator):
         """As in accelerate; that of a micro-batch within `run_micro_batches` waits for the forwards of the others."""
         engine = self.offload_engine
         if engine is None or not engine.defers_backwards:
-            with engine.planned_memory.out_of_memory.given() if engine is not None else contextlib.nullcontext():
+            with (
+                engine.planned_memory.out_of_memory.added_to_errors()
+                if engine is not None
+                else contextlib.nullcontext()
+            ):
                 super().backward(loss, **kwargs)
             return
         if kwargs:
@@ -284,7 +288,7 @@ class Accelerator(OffloadAwareAccelerator):
                 folder = record_folder(Path(self.project_dir or "."), engine.links.ranks)
                 say = print if self.is_main_process else logger.info
                 self._loop_record = LoopRecord(engine, run_plan_of(engine), folder, say)
-            self._loop_record.follow(taken)
+            self._loop_record.follow_optimizer(taken)
         return {id(optimizer): own for optimizer, own in zip(optimizers, ours, strict=True)}
 
     def log(self, values: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -315,7 +319,7 @@ class Accelerator(OffloadAwareAccelerator):
         only runs with `trace: true` have it, in the working directory."""
         try:
             if self._loop_record is not None:
-                self._loop_record.end()
+                self._loop_record.end_run()
         finally:
             super().end_training()
 

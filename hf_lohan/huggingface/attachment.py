@@ -7,43 +7,51 @@ import functools
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from accelerate.state import GradientState
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_lohan.activations import ChunkedHead, chunked_head_of, has_foreign_forward
 from hf_lohan.checkpoint.model_description import describe_model
 from hf_lohan.compat.accelerate_private import is_prepared
 from hf_lohan.compat.torch_private import cpu_has_bfloat16_units
-from hf_lohan.compat.transformers_private import is_reentrant, make_non_reentrant, run_layers_by
+from hf_lohan.compat.transformers_private import (
+    grouped_experts,
+    is_reentrant,
+    make_non_reentrant,
+    one_expert,
+    register_experts,
+    run_experts_by,
+    run_layers_by,
+)
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device, device_for
 from hf_lohan.engine import (
     EngineEvents,
     OffloadEngine,
-    OutOfMemoryAnswer,
+    OutOfMemoryAdvice,
     ParameterAccess,
     Tiers,
+    check_equal_weights,
     drain_model,
     open_tiers,
-    refuse_other_weights,
     wait_until_closed,
 )
+from hf_lohan.experts import StreamedExperts, run_experts
 from hf_lohan.files import StoreInUseError
 from hf_lohan.files.directories import keep_from_others
-from hf_lohan.huggingface.adapters import merge_through_store, needs_all_kept
-from hf_lohan.huggingface.experts import compute_expert, stream_experts
+from hf_lohan.huggingface.models.adapters import merge_through_store, needs_all_kept
+from hf_lohan.huggingface.models.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
+from hf_lohan.huggingface.models.state_dicts import is_of_diffusers, save_diffusers_model
 from hf_lohan.huggingface.progress import long_work, tell_of_blocks
-from hf_lohan.huggingface.rank_guards import check_layout, check_rank_model
-from hf_lohan.huggingface.rank_links import links_to_other_ranks
-from hf_lohan.huggingface.saving import StoredModel, dtypes_to_save, save_pretrained_from_store
-from hf_lohan.huggingface.state_dicts import is_of_diffusers, save_diffusers_model
-from hf_lohan.model import ChunkedHead, Rules, chunked_head_of, has_foreign_forward
+from hf_lohan.huggingface.ranks import check_layout, check_rank_model, links_to_other_ranks
+from hf_lohan.model import Rules
 from hf_lohan.planning import (
     OffloadLayout,
     PlannedStep,
@@ -93,7 +101,7 @@ def answering_out_of_memory(model: Callable[[], nn.Module], config: OffloadConfi
         yield
     except RuntimeError as error:
         engine = engine_of(model())
-        (OutOfMemoryAnswer(config) if engine is None else engine.planned_memory.out_of_memory).give(error)
+        (OutOfMemoryAdvice(config) if engine is None else engine.planned_memory.out_of_memory).add_to(error)
         raise
 
 
@@ -148,7 +156,7 @@ def offload_model(
         ranks=links_to_other_ranks().ranks,
     )
     layout = replace(layout, saved_dtypes=dtypes_to_save(layout, config.save_dtype, dtypes_of(model)))
-    refuse_other_weights(model.named_parameters(), links_to_other_ranks())
+    check_equal_weights(model.named_parameters(), links_to_other_ranks())
     tiers = open_tiers_or_take_over(layout, config, device)
     try:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links))
@@ -228,7 +236,7 @@ def attach(model: Any, layout: OffloadLayout, tiers: Tiers, config: OffloadConfi
         step_began=lambda steps: plan.step_began(steps.clip_rate, steps.routing),
         block_began=tell_of_blocks(layout.model_blocks, tiers.device.timeline),
     )
-    with OutOfMemoryAnswer(config).given():
+    with OutOfMemoryAdvice(config).added_to_errors():
         engine = OffloadEngine(model, layout, tiers, config, events, compute_expert)
     stream_experts(engine.experts)
     global _num_attached
@@ -281,16 +289,18 @@ def _planning() -> contextlib.AbstractContextManager[None]:
     return long_work("planning the first step; a machine that is new is measured")
 
 
-def _plan_step(model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+def _plan_step(
+    model: weakref.ref[nn.Module], plan: RunPlan, shape: StepShape, layout: OffloadLayout
+) -> PlannedStep | None:
     """With the micro-batches of a step that Trainer or an `Accelerator` was told of."""
     num_micro_batches = max(plan.num_micro_batches, GradientState().num_steps if is_prepared(model()) else 1)
     with _planning():
-        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1))
+        return plan.make(replace(shape, num_micro_batches=num_micro_batches if shape.num_together == 1 else 1), layout)
 
 
-def _plan_order(plan: RunPlan, shape: StepShape) -> PlannedStep | None:
+def _plan_order(plan: RunPlan, shape: StepShape, layout: OffloadLayout) -> PlannedStep | None:
     with _planning():
-        return plan.make(shape, may_run_together=True)
+        return plan.make(shape, layout, may_run_together=True)
 
 
 def run_plan_of(engine: OffloadEngine) -> RunPlan | None:
@@ -393,3 +403,31 @@ def recompute_without_reentry(model: nn.Module) -> None:
             "use_reentrant=True: activation checkpointing is non-reentrant under offload, which computes the same; "
             "use_reentrant=False says so"
         )
+
+
+# Experts of a mixture: transformers calls the engine's in place of its own.
+
+_EXPERTS_IMPLEMENTATION = "lohan"
+"""The name under which transformers calls streamed experts."""
+
+_streamed_experts: weakref.WeakKeyDictionary[nn.Module, weakref.ref[StreamedExperts]] = weakref.WeakKeyDictionary()
+"""By the module in whose place they are called."""
+
+compute_expert = one_expert
+
+
+def stream_experts(experts: Mapping[nn.Module, StreamedExperts]) -> None:
+    """From now on these modules' experts come one by one."""
+    if not experts:
+        return
+    register_experts(_EXPERTS_IMPLEMENTATION, _experts_forward)
+    _streamed_experts.update({module: weakref.ref(streamed) for module, streamed in experts.items()})
+    run_experts_by(experts, _EXPERTS_IMPLEMENTATION)
+
+
+def _experts_forward(module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    found = _streamed_experts.get(module)
+    streamed = found() if found is not None else None
+    if streamed is None:  # of another model with the same configuration object
+        return grouped_experts(module, hidden_states, top_k_index, top_k_weights)
+    return run_experts(streamed, hidden_states, top_k_index, top_k_weights)

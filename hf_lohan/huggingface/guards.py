@@ -15,11 +15,10 @@ from transformers import Trainer, TrainingArguments
 from transformers.optimization import AdafactorSchedule
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, choice_of, refused_optim_args
-from hf_lohan.huggingface.rank_guards import check_rank_accelerator, check_rank_arguments
+from hf_lohan.huggingface.optimizers import OPTIM_NAMES, check_given, make_optimizer_choice, refused_optim_args
+from hf_lohan.huggingface.ranks import check_rank_accelerator, check_rank_arguments
 from hf_lohan.optim import OffloadOptimizer
-from hf_lohan.planning import check_together
-from hf_lohan.planning import why_in_turn as in_turn_for_the_model
+from hf_lohan.planning import check_together, why_not_together
 
 _OTHERS = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 """Who would place the weights, too."""
@@ -139,7 +138,7 @@ def check_trl(settings: Mapping[str, Any], *, is_joint: bool, trains_fused_head:
             raise ValueError(sentence)
 
 
-def why_in_turn(trainer: Trainer) -> str | None:
+def why_trainer_runs_in_turn(trainer: Trainer) -> str | None:
     """What keeps a trainer's micro-batches from running together unasked, by name; None: nothing does. What others
     wrote may count its calls, or look at one micro-batch's result before the next one begins."""
     for name in ("training_step", "compute_loss", "get_batch_samples", "_prepare_inputs"):
@@ -153,7 +152,7 @@ def why_in_turn(trainer: Trainer) -> str | None:
     for callback in trainer.callback_handler.callbacks:
         if type(callback).on_substep_end.__module__.partition(".")[0] not in _ONE_STEP_EACH:
             return f"{type(callback).__name__} has an on_substep_end, before which its micro-batch would not have run"
-    return in_turn_for_the_model(trainer.model)
+    return why_not_together(trainer.model)
 
 
 def check_runs_together(trainer: Trainer) -> None:
@@ -220,7 +219,7 @@ def check_optimizers(
         check_given(optimizers[0])
     check_schedule(optimizers[1])
     if optimizer_cls_and_kwargs is not None:
-        choice_of(optimizer_cls_and_kwargs)
+        make_optimizer_choice(optimizer_cls_and_kwargs)
 
 
 def check_schedule(schedule: Any) -> None:

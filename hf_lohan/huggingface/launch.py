@@ -33,7 +33,7 @@ from hf_lohan.device import num_gpus
 from hf_lohan.huggingface.accelerator import Accelerator
 from hf_lohan.huggingface.attachment import launched_with, num_offloaded
 from hf_lohan.huggingface.trainer import OffloadTrainerMixin, Trainer
-from hf_lohan.huggingface.trl_models import begin_above
+from hf_lohan.huggingface.trainer.trl_models import begin_above
 from hf_lohan.ranks.transport.rendezvous import SECRET_VARIABLE
 from hf_lohan.threads import usable_cpus
 
@@ -157,7 +157,7 @@ def _replace(undo: contextlib.ExitStack, owner: Any, name: str, value: Any) -> N
     setattr(owner, name, value)
 
 
-def launch(arguments: Sequence[str]) -> int:
+def launch_script(arguments: Sequence[str]) -> int:
     """`accelerate launch` of an unmodified script, offloaded: `[--offload X] [--trace] [its options] script.py [args]`.
 
     Returns the script's exit status. Raises ValueError for options that cannot be honoured, before anything is

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import transformers
@@ -26,6 +26,11 @@ from hf_lohan.optim import (
     UpdateRule,
     rule_for,
 )
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
 
 logger = logging.getLogger(__name__)
 
@@ -121,11 +126,11 @@ def choose_optimizer(
         settings = {"lr": args.learning_rate, "betas": betas, "weight_decay": 0.0}
         return OptimizerChoice(rule_for("Lion", [settings]), {RULE_KEY: "Lion", **settings})
     asked = given if given is not None else by_arguments(args)
-    return choice_of(asked, lambda: choose_optimizer(args, None, by_arguments, config))
+    return make_optimizer_choice(asked, lambda: choose_optimizer(args, None, by_arguments, config))
 
 
-def choice_of(
-    asked: Any, rest: Callable[[], OptimizerChoice] = lambda: choice_of(torch.optim.AdamW)
+def make_optimizer_choice(
+    asked: Any, rest: Callable[[], OptimizerChoice] = lambda: make_optimizer_choice(torch.optim.AdamW)
 ) -> OptimizerChoice:
     """A choice made already, an optimizer's class, or a class and its keyword arguments; with Muon ``rest`` chooses for
     what it does not take. Raises ValueError for one that there is no rule for, and for settings that no rule has."""
@@ -275,3 +280,42 @@ def _rule_of(name: str, groups: Sequence[dict[str, Any]]) -> UpdateRule:
     if name == "Lion" and any(group.get("cautious_factor", 1.0) != 1.0 for group in groups):
         raise ValueError("Lion with a cautious_factor is not supported under offload; leave it at 1")
     return rule_for(name, groups)
+
+
+class StoredOptimizers(_TrainerBase):
+    """Mixed into a Trainer: its optimizer is ours, of whatever kind was asked for."""
+
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    _offload_config: OffloadConfig | None
+
+    if TYPE_CHECKING:
+
+        def _ensure_engine(self) -> OffloadEngine | None: ...
+
+    def _rules(self) -> Rules:
+        """Whose states the store is to have."""
+        if self.optimizer is None:
+            return self._optimizer_choice(self.args).rules
+        return rules_of([getattr(self.optimizer, "optimizer", self.optimizer)])
+
+    def _optimizer_choice(self, args: TrainingArguments) -> OptimizerChoice:
+        config = self._offload_config
+        assert config is not None
+        return choose_optimizer(args, self.optimizer_cls_and_kwargs, self.get_optimizer_cls_and_kwargs, config)
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        engine = self._ensure_engine()
+        if engine is None:
+            return super().create_optimizer(*args, **kwargs)
+        asked = self.optimizer_cls_and_kwargs
+        if self.optimizer is None:
+            # Upstream groups the parameters by weight decay; only the class it instantiates is ours.
+            self.optimizer_cls_and_kwargs = self._optimizer_choice(self.args).over(engine)
+        try:
+            super().create_optimizer(*args, **kwargs)
+        finally:
+            self.optimizer_cls_and_kwargs = asked
+        if not isinstance(getattr(self.optimizer, "optimizer", self.optimizer), OffloadOptimizer):
+            self.optimizer = take_over(self.optimizer, engine)
+        return self.optimizer

@@ -1,14 +1,9 @@
-"""A step's micro-batches together: all of them through a block before the next one, then one backward.
+"""Runs the micro-batches of a step together: each block is loaded once for all forwards and once for their backward.
 
-Follow one micro-batch: `run` gives it a thread with its caller's settings; `lockstep` says when it is
-its turn, which `joint_forward` ends behind each layer, told by the model's hooks; its parameters are `leaves` of its
-own, so that its gradients arrive by themselves; and `heads` takes its loss back to the last layer's output at once.
+`joint_forward` runs each micro-batch's own forward in a thread. `lockstep` lets one thread run at a time and switches
+behind each layer. Each micro-batch has parameter objects (`leaves`) of its own, so its gradients arrive separately.
 """
 
-from hf_lohan.micro_batches.joint_forward import JointParts
-from hf_lohan.micro_batches.run import MicroBatchRun
+from hf_lohan.micro_batches.joint_forward import JointParts, MicroBatchRun
 
-__all__ = [
-    "JointParts",
-    "MicroBatchRun",
-]
+__all__ = ["JointParts", "MicroBatchRun"]

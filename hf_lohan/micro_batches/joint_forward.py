@@ -1,4 +1,4 @@
-"""The forwards of a step's micro-batches, block by block: all of them through a block before the next one."""
+"""Runs a step's micro-batches together: all of them pass a block before the next block, then one backward runs."""
 
 from __future__ import annotations
 
@@ -6,36 +6,25 @@ import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
+from hf_lohan.compat.torch_private import sequence_number
 from hf_lohan.device import Device
-from hf_lohan.micro_batches.heads import MicroBatchHeads
 from hf_lohan.micro_batches.leaves import GradientSums, MicroBatchLeaves
 from hf_lohan.micro_batches.lockstep import Lockstep
 from hf_lohan.model import Block, ParamSlice
 from hf_lohan.planner import SizeClass
+from hf_lohan.threads import ThreadSettings
 from hf_lohan.weights import BlocksInUse, Slot, SlotRing
 
 
-@dataclass
-class _Progress:
-    """Of one micro-batch. Compared as a whole: what skips a layer waits for those that do not."""
-
-    num_forwards: int = 0
-    num_layers: int = 0
-    """That it has behind it, or has skipped, in this forward."""
-    num_stops: int = 0
-    """Since then."""
-
-    def position(self) -> tuple[int, ...]:
-        return self.num_forwards, self.num_layers, self.num_stops
-
-
 class PassUnderWay(Protocol):
-    """The model's pass, as the engine follows it: a joint forward is one forward to it."""
+    """The engine's pass through the model. A joint forward is one forward to it."""
 
     @property
     def in_use(self) -> BlocksInUse: ...
@@ -53,7 +42,7 @@ class PassUnderWay(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JointParts:
-    """What micro-batches go through together."""
+    """The parts of an engine that a joint forward uses."""
 
     model: nn.Module
     num_layers: int
@@ -61,19 +50,91 @@ class JointParts:
     ring: SlotRing
     model_pass: PassUnderWay
     holds_gradients: bool
-    """Whether the host can add to gradients that have come."""
+    """Whether the host can add to gradients that have arrived."""
     going_by: Callable[[JointForward], contextlib.AbstractContextManager[None]]
-    """A context within which the model's hooks tell a joint forward where the model is."""
+    """A context in which the model's hooks call a joint forward."""
+
+
+class MicroBatchRun:
+    """Runs the micro-batches of one step after another."""
+
+    def __init__(self, parts: JointParts) -> None:
+        self._parts = parts
+        self._losses: dict[int, list[Tensor]] = {}
+        self._lockstep: Lockstep | None = None
+        """Set while micro-batches run."""
+        self._separate_heads = True
+
+    def __call__(self, micro_batches: Sequence[Callable[[], Any]]) -> list[Any]:
+        """Run the forwards and the backward of one step. See `OffloadEngine.run_micro_batches`."""
+        if self._lockstep is not None:
+            raise RuntimeError("run_micro_batches was called within a micro-batch; run them all in one call")
+        parts = self._parts
+        settings = ThreadSettings(parts.device.torch_device.type)
+        contexts = [settings.applied(parts.device.in_this_lane()) for _ in micro_batches]
+        joint: JointForward
+
+        def run(number: int) -> Any:
+            self._losses[number] = []
+            result = micro_batches[number]()
+            joint.heads.run_backward_of(number, self._losses.pop(number))
+            return result
+
+        self._lockstep = lockstep = Lockstep([partial(run, n) for n in range(len(micro_batches))], contexts)
+        joint = JointForward(parts, lockstep, separate_heads=self._separate_heads)
+        try:
+            parts.model_pass.begin_forward(is_training=True)
+            with parts.going_by(joint):
+                with joint.forwards():
+                    results = lockstep.run()
+                self._lockstep = None
+                self._separate_heads = joint.heads.are_separate
+                joint.backward()
+        finally:
+            self._lockstep = None
+            self._losses.clear()
+        return results
+
+    def refuse_within(self, call: str) -> None:
+        """Raise RuntimeError while micro-batches run: their backward is still to come."""
+        if self._lockstep is not None:
+            raise RuntimeError(f"{call} was called within a micro-batch; call it once, after run_micro_batches")
+
+    @property
+    def is_running(self) -> bool:
+        """Whether micro-batches run their forwards."""
+        return self._lockstep is not None
+
+    def defer_backward(self, loss: Tensor) -> bool:
+        """Keep a loss for the joint backward. Returns False outside `__call__`."""
+        if self._lockstep is None:
+            return False
+        self._losses[self._lockstep.running].append(loss)
+        return True
+
+
+@dataclass
+class _Progress:
+    """How far a micro-batch is. The fields are compared in order, so one that skips a layer waits for the others."""
+
+    num_forwards: int = 0
+    num_layers: int = 0
+    """Layers of this forward that it has run or skipped."""
+    num_stops: int = 0
+    """Stops since the last layer."""
+
+    def position(self) -> tuple[int, ...]:
+        return self.num_forwards, self.num_layers, self.num_stops
 
 
 class JointForward:
-    """A `ForwardPass` of several micro-batches; `lockstep` says which one runs.
+    """The `ForwardPass` of several micro-batches. `Lockstep` decides which one runs.
 
-    A block stays in its slot from one micro-batch to the next, until another one of its size class is asked for.
+    A block stays in its slot from one micro-batch to the next, until another block of its size class is needed.
     """
 
-    def __init__(self, parts: JointParts, lockstep: Lockstep, *, heads_apart: bool) -> None:
-        """``heads_apart``: whether to try and take heads back one by one."""
+    def __init__(self, parts: JointParts, lockstep: Lockstep, *, separate_heads: bool) -> None:
+        """``separate_heads``: try to run the backward of each head right behind its forward."""
         self._pass = parts.model_pass
         self._in_use = parts.model_pass.in_use
         self._ring = parts.ring
@@ -81,9 +142,9 @@ class JointForward:
         self._adds_on_host = parts.holds_gradients
         self._num_sent: Counter[ParamSlice] = Counter()
         self._lockstep = lockstep
-        self._heads_apart = heads_apart
+        self._separate_heads = separate_heads
         self._sums = GradientSums(lockstep.num_functions, parts.model_pass.send_gradient)
-        self._leaves = MicroBatchLeaves(parts.model, parts.ring, self._take_gradient)
+        self._leaves = MicroBatchLeaves(parts.model, parts.ring, self._take_leaf_gradient)
         self.heads = MicroBatchHeads(self._leaves.__contains__)
         self._progress: defaultdict[int, _Progress] = defaultdict(_Progress)
         self._saving: dict[int, contextlib.AbstractContextManager[Any]] = {}
@@ -91,13 +152,13 @@ class JointForward:
 
     @contextlib.contextmanager
     def forwards(self) -> Iterator[None]:
-        """Within, all forwards run; behind it, their one backward may."""
+        """All forwards run within this context, and the joint backward after it."""
         try:
             yield
         finally:
             self._leaves.restore()
             self._is_in_forward = False
-        if self._heads_apart and not self.heads.are_apart:
+        if self._separate_heads and not self.heads.are_separate:
             self._sums.keep_order()
         for size_class in SizeClass:
             self._in_use.leave_idle(size_class, self._is_idle)
@@ -124,7 +185,7 @@ class JointForward:
         number = self._lockstep.running
         for block in blocks:
             if block.size_class is SizeClass.LAYER and self._progress[number].num_layers:
-                # All are past the first layer, and what lies before it need not keep the head from being read ahead.
+                # All are past the first layer: free the slot of the blocks before it, so the head can be read ahead.
                 self._in_use.leave_idle(SizeClass.OUTER, self._is_idle)
             self._in_use.enter_for_many(block, is_idle=self._is_idle)
             self._ring.show(block)
@@ -134,7 +195,7 @@ class JointForward:
         for block in blocks:
             self._leaves.leave(self._lockstep.running, block)
             if self._is_idle(block):
-                self._ring.hide(block)  # it stays in its slot, but what reads its weights needs a leaf
+                self._ring.hide(block)  # it stays in its slot, but whoever reads its weights needs a leaf
 
     @property
     def number(self) -> int:
@@ -155,26 +216,28 @@ class JointForward:
         return self._leaves.leaf(self._lockstep.running, part)
 
     def _stop_before(self, blocks: Sequence[Block]) -> None:
-        """Let the others catch up before blocks that have to make room for each other."""
+        """Let the others catch up before blocks that replace each other in a slot."""
         progress = self._progress[self._lockstep.running]
-        is_in_head = self._heads_apart and progress.num_layers == self._num_layers
+        is_in_head = self._separate_heads and progress.num_layers == self._num_layers
         if torch.is_grad_enabled() and not is_in_head and any(block.size_class is SizeClass.OUTER for block in blocks):
             progress.num_stops += 1
             self._pass_on(progress.position())
 
     def behind_layer(self, index: int, output: Any) -> Any:
-        """Let the others run the layer, too. Not before a layer: where hooks run within its checkpoint (transformers
-        before 5.23), that has noted the random generator's state by then, and the others would draw from it. Returns
-        what to give to the next layer."""
+        """Let the others run the layer, too. Returns the input of the next layer.
+
+        The switch is behind a layer, not before it: where hooks run within the layer's checkpoint (transformers before
+        5.23), the checkpoint has saved the state of the random generator by then, and the others would draw from it.
+        """
         if not torch.is_grad_enabled():
-            return output  # it leaves nothing for a backward, so its place among the others does not matter
+            return output  # nothing is kept for a backward, so the order does not matter
         number = self._lockstep.running
         progress = self._progress[number]
         progress.num_layers, progress.num_stops = index + 1, 0
-        if not self._heads_apart or progress.num_layers < self._num_layers:
+        if not self._separate_heads or progress.num_layers < self._num_layers:
             self._pass_on(progress.position())
             return output
-        # Heads have their backward at once, so the first micro-batch's gradient must come first.
+        # Heads run their backward at once, so the first micro-batch must be first.
         self._pass_on((*progress.position(), number))
         self._leaves.begin_head(number)
         return self.heads.put_gate(number, output)
@@ -191,11 +254,11 @@ class JointForward:
     # Backward.
 
     def backward(self) -> None:
-        """Of all micro-batches. Raises RuntimeError if none gave a loss."""
+        """Run the backward of all micro-batches. Raises RuntimeError if there is no loss."""
         try:
-            self.heads.backward()
+            self.heads.run_joint_backward()
         finally:
-            self._sums.clear()  # of a backward that broke off
+            self._sums.clear()  # if the backward raised
 
     def enter_backward(self) -> None:
         if self._is_in_forward:
@@ -205,16 +268,16 @@ class JointForward:
 
     def take_gradient(self, part: ParamSlice, parameter: nn.Parameter) -> None:
         raise RuntimeError(
-            f"an autograd function was given {part.name} itself, so what the micro-batches contribute to its gradient "
+            f"an autograd function was given {part.name} itself, so the micro-batches' contributions to its gradient "
             "cannot be told apart; set vertical_micro_batches: false"
         )
 
     def take_part(self, number: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """Sums of all experts of a layer may be more than the device has room for, so the host adds them up. It does so
-        as they come; where that may not be in the order of the micro-batches, they wait on the device."""
+        """The host adds up experts' gradients as they arrive: sums for all experts of a layer may not fit the device.
+        They wait on the device where they may arrive out of the micro-batches' order."""
         self.enter_backward()
         if self._sums.keeps_order or not self._adds_on_host:
-            self._ring.gradients_away.note()
+            self._ring.moved_gradients.mark_moved()
             self._sums.add_gradient(number, part, gradient)
             return
         self._num_sent[part] += 1
@@ -223,14 +286,94 @@ class JointForward:
     def fetch_in_backward(self, block: Block) -> Slot:
         if self._is_in_forward:
             return self._in_use.enter_for_many(block, is_idle=self._is_idle)
-        return self._in_use.fetch_in_backward(block, self._done_with)
+        return self._in_use.fetch_in_backward(block, self._on_block_done)
 
-    def _take_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None:
+    def _take_leaf_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None:
         self.enter_backward()
-        self._ring.gradients_away.note()
+        self._ring.moved_gradients.mark_moved()
         (self._sums.keep if has_more else self._sums.add)(micro_batch, part, leaf)
 
-    def _done_with(self, block: Block) -> None:
-        # A block outside the layers may have been used before and behind them: the last word on it is not said.
+    def _on_block_done(self, block: Block) -> None:
+        # A block outside the layers may be used before and behind them, so more gradients may come.
         if block.size_class is SizeClass.LAYER:
             self._sums.complete(block)
+
+
+@dataclass
+class _Gate:
+    """The last layer's output as the head's input."""
+
+    hidden: Tensor
+    node: Node
+
+
+class MicroBatchHeads:
+    """Runs the backward of each head right behind its forward, down to the last layer's output. So the logits of one
+    micro-batch exist at a time.
+
+    This is not possible if a loss depends on the layers by another way (a router's loss does), or if a micro-batch has
+    several losses. Its whole backward then runs with the others'.
+    """
+
+    def __init__(self, is_leaf: Callable[[Tensor], bool]) -> None:
+        """``is_leaf``: whether a tensor is one of the micro-batches' leaves."""
+        self._is_leaf = is_leaf
+        self._gates: dict[int, list[_Gate]] = defaultdict(list)
+        self._roots: list[tuple[Any, Tensor | None]] = []  # tensors and edges; torch types lists of one of them
+        self.are_separate = True
+        """Whether all heads so far had a backward of their own."""
+
+    def put_gate(self, micro_batch: int, output: Any) -> Any:
+        """Returns the head's input for the last layer's output."""
+        hidden = output[0] if type(output) in (tuple, list) else output
+        if not isinstance(hidden, Tensor) or not hidden.requires_grad:
+            return output
+        gate = hidden.view_as(hidden)  # its backward saves nothing, so it may run twice
+        assert gate.grad_fn is not None
+        self._gates[micro_batch].append(_Gate(gate, gate.grad_fn))
+        return gate if hidden is output else type(output)((gate, *output[1:]))
+
+    def run_backward_of(self, micro_batch: int, losses: Sequence[Tensor]) -> None:
+        """Run the backward of a micro-batch's head, once its forwards are over. ``losses``: the micro-batch's."""
+        gates = self._gates.pop(micro_batch, [])
+        leaves = _leaves_behind(gates[0], losses[0], self._is_leaf) if len(gates) == len(losses) == 1 else None
+        if leaves is None:
+            self.are_separate = False
+            self._roots += [(loss, None) for loss in losses]
+            return
+        gate = gates[0].hidden
+        torch.autograd.backward(losses, inputs=[gate, *leaves])
+        if gate.grad is not None:
+            # The edge, not the gate: the gate would keep the last layer's output beside its gradient.
+            self._roots.append((get_gradient_edge(gate), gate.grad))
+            gate.grad = None
+
+    def run_joint_backward(self) -> None:
+        """Run the rest of the backward for all micro-batches. Raises RuntimeError if there is no loss."""
+        roots, self._roots = self._roots, []
+        if not roots:
+            raise RuntimeError("no micro-batch gave its loss to backward; call accelerator.backward(loss) in each")
+        torch.autograd.backward([root for root, _ in roots], [gradient for _, gradient in roots])
+
+
+def _leaves_behind(gate: _Gate, loss: Tensor, is_leaf: Callable[[Tensor], bool]) -> list[Tensor] | None:
+    """The leaves between the gate and the loss. None if the loss depends on the layers past the gate."""
+    number = sequence_number(gate.node)
+    leaves: list[Tensor] = []
+    waiting = [loss.grad_fn]
+    seen: set[Node | None] = {gate.node, None}
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is None:
+            if sequence_number(node) < number:
+                return None
+            waiting += [before for before, _ in node.next_functions]
+        elif is_leaf(leaf):
+            leaves.append(leaf)
+        else:
+            return None
+    return leaves

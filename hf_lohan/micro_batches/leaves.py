@@ -1,4 +1,4 @@
-"""Weights that several micro-batches use in one backward, with a gradient for each."""
+"""Parameter objects and gradient sums of micro-batches that share one backward."""
 
 from __future__ import annotations
 
@@ -15,55 +15,55 @@ from hf_lohan.weights import SlotRing
 
 
 class OnGradient(Protocol):
-    """Called in backward, as soon as a micro-batch's gradient of a parameter is complete in one of its leaves.
-    ``has_more``: the micro-batch has another leaf, whose gradient may come later."""
+    """Called in backward when the gradient of one of a micro-batch's leaves is complete. ``has_more``: the micro-batch
+    has another leaf of this parameter, whose gradient may come later."""
 
     def __call__(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter, *, has_more: bool) -> None: ...
 
 
 class MicroBatchLeaves:
-    """Each micro-batch finds leaves of its own in the modules, which share the parameters' memory.
+    """Gives each micro-batch leaves of its own in the modules. They share the parameters' memory.
 
-    Autograd would add up what the micro-batches contribute to a parameter before anybody sees it: in the weights'
-    dtype, and for tied weights use by use. With a leaf each, every gradient arrives as from a backward of its own.
+    With shared parameters autograd would add up the micro-batches' gradients in the weights' dtype, for tied weights
+    use by use. With separate leaves each micro-batch's gradient arrives as from a backward of its own.
     """
 
     def __init__(self, model: nn.Module, ring: SlotRing, on_gradient: OnGradient) -> None:
         self._ring = ring
         self._on_gradient = on_gradient
-        self._places: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
+        self._owners: dict[nn.Parameter, list[tuple[nn.Module, str]]] = defaultdict(list)
         for module in model.modules():
             for name, parameter in own_parameters(module):
-                self._places[parameter].append((module, name))
+                self._owners[parameter].append((module, name))
         self._leaves: dict[tuple[int, ParamSlice], nn.Parameter] = {}
         self._in_use: dict[int, Counter[Block]] = defaultdict(Counter)
-        self._all: set[nn.Parameter] = set()
+        self._known: set[nn.Parameter] = set()
         self._used_by_layers: dict[int, set[ParamSlice]] = {}
 
     def __contains__(self, tensor: Tensor) -> bool:
-        """Whether it is a leaf of a micro-batch."""
-        return tensor in self._all
+        """Whether a tensor is a leaf of a micro-batch."""
+        return tensor in self._known
 
     def is_in_use(self, block: Block) -> bool:
-        """Whether some micro-batch is in the middle of using it."""
+        """Whether some micro-batch is within a module that uses the block."""
         return any(blocks[block] for blocks in self._in_use.values())
 
     def enter(self, micro_batch: int, block: Block) -> None:
-        """A module that needs the block, whose parameters are shown, is about to run."""
+        """A module that uses the block is about to run. The block's parameters are shown."""
         in_use = self._in_use[micro_batch]
         in_use[block] += 1
         if in_use[block] == 1:
             self._show(micro_batch, block)
 
     def leave(self, micro_batch: int, block: Block) -> None:
-        """That module has run."""
+        """The module has run."""
         in_use = self._in_use[micro_batch]
         in_use[block] -= 1
         if not in_use[block]:
             self._hide(micro_batch, block)
 
     def leaf(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
-        """What a micro-batch has in place of a parameter that it uses now."""
+        """A micro-batch's leaf of a parameter that it uses now."""
         return self._leaves.get((micro_batch, part), part.parameter)
 
     def suspend(self, micro_batch: int) -> None:
@@ -72,12 +72,12 @@ class MicroBatchLeaves:
             self._hide(micro_batch, block)
 
     def resume(self, micro_batch: int) -> None:
-        """It goes on."""
+        """The micro-batch runs again."""
         for block in +self._in_use[micro_batch]:
             self._show(micro_batch, block)
 
     def begin_head(self, micro_batch: int) -> None:
-        """The layers are behind it. It gets other leaves: those that the layers used are not reached from the head."""
+        """The micro-batch is behind the layers. It gets new leaves, apart from those of the layers."""
         self.suspend(micro_batch)
         parts = {part for number, part in self._leaves if number == micro_batch}
         for part in parts:
@@ -86,16 +86,16 @@ class MicroBatchLeaves:
         self.resume(micro_batch)
 
     def restore(self) -> None:
-        """The forwards are over, or broke off: the modules have their parameters back."""
-        for parameter, places in self._places.items():
-            for module, name in places:
+        """Put the parameters back into the modules, after the forwards."""
+        for parameter, owners in self._owners.items():
+            for module, name in owners:
                 put_parameter(module, name, parameter)
         self._leaves.clear()
-        self._all.clear()
+        self._known.clear()
         self._in_use.clear()
 
     def _show(self, micro_batch: int, block: Block) -> None:
-        for part in _recorded(block):
+        for part in _parts_with_gradient(block):
             leaf = self._leaves.get((micro_batch, part))
             if leaf is None:
                 leaf = self._leaves[micro_batch, part] = self._leaf_of(micro_batch, part)
@@ -103,12 +103,12 @@ class MicroBatchLeaves:
             self._put(part, leaf)
 
     def _hide(self, micro_batch: int, block: Block) -> None:
-        for part in _recorded(block):
+        for part in _parts_with_gradient(block):
             self._leaves[micro_batch, part].data = self._ring.stand_ins.placeholder(block, part)
             self._put(part, part.parameter)
 
     def _put(self, part: ParamSlice, parameter: nn.Parameter) -> None:
-        for module, name in self._places[part.parameter]:
+        for module, name in self._owners[part.parameter]:
             put_parameter(module, name, parameter)
 
     def _leaf_of(self, micro_batch: int, part: ParamSlice) -> nn.Parameter:
@@ -117,48 +117,50 @@ class MicroBatchLeaves:
         leaf.register_post_accumulate_grad_hook(
             lambda leaf: self._on_gradient(micro_batch, part, leaf, has_more=has_more)
         )
-        self._all.add(leaf)
+        self._known.add(leaf)
         return leaf
 
 
-def _recorded(block: Block) -> list[ParamSlice]:
+def _parts_with_gradient(block: Block) -> list[ParamSlice]:
     return [part for part in block.trainable_slices if part.parameter.requires_grad]
 
 
 class GradientSums:
-    """Adds up what the micro-batches contribute, in float32, and sends each parameter's gradient on once it is the
-    step's. It comes in the order of the micro-batches; where it may not, `keep_order` has it wait."""
+    """Adds up the micro-batches' gradients in float32, in the micro-batches' order, and sends each complete sum.
+
+    Gradients arrive in that order unless `keep_order` was called. Then those that are early wait.
+    """
 
     def __init__(self, num_micro_batches: int, send: Callable[[ParamSlice, Tensor | None], None]) -> None:
-        """``send`` is given None for a gradient of zeros."""
+        """``send`` gets None for a gradient of zeros."""
         self.keeps_order = False
-        """Whether micro-batches may come in another order than their own."""
+        """Whether gradients may arrive out of order."""
         self._num_micro_batches = num_micro_batches
         self._send = send
         self._sums: dict[ParamSlice, Tensor] = {}
         self._num_added: Counter[ParamSlice] = Counter()
         self._of_zeros: set[ParamSlice] = set()
-        """Of which some micro-batch has zeros, and none has more."""
+        """Parameters for which all gradients so far are zeros."""
         self._early: dict[ParamSlice, dict[int, Tensor | None]] = defaultdict(dict)
         self._unfinished: dict[tuple[int, ParamSlice], Tensor] = {}
 
     def keep_order(self) -> None:
-        """Micro-batches may come in another order than their own: add what they contribute in theirs."""
+        """Gradients may arrive out of order from now on: add them in order."""
         self.keeps_order = True
 
     def keep(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
-        """Another leaf of the micro-batch may add to what this one has."""
-        self._unfinished[micro_batch, part] = self._taken(micro_batch, part, leaf)
+        """Keep the gradient of a leaf: another leaf of the micro-batch may add to it."""
+        self._unfinished[micro_batch, part] = self._pop_gradient(micro_batch, part, leaf)
 
     def add(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> None:
-        """Take the gradient of the micro-batch's last leaf, with what was kept of others."""
-        self._add_in_order(micro_batch, part, self._taken(micro_batch, part, leaf))
+        """Add the gradient of the micro-batch's last leaf, and those that were kept."""
+        self._add_in_order(micro_batch, part, self._pop_gradient(micro_batch, part, leaf))
 
     def add_gradient(self, micro_batch: int, part: ParamSlice, gradient: Tensor | None) -> None:
-        """Take all that a micro-batch has for a part of a parameter; None: zeros."""
+        """Add a micro-batch's whole gradient of a part of a parameter; None: zeros."""
         self._add_in_order(micro_batch, part, gradient)
 
-    def _taken(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
+    def _pop_gradient(self, micro_batch: int, part: ParamSlice, leaf: nn.Parameter) -> Tensor:
         gradient, leaf.grad = leaf.grad, None
         assert gradient is not None
         kept = self._unfinished.pop((micro_batch, part), None)
@@ -176,12 +178,12 @@ class GradientSums:
             self._complete(part)
 
     def complete(self, block: Block) -> None:
-        """Backward is done with the block: of what some micro-batch did not use, no more is to come."""
+        """Send the sums of a block: no more gradients of it will come."""
         for part in block.trainable_slices:
             self._complete(part)
 
     def flush(self) -> None:
-        """Backward is over."""
+        """Send all sums, at the end of the backward."""
         for (micro_batch, part), gradient in sorted(self._unfinished.items(), key=lambda item: item[0][0]):
             self._add_in_order(micro_batch, part, gradient)
         self._unfinished.clear()
@@ -190,7 +192,7 @@ class GradientSums:
         self._num_added.clear()
 
     def clear(self) -> None:
-        """Backward broke off."""
+        """Drop all sums, after a backward that raised."""
         for waiting in (self._sums, self._num_added, self._of_zeros, self._early, self._unfinished):
             waiting.clear()
 
@@ -200,7 +202,7 @@ class GradientSums:
             if total is None:
                 self._of_zeros.add(part)
         elif total is None:
-            # The only one needs no sum, and is widened where it is used.
+            # A single gradient needs no sum; it is converted where it is used.
             self._sums[part] = gradient.to(torch.float32) if self._num_micro_batches > 1 else gradient
         else:
             total.add_(gradient)

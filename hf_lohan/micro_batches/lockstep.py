@@ -1,38 +1,42 @@
-"""Several micro-batches' forwards in step: each in a thread of its own, of which one runs at a time."""
+"""Runs functions in threads that take turns, one at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
-from hf_lohan.micro_batches.sequence_numbers import SequenceNumbers
+import torch
+
+from hf_lohan.compat.torch_private import sequence_number, without_modes
 
 Position: TypeAlias = tuple[int, ...]
-"""How far a micro-batch has come; whoever is least far runs next."""
+"""How far a micro-batch is. The lowest position runs next."""
 
-_LOOK_S = 1.0
-"""An interrupt may take away the word that a thread is over: then it shows this much later."""
+_POLL_S = 1.0
+"""A KeyboardInterrupt may lose the message that a thread has ended; it is noticed after this time."""
+_NUM_VIEWS = 256
+"""Views in one call that raises a sequence number."""
 
 
-class _Abandoned(BaseException):
-    """Raised in the other micro-batches when one has failed. No `Exception`: nobody is to catch it."""
+class _AbandonedError(BaseException):
+    """Ends the other micro-batches when one has failed. Not an `Exception`, so that no forward catches it."""
 
 
 class Lockstep:
-    """Runs functions in threads that hand on the turn by `pass_on`. At equal positions the last function goes first.
+    """Runs functions in threads that give up their turn in `pass_on`. At equal positions the last function is first.
 
-    Threads and not generators, since what torch knows of a forward (modes, hooks for what is saved, autocast) belongs
-    to its thread. What each records for autograd is numbered on across all of them: the backward, which runs the
-    highest number first, undoes all of them together in reverse order, so at equal positions the first function's comes
-    first.
+    Threads and not generators: torch keeps a forward's modes, saved-tensor hooks and autocast state by thread. All
+    threads share one sequence of autograd's node numbers. A backward runs the highest number first, so it undoes all
+    functions together in reverse order; at equal positions the first function's nodes run first.
     """
 
     def __init__(self, functions: Sequence[Callable[[], Any]], contexts: Sequence[AbstractContextManager[Any]]) -> None:
-        """``contexts``: entered by each function's thread around it."""
+        """``contexts``: entered by each function's thread."""
         self._functions = functions
         self._contexts = contexts
         self._turns = [threading.Semaphore(0) for _ in functions]
@@ -42,18 +46,18 @@ class Lockstep:
         self._has_ended = threading.Event()
         self._threads: set[int] = set()
         self._left: set[int] = set()
-        """Whose function is over, or will never be called."""
+        """Functions that have returned, or will never be called."""
         self._leaving: SimpleQueue[None] = SimpleQueue()
         self.running = -1
-        """Whose turn it is."""
+        """The function whose turn it is."""
 
     @property
     def num_functions(self) -> int:
         return len(self._functions)
 
     def run(self) -> list[Any]:
-        """Once. What the functions return. Raises what the first one to fail raised; the others then end at their next
-        turn, as they do when an interrupt arrives here."""
+        """Run the functions, once, and return their results. Raises the first error; the other functions then end at
+        their next turn. An interrupt ends all of them in the same way."""
         results: list[Any] = [None] * len(self._functions)
         threads = [
             threading.Thread(
@@ -68,7 +72,7 @@ class Lockstep:
             for thread in threads:
                 thread.start()
             self._wake_next()
-            while not self._has_ended.wait(_LOOK_S):  # an interrupt that came just before the wait shows behind it
+            while not self._has_ended.wait(_POLL_S):  # an interrupt just before the wait is raised after it
                 pass
         except BaseException as error:
             self._abandon(error)
@@ -78,11 +82,11 @@ class Lockstep:
             try:
                 raise self._error
             finally:
-                self._error = None  # its traceback holds what the forwards left
+                self._error = None  # its traceback refers to the forwards' tensors
         return results
 
     def pass_on(self, position: Position) -> None:
-        """The running function has come to ``position``: let it wait until nobody else is less far."""
+        """The running function is at ``position``: wait until no other function has a lower one."""
         number = self.running
         self._waiting[number] = position
         self._numbers.leave()
@@ -91,7 +95,7 @@ class Lockstep:
 
     @property
     def is_here(self) -> bool:
-        """Whether this is one of its threads."""
+        """Whether the caller is one of its threads."""
         return threading.get_ident() in self._threads
 
     # The threads.
@@ -103,7 +107,7 @@ class Lockstep:
                 self._await_turn(number)
                 results[number] = self._functions[number]()
                 self._numbers.leave()
-        except _Abandoned:
+        except _AbandonedError:
             pass
         except BaseException as error:
             self._abandon(error)
@@ -116,11 +120,11 @@ class Lockstep:
     def _await_turn(self, number: int) -> None:
         self._turns[number].acquire()
         if self._error is not None:
-            raise _Abandoned
+            raise _AbandonedError
         self._numbers.enter()
 
     def _wake_next(self) -> int | None:
-        """Give the turn away; returns to whom."""
+        """Give the turn to the function with the lowest position, and return its number."""
         if self._error is not None:
             return None
         if not self._waiting:
@@ -141,13 +145,50 @@ class Lockstep:
         self._has_ended.set()
 
     def _join(self, number: int, thread: threading.Thread) -> None:
-        """Not to be interrupted: what a thread that runs on does to the model, nobody could undo."""
-        # `Thread.join` alone takes a thread for ended when it was interrupted itself (Python 3.10 to 3.12).
+        """Wait for a thread, through interrupts: a thread that goes on would change the model behind the caller."""
+        # An interrupted `Thread.join` takes the thread for ended (Python 3.10 to 3.12).
         while thread.ident is not None and (number not in self._left or thread.is_alive()):
             try:
                 while number not in self._left:
                     with suppress(Empty):
-                        self._leaving.get(timeout=_LOOK_S)
+                        self._leaving.get(timeout=_POLL_S)
                 thread.join()
             except KeyboardInterrupt as error:
                 self._abandon(error)
+
+
+class SequenceNumbers:
+    """Numbers the autograd nodes of threads that take turns as if one thread recorded them all.
+
+    Each thread has a counter, and autograd's backward runs the highest ready number first. A counter cannot be set, but
+    each recorded node raises it: a view that nobody keeps takes less than a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._source = torch.zeros((), requires_grad=True)
+
+    def leave(self) -> None:
+        """The calling thread's turn ends."""
+        with _recording():
+            self._next = self._number()
+
+    def enter(self) -> None:
+        """The calling thread's turn begins: raise its counter above the numbers of all earlier turns."""
+        with _recording():
+            missing = self._next - self._number()
+            while missing > 0:
+                torch.atleast_1d([self._source] * min(missing, _NUM_VIEWS))
+                missing -= _NUM_VIEWS
+
+    def _number(self) -> int:
+        node = self._source.view(1).grad_fn
+        assert node is not None
+        return sequence_number(node)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Record for autograd, hidden from the modes of the forward that is under way."""
+    with torch.enable_grad(), without_modes():
+        yield

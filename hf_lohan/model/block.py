@@ -1,4 +1,4 @@
-"""Which parameters stream together, and where each sits in the flat records."""
+"""Blocks: parameters that stream together, and their offsets in the block's flat records."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 assert MIN_CHUNK_NUMEL % GRANULE_NUMEL == 0, "chunks are cut between granules"
 
 PARAM_ALIGN_NUMEL = 32
-"""Parameters start at 64-byte boundaries or better: vector loads and grouped matmuls want aligned pointers. Larger
-ones start at a granule, so that a chunk can begin there, and smaller ones lie within one."""
+"""Parameters start at 64-byte boundaries, for vector loads and grouped matmuls. Large ones start at a granule, so that
+a chunk can begin there; small ones lie within one granule."""
 
 
 MIN_GRANULES = 64
@@ -32,8 +32,7 @@ def round_up(value: int, multiple: int) -> int:
 
 @dataclass(eq=False)
 class ParamSlice:
-    """A parameter's place in a block, or that of a part of it: elements [start, start + numel) of every record that
-    has it."""
+    """A parameter, or a part of one, in a block: elements [start, start + numel) of each record."""
 
     name: str
     parameter: nn.Parameter
@@ -41,9 +40,9 @@ class ParamSlice:
     start: int
     trainable: bool
     first: int = 0
-    """It is elements [first, last) of the flattened parameter."""
+    """The part is elements [first, last) of the flattened parameter."""
     last: int = -1
-    """Default: to its end."""
+    """Default: to the parameter's end."""
 
     def __post_init__(self) -> None:
         if self.last < 0:
@@ -57,7 +56,7 @@ class ParamSlice:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its parameter."""
+        """Whether this is the whole parameter."""
         return self.numel == self.shape.numel()
 
     @property
@@ -67,7 +66,7 @@ class ParamSlice:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkPiece:
-    """What of a slice lies in one chunk: elements counted from the chunk's and the slice's start."""
+    """The part of a slice that lies in one chunk. Offsets are counted from the chunk's and the slice's start."""
 
     chunk: Chunk
     param_slice: ParamSlice
@@ -82,7 +81,7 @@ class ChunkPiece:
 
 @dataclass(eq=False)
 class Chunk:
-    """Elements [start, stop) of a block's records: what one host buffer holds."""
+    """Elements [start, stop) of a block's records. A host buffer holds one chunk."""
 
     block: Block
     index: int
@@ -90,7 +89,7 @@ class Chunk:
     stop: int
     pieces: list[ChunkPiece] = field(default_factory=list, repr=False)
     owner: int = 0
-    """The rank whose store has them."""
+    """The rank that stores it."""
 
     @property
     def numel(self) -> int:
@@ -112,21 +111,21 @@ class Chunk:
 
 @dataclass(eq=False)
 class Block:
-    """The unit that streams: the parameters of one decoder layer, or of one module outside the layers.
+    """The parameters of one decoder layer, or of one module outside the layers. They stream together.
 
-    Trainable parameters come first (weights before vectors, so that weight-decay groups form long runs), then frozen
-    ones, which have no optimizer state: `state_numel` elements have states, `numel` have a `param` record.
+    Trainable parameters are first (weights before vectors, so that weight-decay groups form long runs). Frozen ones
+    follow and have no optimizer state: `state_numel` elements have states, `numel` have a `param` record.
     """
 
     name: str
     size_class: SizeClass
     slices: list[ParamSlice]
     master: MasterFormat = _FLOAT32
-    """Of its weights: all have one dtype."""
+    """The format of its weights, which have one dtype."""
     granule_numel: int = GRANULE_NUMEL
-    """Elements in a granule of its records, or parameters that go with one."""
+    """Parameters of one granule of its records."""
     rank_edges: tuple[int, ...] = ()
-    """Rank r has elements [rank_edges[r], rank_edges[r + 1]); where there is one rank only, these are not given."""
+    """Rank r has elements [rank_edges[r], rank_edges[r + 1]). Empty: there is one rank."""
 
     def __hash__(self) -> int:
         return id(self)
@@ -141,7 +140,7 @@ class Block:
     @cached_property
     def state_numel(self) -> int:
         trained = max((part.stop for part in self.trainable_slices), default=0)
-        # Frozen weights share no granule with trainable ones: no step writes them.
+        # No step writes frozen weights, so they share no granule with trainable ones.
         whole = self.granule_numel if len(self.trainable_slices) < len(self.slices) else RECORD_ALIGN_NUMEL
         return round_up(trained, max(whole, self.master.align_numel))
 
@@ -151,38 +150,33 @@ class Block:
 
     @property
     def unit_numels(self) -> tuple[int, ...]:
-        """Sizes of the units, of whole granules each, that the records with states are made of (see `cut_units`)."""
+        """Sizes of the units that the records with states consist of, in whole granules (see `cut_units`)."""
         starts = [part.start for part in self.trainable_slices if part.start % self.granule_numel == 0]
         return tuple(stop - start for start, stop in zip(starts, [*starts[1:], self.state_numel], strict=False))
 
     @property
     def needs_whole(self) -> bool:
-        """Whether its optimizer updates parameters whole, so that each has to lie in one chunk."""
+        """Whether its optimizer updates whole parameters, so that each must lie in one chunk."""
         return bool(self.state_numel) and self.master.rule.needs_whole
 
     @property
     def param_bytes(self) -> int:
-        """Of its `param` record."""
+        """Size of its `param` record."""
         return self.numel * self.master.working_dtype.itemsize
 
     def cut_for_ranks(self, num_ranks: int) -> None:
-        """Give each rank a part of its records."""
-        if num_ranks > 1:
-            self.rank_edges = cut_for_ranks(
-                self.unit_numels,
-                self.numel,
-                num_ranks,
-                granule_numel=self.granule_numel,
-                keeps_units=self.needs_whole,
-            )
+        """Assign each rank a shard of its records."""
+        self.rank_edges = cut_for_ranks(
+            self.unit_numels, self.numel, num_ranks, granule_numel=self.granule_numel, keeps_units=self.needs_whole
+        )
 
     @property
     def rank_ranges(self) -> list[tuple[int, int]]:
-        """Elements [start, stop) of each rank, in their order; some may be empty."""
+        """Elements [start, stop) of each rank. Some may be empty."""
         return list(pairwise(self.rank_edges)) if self.rank_edges else [(0, self.numel)]
 
     def shape(self, rank: int | None = None) -> BlockShape:
-        """The sizes that planning needs: of the whole block, or of what a rank has."""
+        """The sizes that planning needs, of the whole block or of a rank's shard."""
         start, stop = self.rank_ranges[rank] if rank is not None else (0, self.numel)
         return BlockShape(
             name=self.name,
@@ -194,7 +188,7 @@ class Block:
         )
 
     def cut(self, chunk_numel: int) -> list[Chunk]:
-        """Cut the records with states into chunks and place every trainable parameter's pieces in them."""
+        """Cut the records with states into chunks, and the trainable parameters into the chunks' pieces."""
         chunks: list[Chunk] = []
         for owner, (first, last) in enumerate(self.rank_ranges):
             units = units_between(self.unit_numels, first, last)
@@ -211,7 +205,7 @@ class Block:
 
 
 def ranges(numel: int, step: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) pairs that cover `numel` in steps."""
+    """[start, stop) pairs that cover `numel`, of at most ``step`` each."""
     for start in range(0, numel, step):
         yield start, min(start + step, numel)
 
@@ -224,8 +218,8 @@ def lay_out_block(
     granule_numel: int = GRANULE_NUMEL,
     parts: Mapping[str, tuple[int, int]] | None = None,
 ) -> Block:
-    """Place parameters in a block. The order is stable for one model and one set of frozen weights. ``parts``: of
-    which parameters only elements [first, last) are the block's."""
+    """Assign offsets to the parameters of a block. The order is stable for one model and one set of frozen weights.
+    ``parts``: parameters of which only elements [first, last) belong to the block."""
     assert master.align_numel in (1, GRANULE_NUMEL) and granule_numel % GRANULE_NUMEL == 0
     order = sorted(
         named_parameters.items(),
@@ -245,9 +239,9 @@ def lay_out_block(
     return Block(name, size_class, slices, master, granule_numel)
 
 
-def with_good_granules(blocks: Sequence[Block]) -> list[Block]:
-    """The same blocks laid out with the largest granules that suit them: the largest block has at least
-    `MIN_GRANULES`, and what is left free so that parameters begin at one is a hundredth at most."""
+def with_large_granules(blocks: Sequence[Block]) -> list[Block]:
+    """The blocks laid out again with the largest granules for which the largest block has at least `MIN_GRANULES` and
+    the padding before parameters is at most a hundredth."""
     largest_numel = max(block.numel for block in blocks)
     num_parameters = sum(part.numel for block in blocks for part in block.slices)
     granule_numel = MAX_GRANULE_NUMEL

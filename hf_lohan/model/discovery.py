@@ -1,4 +1,4 @@
-"""Find the blocks of any causal LM: its decoder layers, and the modules outside them that own parameters."""
+"""Finds the blocks of a causal LM: its decoder layers, and the modules outside them that own parameters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_lohan.model.block import Block, lay_out_block, round_up, with_good_granules
+from hf_lohan.model.block import Block, lay_out_block, round_up, with_large_granules
 from hf_lohan.model.experts import FusedExperts, find_experts
 from hf_lohan.optim import ADAMW, MUON, MasterFormat, MomentDtype, UpdateRule, master_format
 from hf_lohan.planner import SizeClass
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 
 _LAYER_BASE_CLASS = "GradientCheckpointingLayer"  # by name: this room does not import transformers
 _REVERSIBLE = frozenset({"ReformerModel"})
-"""Classes whose backward runs the layers' parts anew, in a function of their own."""
+"""Classes whose backward runs the layers again in its own autograd function."""
 _ADAPTER_FRACTION = 1 / 16
-"""Trainable parameters that are a smaller part of the model than this are adapters."""
+"""If fewer parameters than this are trainable, they are adapters."""
 _RESIDENT_FRACTION = 1 / 16
-"""A module outside the layers this much smaller than a layer is not worth a slot of its own: it stays on the device."""
+"""A module outside the layers that is smaller than this part of a layer stays on the device instead of in a slot."""
 
 
 Rules = Callable[[nn.Module], Mapping[nn.Parameter, UpdateRule]]
-"""Which rule updates each parameter of a model (real or on meta); AdamW those that are not named."""
+"""Returns the update rule of each parameter of a model (real or on meta). Parameters without one get AdamW."""
 
 
 def adamw_everywhere(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-    """The `Rules` of a run that asks for nothing else."""
+    """The default `Rules`."""
     return {}
 
 
@@ -43,27 +43,27 @@ class DiscoveryError(ValueError):
 
 @dataclass(frozen=True)
 class ModelBlocks:
-    """All blocks of a model in forward order, and which of them each hooked module needs."""
+    """All blocks of a model in forward order, and the blocks that each hooked module needs."""
 
     blocks: list[Block]
     needs: dict[nn.Module, tuple[Block, ...]]
     layers: list[nn.Module]
     experts: dict[nn.Module, tuple[Block, ...]] = field(default_factory=dict)
-    """Of modules whose experts stream one by one, the block of each expert. No hooked module needs these: who computes
-    with an expert asks for it."""
+    """For modules whose experts stream one by one: each expert's block. No hooked module needs these; an expert's block
+    is acquired when the expert is computed."""
 
     @property
     def shared(self) -> list[Block]:
         """Blocks that several layers need."""
-        return _shared(self.needs, self.layers)
+        return _blocks_of_several_layers(self.needs, self.layers)
 
 
 def find_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The decoder layers by name. Raises DiscoveryError where none can be told, or where they cannot stream."""
+    """The decoder layers by name. Raises DiscoveryError if there are none, or if they cannot stream."""
     if reversible := {type(module).__name__ for module in model.modules()} & _REVERSIBLE:
         raise DiscoveryError(
-            f"{reversible.pop()} keeps no activations and runs its layers backwards in a backward of its own, which "
-            "streamed weights cannot follow; train it in memory, or take a model without reversible layers"
+            f"{reversible.pop()} has reversible layers, whose backward runs them again in its own order, and streamed "
+            "weights cannot follow; train it in memory, or choose a model without reversible layers"
         )
     named = {name: module for name, module in model.named_modules() if any(True for _ in module.parameters())}
     no_split = set(getattr(model, "_no_split_modules", None) or ())
@@ -74,14 +74,14 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     )
     if layers and no_split and not any(type(layer).__name__ in no_split for layer in layers.values()):
         logger.warning(
-            "the layers found (%s) are not among the model's _no_split_modules (%s); streaming them all the same",
+            "the layers (%s) are not among the model's _no_split_modules (%s); streaming them anyway",
             ", ".join(sorted({type(layer).__name__ for layer in layers.values()})),
             ", ".join(sorted(no_split)),
         )
     if not layers:
         layers = _outermost({name: m for name, m in named.items() if type(m).__name__ in no_split})
     if not layers:
-        layers = _listed(model)
+        layers = _layers_in_lists(model)
     if not layers:
         raise DiscoveryError(
             f"{type(model).__name__} has no {_LAYER_BASE_CLASS} layers, no _no_split_modules and no list of modules of "
@@ -90,13 +90,13 @@ def find_layers(model: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def _listed(model: nn.Module) -> dict[str, nn.Module]:
-    """The children of the longest outermost lists of modules of one class. Two lists side by side may be halves of the
+def _layers_in_lists(model: nn.Module) -> dict[str, nn.Module]:
+    """The children of the largest outermost module lists of one class. Two lists side by side may be halves of the
     layers: attentions in one, feed-forwards in the other."""
     lists = {
         name: {f"{name}.{key}": child for key, child in module.named_children()}
         for name, module in model.named_modules()
-        if isinstance(module, nn.ModuleList) and _is_of_layers(module)
+        if isinstance(module, nn.ModuleList) and _may_be_layers(module)
     }
     lists = {name: lists[name] for name in _outermost({name: model.get_submodule(name) for name in lists})}
     numels = {name: sum(p.numel() for child in lists[name].values() for p in child.parameters()) for name in lists}
@@ -109,20 +109,20 @@ def _listed(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def _is_of_layers(modules: nn.ModuleList) -> bool:
-    """Whether its children, several of one class, are called and have weights."""
+def _may_be_layers(modules: nn.ModuleList) -> bool:
+    """Whether it has several children of one class, which can be called and have weights."""
     classes = {type(child) for child in modules}
     called = all(_is_callable(child) for child in modules)
     return len(modules) > 1 and len(classes) == 1 and called and all(any(True for _ in m.parameters()) for m in modules)
 
 
 def _is_callable(module: nn.Module) -> bool:
-    """Whether it can be called; lists and dicts of modules cannot."""
+    """Lists and dicts of modules cannot be called."""
     return type(module).forward is not nn.Module.forward
 
 
 def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Drop modules that lie inside another of the set."""
+    """The modules that lie in no other one of the set."""
     return {
         name: module
         for name, module in named.items()
@@ -131,8 +131,8 @@ def _outermost(named: dict[str, nn.Module]) -> dict[str, nn.Module]:
 
 
 def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
-    """The matrices of the layers, which Muon is for: no embeddings, head, norms and biases, nor fused experts, which
-    have three dimensions. Raises DiscoveryError for a model without layers."""
+    """The layers' matrices, for Muon: no embeddings, head, norms or biases, and no fused experts, which have three
+    dimensions. Raises DiscoveryError for a model without layers."""
     modules = (module for layer in find_layers(model).values() for module in layer.modules())
     return {
         parameter
@@ -144,16 +144,15 @@ def hidden_matrices(model: nn.Module) -> set[nn.Parameter]:
 
 
 def kept_in_float32(model: nn.Module) -> set[str]:
-    """Names of parameters that the model's classes compute with in float32 where the rest is bfloat16, as some routers
-    are."""
-    asked = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
-    patterns = {pattern.replace("*", ".*") for of_class in asked for pattern in of_class}
-    found = re.compile("|".join(sorted(patterns)))
-    return {name for name, _ in model.named_parameters() if patterns and found.search(name)}
+    """Names of parameters that the model's classes keep in float32 in a bfloat16 model, such as some routers."""
+    lists = (getattr(module, "_keep_in_fp32_modules_strict", None) or () for module in model.modules())
+    patterns = {pattern.replace("*", ".*") for names in lists for pattern in names}
+    any_pattern = re.compile("|".join(sorted(patterns)))
+    return {name for name, _ in model.named_parameters() if patterns and any_pattern.search(name)}
 
 
 def muon_for_matrices(model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
-    """The `Rules` of a run with Muon for `hidden_matrices` and AdamW for the rest."""
+    """The `Rules` with Muon for `hidden_matrices` and AdamW for the rest."""
     return dict.fromkeys(hidden_matrices(model), MUON)
 
 
@@ -165,12 +164,12 @@ def discover_blocks(
     *,
     streams_experts: bool = False,
 ) -> ModelBlocks:
-    """Cut `model` into blocks. Every parameter lands in exactly one; tied weights in the first that uses them. Fused
-    experts lie in the block of their layer, or, with `streams_experts`, each in one of its own.
+    """Cut `model` into blocks. Every parameter is in exactly one block; tied weights are in the first that uses them.
+    Fused experts are in the block of their layer or, with `streams_experts`, in a block each.
 
-    `working_dtype` is that of all parameters, but those that `kept_in_float32` names; None: each has its own.
-    Parameters of several dtypes or rules are not mixed in a block: the fewer have one of their own. Raises
-    DiscoveryError, or ValueError for a dtype that cannot be trained.
+    `working_dtype`: the dtype of all parameters except those in `kept_in_float32`; None: each keeps its own. A block
+    has parameters of one dtype and one rule; the others of its module get blocks of their own. Raises DiscoveryError,
+    or ValueError for a dtype that cannot be trained.
     """
     layers = find_layers(model)
     names = {parameter: name for name, parameter in model.named_parameters()}
@@ -208,10 +207,10 @@ def discover_blocks(
     if not blocks:
         raise DiscoveryError(
             f"the layers of {type(model).__name__} ({next(iter(layers))} and so on) have no weights of their own, so "
-            "there is nothing to stream; train it in memory"
+            "nothing can stream; train it in memory"
         )
     outer = _modules_outside(model, layers)
-    # As it is without padding for states, whose form must not decide which blocks there are.
+    # Without padding for states: their format must not decide which blocks there are.
     largest_layer = max(round_up(max(part.stop for part in block.slices), RECORD_ALIGN_NUMEL) for block in blocks)
 
     def add_or_keep(name: str, parameters: list[nn.Parameter], *, is_kept: bool = False) -> None:
@@ -233,13 +232,13 @@ def discover_blocks(
     if adapters:
         add("adapters", SizeClass.RESIDENT, adapters)
     for name, experts in fused.items():
-        own = {names[parameter]: parameter for parameter in experts.parameters.values()}
-        form = form_of(next(iter(own.values())))
+        named = {names[parameter]: parameter for parameter in experts.parameters.values()}
+        form = form_of(next(iter(named.values())))
         for number in range(experts.num_experts):
-            parts = {param_name: experts.part(parameter, number) for param_name, parameter in own.items()}
-            blocks.append(lay_out_block(f"{name}.{number}", SizeClass.EXPERT, own, form, parts=parts))
+            parts = {param_name: experts.part(parameter, number) for param_name, parameter in named.items()}
+            blocks.append(lay_out_block(f"{name}.{number}", SizeClass.EXPERT, named, form, parts=parts))
 
-    blocks = with_good_granules(blocks)
+    blocks = with_large_granules(blocks)
     by_name = {block.name: block for block in blocks}
     block_of = {part.parameter: block for block in blocks for part in block.slices if part.is_whole}
     return ModelBlocks(
@@ -256,17 +255,17 @@ def discover_blocks(
 def _inside(
     layers: dict[str, nn.Module], experts: dict[str, FusedExperts], others: set[nn.Parameter]
 ) -> dict[str, FusedExperts]:
-    """Those experts that lie in a layer, with weights that are not among the others."""
+    """The experts that lie in a layer and whose weights are not among ``others``."""
     return {
-        name: one
-        for name, one in experts.items()
-        if any(name.startswith(f"{layer}.") for layer in layers) and others.isdisjoint(one.parameters.values())
+        name: module
+        for name, module in experts.items()
+        if any(name.startswith(f"{layer}.") for layer in layers) and others.isdisjoint(module.parameters.values())
     }
 
 
 def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> list[nn.Parameter]:
-    """The trainable parameters, if there are few and their base is frozen: they stay on the device together, so that
-    no update of theirs makes the weights of a layer stale."""
+    """The trainable parameters, if they are few and their base is frozen. They stay on the device, so that their
+    updates never make a layer's slot stale."""
     trainable = [p for p in parameters if p.requires_grad]
     is_few = sum(p.numel() for p in trainable) < _ADAPTER_FRACTION * sum(p.numel() for p in parameters)
     has_base = all(any(not p.requires_grad for p in layer.parameters()) for layer in layers.values())
@@ -274,7 +273,7 @@ def _adapters(parameters: list[nn.Parameter], layers: dict[str, nn.Module]) -> l
 
 
 def _in_several(layers: dict[str, nn.Module], others: set[nn.Parameter]) -> list[nn.Parameter]:
-    """Weights that several layers have in common: they stay on the device."""
+    """Weights that several layers share. They stay on the device."""
     num_users = Counter(p for layer in layers.values() for p in layer.parameters() if p not in others)
     return [p for p, number in num_users.items() if number > 1]
 
@@ -282,7 +281,7 @@ def _in_several(layers: dict[str, nn.Module], others: set[nn.Parameter]) -> list
 def _by_form(
     name: str, parameters: list[nn.Parameter], form_of: Callable[[nn.Parameter], MasterFormat]
 ) -> list[tuple[str, MasterFormat, list[nn.Parameter]]]:
-    """The parameters of a block by their form, with a name for the block of each; most elements first."""
+    """A module's parameters by format, with a block name for each format; most elements first."""
     alike: dict[MasterFormat, list[nn.Parameter]] = {}
     for parameter in parameters:
         alike.setdefault(form_of(parameter), []).append(parameter)
@@ -291,14 +290,14 @@ def _by_form(
     def name_of(form: MasterFormat) -> str:
         most, _ = most_first[0]
         dtype = str(form.working_dtype).removeprefix("torch.")
-        own = [dtype] if form.working_dtype != most.working_dtype else []
-        return ".".join([name, *own, *([form.rule.name] if form.rule != most.rule else [])])
+        suffix = [dtype] if form.working_dtype != most.working_dtype else []
+        return ".".join([name, *suffix, *([form.rule.name] if form.rule != most.rule else [])])
 
     return [(name_of(form), form, of_form) for form, of_form in most_first]
 
 
 def _modules_outside(model: nn.Module, layers: dict[str, nn.Module]) -> dict[str, nn.Module]:
-    """Modules that own parameters themselves and lie in no layer."""
+    """Modules outside the layers that own parameters directly."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -312,26 +311,26 @@ def _needs(
 ) -> dict[nn.Module, tuple[Block, ...]]:
     needs: dict[nn.Module, tuple[Block, ...]] = {}
     for name, module in layers.items():
-        needed = dict.fromkeys(owned[p] for p in module.parameters() if p in owned)  # but for experts
+        needed = dict.fromkeys(owned[p] for p in module.parameters() if p in owned)  # experts that stream have no entry
         needs[module] = tuple(sorted(needed, key=lambda block: block.size_class is not SizeClass.LAYER))
         assert sum(block.size_class is SizeClass.LAYER for block in needs[module]) <= 1, f"{name} needs other layers"
     for name, module in outer.items():
         user = _nearest_with_forward(name, model)
         fresh = tuple(owned[p] for p in module.parameters(recurse=False))
         needs[user] = tuple(dict.fromkeys((*needs.get(user, ()), *fresh)))
-    # It is shown once a pass, not once a layer.
-    if shared := _shared(needs, layers.values()):
+    # Shown once a pass, not once a layer.
+    if shared := _blocks_of_several_layers(needs, layers.values()):
         needs[model] = tuple(dict.fromkeys((*needs.get(model, ()), *shared)))
     return needs
 
 
-def _shared(needs: dict[nn.Module, tuple[Block, ...]], layers: Iterable[nn.Module]) -> list[Block]:
+def _blocks_of_several_layers(needs: dict[nn.Module, tuple[Block, ...]], layers: Iterable[nn.Module]) -> list[Block]:
     num_users = Counter(block for layer in layers for block in needs[layer])
     return [block for block, number in num_users.items() if number > 1 and block.size_class is SizeClass.RESIDENT]
 
 
 def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
-    """Containers (a ParameterDict of PEFT, say) are never called: whoever holds them uses what they own."""
+    """Containers (PEFT's ParameterDict) are never called: the module that holds them uses their parameters."""
     module = model.get_submodule(name)
     while isinstance(module, nn.ParameterDict | nn.ParameterList | nn.ModuleDict | nn.ModuleList):
         name = name.rpartition(".")[0]
@@ -340,6 +339,6 @@ def _nearest_with_forward(name: str, model: nn.Module) -> nn.Module:
 
 
 def _in_forward_order(blocks: list[Block], model: nn.Module) -> list[Block]:
-    """Modules are declared in the order of use almost everywhere; where not, the recorded order corrects prefetch."""
+    """In declaration order, which is the order of use in almost all models. Loads follow the recorded order later."""
     position = {parameter: index for index, parameter in enumerate(model.parameters())}
     return sorted(blocks, key=lambda block: min(position[part.parameter] for part in block.slices))

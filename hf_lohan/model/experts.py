@@ -1,4 +1,4 @@
-"""Experts of a mixture: modules that hold the weights of all their experts in fused tensors, one behind the other."""
+"""Modules of experts that hold the weights of all experts in fused tensors."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from torch import nn
 
 from hf_lohan.model.block import PARAM_ALIGN_NUMEL
 
-_SAID_BY_DECORATOR = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
-"""What transformers' `use_experts_implementation` says of a module; this room does not import transformers."""
+_DECORATOR_ATTRIBUTES = ("num_experts", "has_gate", "has_bias", "is_transposed", "is_concatenated")
+"""Attributes that transformers' `use_experts_implementation` sets; this room does not import transformers."""
 _WRAPPED_BY_ADAPTER = "base_layer"
-"""By this name PEFT's adapters have what they are added to."""
+"""PEFT's adapters have the wrapped module under this name."""
 
 
 @dataclass(frozen=True)
@@ -22,31 +22,30 @@ class FusedExperts:
     module: nn.Module
     num_experts: int
     parameters: dict[str, nn.Parameter]
-    """By their names in the module; each is [num_experts, ...]."""
+    """By name in the module; each is [num_experts, ...]."""
 
     def part(self, parameter: nn.Parameter, expert: int) -> tuple[int, int]:
-        """Elements [first, last) of a flattened parameter that are one expert's."""
+        """One expert's elements [first, last) of a flattened parameter."""
         numel = parameter.numel() // self.num_experts
         return expert * numel, (expert + 1) * numel
 
 
 def find_experts(model: nn.Module) -> dict[str, FusedExperts]:
-    """By name, the modules of experts whose experts can stream one by one. Left out, so that they stream with their
-    layer, are those that transformers does not call through its registry of implementations; whose weights have
-    different dtypes, are used elsewhere, too, or in part frozen; that an adapter wraps, which adds to their weights as
-    they are read; and whose experts are no whole number of vectors apart: an update rounds the last elements of a
-    tensor as scalars are."""
+    """By name, the modules whose experts can stream one by one. The others stream with their layer: modules that
+    transformers does not call through its registry of implementations; modules whose weights have several dtypes, are
+    partly frozen or used elsewhere as well; modules that an adapter wraps; and modules whose experts do not begin at
+    multiples of `PARAM_ALIGN_NUMEL`, because an update computes a tensor's last elements with scalar instructions."""
     users = Counter(parameter for module in model.modules() for parameter in module.parameters(recurse=False))
-    found = {}
+    by_name = {}
     for name, module in model.named_modules():
         parameters = dict(module.named_parameters(recurse=False))
         is_wrapped = name.rpartition(".")[2] == _WRAPPED_BY_ADAPTER
-        if not parameters or is_wrapped or not all(hasattr(module, said) for said in _SAID_BY_DECORATOR):
+        if not parameters or is_wrapped or not all(hasattr(module, attribute) for attribute in _DECORATOR_ATTRIBUTES):
             continue
         experts = FusedExperts(module, int(module.num_experts), parameters)
         if _can_stream(experts) and all(users[parameter] == 1 for parameter in parameters.values()):
-            found[name] = experts
-    return found
+            by_name[name] = experts
+    return by_name
 
 
 def _can_stream(experts: FusedExperts) -> bool:

@@ -1,4 +1,4 @@
-"""What a store says of one model: its blocks and their records, independent of budgets."""
+"""A model as a store has it: blocks and records, independent of budgets."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ assert PARAM_ALIGN_NUMEL % SCALE_BLOCK_NUMEL == 0, "no two parameters share a sc
 
 @dataclass(frozen=True)
 class StoredForm:
-    """A model as a store has it."""
+    """The blocks and records of a model."""
 
     model_blocks: ModelBlocks
     master: MasterFormat
-    """Of most weights; each block has its own."""
+    """The format of most weights; each block has its own."""
     records: tuple[RecordSpec, ...]
-    """Of this process."""
+    """The records of this process."""
     identity: ModelIdentity
 
     @property
     def other_rules(self) -> dict[str, list[str]]:
-        """Names of the parameters that have another optimizer than AdamW, by that."""
+        """By optimizer, the names of parameters that are not updated by AdamW."""
         names: dict[str, list[str]] = {}
         for block in self.model_blocks.blocks:
             if block.master.rule != ADAMW:
@@ -40,7 +40,7 @@ class StoredForm:
 
     @property
     def other_dtypes(self) -> dict[str, str]:
-        """By name the dtypes of those parameters whose working dtype is not that of most."""
+        """By name, the working dtypes of parameters that differ from most."""
         most = self.master.working_dtype
         others = [block for block in self.model_blocks.blocks if block.master.working_dtype != most]
         return {part.name: dtype_name(block.master.working_dtype) for block in others for part in block.slices}
@@ -54,8 +54,8 @@ def stored_form(
     *,
     streams_experts: bool = False,
 ) -> StoredForm:
-    """The records of `model` (real or on meta), its moments stored as `moment_dtype`; for the rest see
-    `discover_blocks`. Raises DiscoveryError, or ValueError for a working dtype that cannot be trained."""
+    """The records of `model` (real or on meta) with moments of `moment_dtype`. For the other arguments and errors see
+    `discover_blocks`."""
     model_blocks = discover_blocks(model, working_dtype, moment_dtype, rules, streams_experts=streams_experts)
     numels: Counter[MasterFormat] = Counter()
     for block in model_blocks.blocks:
@@ -66,7 +66,7 @@ def stored_form(
 
 
 def records_of_rank(blocks: Sequence[Block], rank: int) -> tuple[RecordSpec, ...]:
-    """The records of what one of several ranks has of the blocks (see `Block.cut_for_ranks`)."""
+    """The records of a rank's shards (see `Block.cut_for_ranks`)."""
     return tuple(spec for block in blocks for spec in _records_of(block, *block.rank_ranges[rank]))
 
 
@@ -90,7 +90,7 @@ def _records_of(block: Block, start: int, stop: int) -> list[RecordSpec]:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """ "float32"."""
+    """For example "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -102,7 +102,7 @@ def _text_of(part: ParamSlice) -> str:
 def _identify(
     model: nn.Module, blocks: list[Block], records: tuple[RecordSpec, ...], moment_dtype: MomentDtype
 ) -> ModelIdentity:
-    """Two models share a store only if every parameter has the same name, shape and place."""
+    """Two models share a store only if all parameters have the same names, shapes and offsets."""
     text = [type(model).__name__]
     text += [_text_of(part) for block in blocks for part in block.slices]
     text += [str(spec) for spec in records]

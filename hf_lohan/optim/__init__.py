@@ -1,17 +1,15 @@
-"""Optimizers: rules of update over flat chunks, which are torch's own, exact codecs of masters, rounding ones of
-AdamW's moments where that is asked for, and the `Optimizer` the world sees.
+"""Optimizers: torch's update rules over flat chunks, exact codecs for masters, rounding codecs for AdamW's moments, and
+the `Optimizer` that users see.
 
-Nothing here knows where a chunk comes from or goes to; it takes host tensors and updates them.
+Nothing here knows where a chunk comes from or goes to: host tensors are updated in place.
 """
 
-from hf_lohan.optim.adamw import AdamWGroup
+from hf_lohan.optim.adamw import AdamWGroup, Segment, within
 from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, MomentDtype
 from hf_lohan.optim.optimizer import JointOptimizer, OffloadAdamW, OffloadOptimizer
 from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_, master_format, widen_in_place
-from hf_lohan.optim.replay import Steps, replay_
 from hf_lohan.optim.rules import ADAMW, MUON, OPTIMIZERS, RULE_KEY, Aside, UpdateRule, here, rule_for
-from hf_lohan.optim.segments import Segment, within
-from hf_lohan.optim.update import update_records_
+from hf_lohan.optim.update import Steps, replay_, update_records_
 
 __all__ = [
     "ADAMW",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +10,28 @@ import torch
 from torch import Tensor
 
 from hf_lohan.compat.torch_private import fused_adam_, fused_adamw_
-from hf_lohan.optim.segments import Segment
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Elements [start, stop) of a chunk with equal hyperparameters and an equal number of the present step."""
+
+    start: int
+    stop: int
+    group: Hashable
+    """Hyperparameters: `UpdateRule.settings_of` a param group."""
+    step: int
+    shape: tuple[int, ...] | None = None
+    """The parameter's shape, for rules that need whole parameters."""
+
+
+def within(segments: Sequence[Segment], start: int, stop: int) -> list[Segment]:
+    """The segments cut to elements [start, stop), with offsets from `start`."""
+    clipped = (
+        replace(segment, start=max(segment.start, start) - start, stop=min(segment.stop, stop) - start)
+        for segment in segments
+    )
+    return [segment for segment in clipped if segment.start < segment.stop]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,18 +44,18 @@ class AdamWGroup:
     eps: float
     weight_decay: float
     decays_weights: bool = True
-    """Themselves. Otherwise weight decay is a part of the gradient: this is Adam."""
+    """Decoupled weight decay (AdamW). Otherwise weight decay is added to the gradient (Adam)."""
 
     @classmethod
-    def of(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """Those of a param group of AdamW as they are now (schedulers change them)."""
+    def from_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
+        """The present hyperparameters of a param group of AdamW."""
         beta1, beta2 = group["betas"]
         return cls(float(group["lr"]), beta1, beta2, group["eps"], group["weight_decay"])
 
     @classmethod
-    def of_adam(cls, group: Mapping[str, Any]) -> AdamWGroup:
-        """Those of a param group of Adam, which `decoupled_weight_decay` makes one of AdamW."""
-        return replace(cls.of(group), decays_weights=bool(group.get("decoupled_weight_decay")))
+    def from_adam_group(cls, group: Mapping[str, Any]) -> AdamWGroup:
+        """The present hyperparameters of a param group of Adam; `decoupled_weight_decay` turns it into AdamW."""
+        return replace(cls.from_group(group), decays_weights=bool(group.get("decoupled_weight_decay")))
 
 
 @torch.no_grad()
@@ -47,13 +68,13 @@ def adamw_(
 ) -> None:
     """Update float32 chunks of equal shape [numel] in place; elements outside the segments stay as they are.
 
-    Any cut at a multiple of 32 elements, segments and chunks beginning at such, changes no bit of the result.
+    If segments and chunks begin at multiples of 32 elements, cuts at such multiples change no bit of the result.
     """
     for segment in segments:
         part, group = slice(segment.start, segment.stop), segment.group
         assert isinstance(group, AdamWGroup), "hyperparameters of another optimizer"
         kernel = fused_adamw_ if group.decays_weights else fused_adam_
-        # What `torch.optim.adamw.adamw(fused=True)` comes down to; that takes longer to get here than a tile to update.
+        # The kernel of `torch.optim.adamw.adamw(fused=True)`, whose Python code takes longer than the update of a tile.
         kernel(
             [master[part]],
             [gradient[part]],

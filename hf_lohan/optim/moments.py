@@ -1,10 +1,10 @@
-"""AdamW's moments in fewer bytes than float32 takes: how `exp_avg` and `exp_avg_sq` become records, and come back.
+"""AdamW's moments in fewer bytes than float32: how `exp_avg` and `exp_avg_sq` are encoded to records and decoded.
 
-Both forms round by chance, up as often as it takes to be right on average. To the nearest would be no good: with
-beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so that it would never decay. (`exp_avg` at
-beta1 = 0.9 would do with the nearest as well, but not at any beta1.)
+Both forms round stochastically, so the result is right on average. Rounding to the nearest value would not do: with
+beta2 = 0.999 `exp_avg_sq` changes by less than half a step of such a type, so it would never decay. (For `exp_avg` with
+beta1 = 0.9 the nearest value would do, but not for every beta1.)
 
-Records full of zeros, as those of a new store, are moments of zero.
+Records of zeros, as in a new store, are moments of zero.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from hf_lohan.optim import rounding_noise
 MomentDtype: TypeAlias = Literal["float32", "bfloat16", "int8"]
 
 SCALE_BLOCK_NUMEL = 32
-"""So many neighbours share a scale. Parameters begin at multiples of it, so none shares one with another."""
+"""Neighbouring elements that share a scale. Parameters begin at multiples of it, so no two share a scale."""
 NUM_SCRATCH = 4
-"""Scratch tensors that coding takes."""
+"""Scratch tensors that the codecs need."""
 _AVG, _AVG_SQ = 0, 1
 """Streams of noise."""
 _SMALLEST_DIVISOR = 1e-36
-"""So that one divided by it is a float32. What is smaller than that counts for nothing beside AdamW's eps."""
+"""One divided by it is still a float32. Smaller numbers are negligible beside AdamW's eps."""
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Elements [start, stop) of a tile that one parameter's, or several parameters', ``step`` has changed."""
+class RoundedSpan:
+    """Elements [start, stop) of a tile that a parameter's, or several parameters', ``step`` has changed."""
 
     start: int
     stop: int
     step: int
     position: int
-    """Of element `start` in the block's records."""
+    """Offset of element `start` in the block's records."""
 
 
 class BFloat16Moments:
-    """The upper half of each float32, rounded by chance. Numbers beyond bfloat16's largest become that."""
+    """The upper half of each float32, rounded stochastically. Numbers beyond bfloat16's largest become that number."""
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16}
     params_per_element: ClassVar[Mapping[str, int]] = {}
@@ -54,14 +54,14 @@ class BFloat16Moments:
         exp_avg_sq.copy_(records["exp_avg_sq"])
 
     def encode_(
-        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: RoundedSpan, scratch: Tensor
     ) -> None:
         part = slice(span.start, span.stop)
         self._encode_(exp_avg[part], records["exp_avg"][part], span, _AVG)
         self._encode_(exp_avg_sq[part], records["exp_avg_sq"][part], span, _AVG_SQ)
 
-    def _encode_(self, values: Tensor, rounded: Tensor, span: Span, stream: int) -> None:
-        # A GPU's NaN is all ones, which the noise would carry over into a zero: it becomes an ordinary one.
+    def _encode_(self, values: Tensor, rounded: Tensor, span: RoundedSpan, stream: int) -> None:
+        # A GPU's NaN has all bits set, and adding noise would turn it into a zero. Replace it by an ordinary NaN.
         values.nan_to_num_(nan=float("nan"), posinf=self._LARGEST, neginf=-self._LARGEST)
         values.clamp_(-self._LARGEST, self._LARGEST)
         bits = values.view(torch.int32)
@@ -71,12 +71,12 @@ class BFloat16Moments:
 
 
 class Int8Moments:
-    """One byte each, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements: the largest magnitude among them.
+    """One byte an element, and a float32 scale for each `SCALE_BLOCK_NUMEL` elements: their largest magnitude.
 
-    Codes stand for powers of fractions, so that small numbers keep some digits beside large ones: `exp_avg` is
-    sign * scale * (|code| / 127)^4 with codes from -127 to 127, `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes
-    from 0 to 255. There is no zero in that, for a zero under an `exp_avg` that is none would make a huge step. The
-    scales of both lie side by side: [numel / 32, 2] float32.
+    Codes stand for powers of fractions, so small numbers keep some digits beside large ones: `exp_avg` is sign * scale
+    * (|code| / 127)^4 with codes from -127 to 127, `exp_avg_sq` is scale * ((code + 1) / 256)^8 with codes from 0 to
+    255. It has no zero, because a zero under an `exp_avg` other than zero would make a huge step. The scales of both
+    lie side by side: [numel / 32, 2] float32.
     """
 
     dtypes: ClassVar[Mapping[str, torch.dtype]] = {
@@ -86,7 +86,7 @@ class Int8Moments:
     }
     params_per_element: ClassVar[Mapping[str, int]] = {"moment_scales": SCALE_BLOCK_NUMEL // 2}
     align_numel: ClassVar[int] = 16 * 1024
-    """Then the scales, a sixteenth as many bytes as a record of float32, are whole sectors."""
+    """Makes the scales whole sectors: they have a sixteenth of the bytes of a float32 record."""
 
     def decode_(self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, scratch: Tensor) -> None:
         scales = records["moment_scales"].view(-1, 2)
@@ -99,12 +99,12 @@ class Int8Moments:
         _blocks(exp_avg_sq).mul_(scales[:, _AVG_SQ, None])
 
     def encode_(
-        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: Span, scratch: Tensor
+        self, records: Mapping[str, Tensor], exp_avg: Tensor, exp_avg_sq: Tensor, span: RoundedSpan, scratch: Tensor
     ) -> None:
         start, stop = span.start, -(-span.stop // SCALE_BLOCK_NUMEL) * SCALE_BLOCK_NUMEL
         assert start % SCALE_BLOCK_NUMEL == 0, "a parameter begins in the middle of a scale block"
         for moment in (exp_avg, exp_avg_sq):
-            moment[span.stop : stop].zero_()  # padding: no part of this scale
+            moment[span.stop : stop].zero_()  # padding must not count for this scale
         whole, part = slice(start, stop), slice(start, span.stop)
         scales = records["moment_scales"].view(-1, 2)[start // SCALE_BLOCK_NUMEL : stop // SCALE_BLOCK_NUMEL]
         magnitude, *temporary = scratch[:, whole]
@@ -117,24 +117,23 @@ class Int8Moments:
         _normalize_(exp_avg_sq[whole], scales[:, _AVG_SQ])
         noise = rounding_noise.fractions(span.position, magnitude.numel(), span.step, _AVG_SQ)
         levels = _round_to_power_(exp_avg_sq[whole], temporary, noise, num_squares=3, highest=256)
-        codes = magnitude.view(torch.int32)  # to uint8 on this way: that is faster
+        codes = magnitude.view(torch.int32)  # converting to uint8 by way of int32 is faster
         codes.copy_(levels.sub_(1).clamp_(min=0))
         records["exp_avg_sq"][part].copy_(codes[: span.stop - start])
 
 
 MomentCodec: TypeAlias = BFloat16Moments | Int8Moments
-"""Moves moments between records, by kind, and float32 tensors [numel] that are worked with.
+"""Converts moments between records, by kind, and float32 tensors [numel].
 
 `decode_` fills the moments from their records; its ``scratch`` is float32 [NUM_SCRATCH, numel]. `encode_` writes the
-moments' elements in ``span`` to their records, and no others; what the moments hold there afterwards is of no use. A
-NaN does not become a number. ``dtypes`` are the records' element types by kind, ``params_per_element`` says with how
-many parameters an element goes, where not with one. Records have to end at a multiple of ``align_numel`` parameters;
-tiles begin and end at multiples of the scale block.
+elements in ``span`` to their records, and no others; the moments are undefined there afterwards. A NaN stays a NaN.
+``dtypes`` are the records' element types by kind, ``params_per_element`` the parameters per element, if not one.
+Records must end at a multiple of ``align_numel`` parameters; tiles begin and end at multiples of the scale block.
 """
 
 
 def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
-    """Divide by the largest of each block, in place, and set the ``scales`` [numel / 32] to it."""
+    """Divide each block by its largest element, in place, and set ``scales`` [numel / 32] to these."""
     largest = _blocks(magnitudes).amax(1)
     scales.copy_(largest)
     _blocks(magnitudes).mul_((1 / largest.clamp_(min=_SMALLEST_DIVISOR))[:, None])
@@ -143,9 +142,9 @@ def _normalize_(magnitudes: Tensor, scales: Tensor) -> None:
 def _round_to_power_(
     fractions: Tensor, temporary: Sequence[Tensor], noise: Tensor, *, num_squares: int, highest: int
 ) -> Tensor:
-    """Whole float32 numbers from 0 to ``highest``, in ``temporary[0]``, whose k-th powers, k being 2 to the
-    ``num_squares``, are to that of ``highest`` as ``fractions`` are to one: on average, over the ``noise``. (That is
-    not so if the root is what is right on average.) Overwrites ``fractions``."""
+    """Returns whole float32 numbers n from 0 to ``highest``, in ``temporary[0]``, such that (n / highest)^k with
+    k = 2^num_squares equals ``fractions`` on average over the ``noise``. (Rounding the root without bias would not do.)
+    Overwrites ``fractions``."""
     level, power, next_power = temporary
     torch.sqrt(fractions, out=level)
     for _ in range(num_squares - 1):
@@ -156,7 +155,7 @@ def _round_to_power_(
     for _ in range(num_squares - 2):
         power.square_()
         next_power.square_()
-    # Of the k-th powers these are the roots; what lies above the lower one, as a part of what lies between them:
+    # The fraction lies between the k-th powers of level and level + 1: its relative distance from the lower one.
     fractions.mul_(float(highest) ** 2**num_squares).addcmul_(power, power, value=-1)
     distance = torch.mul(next_power, next_power, out=next_power).addcmul_(power, power, value=-1)
     is_next = fractions.div_(distance).sub_(noise).ceil_()
@@ -167,9 +166,9 @@ def _blocks(values: Tensor) -> Tensor:
     return values.view(-1, SCALE_BLOCK_NUMEL)
 
 
-_CODECS: dict[MomentDtype, MomentCodec | None] = {"float32": None, "bfloat16": BFloat16Moments(), "int8": Int8Moments()}
-
-
-def moment_codec(dtype: MomentDtype) -> MomentCodec | None:
-    """The codec of an `optimizer_state_dtype`; None for float32, which needs none."""
-    return _CODECS[dtype]
+MOMENT_CODECS: Mapping[MomentDtype, MomentCodec | None] = {
+    "float32": None,
+    "bfloat16": BFloat16Moments(),
+    "int8": Int8Moments(),
+}
+"""By `optimizer_state_dtype`; float32 needs none."""

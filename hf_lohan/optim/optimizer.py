@@ -1,4 +1,4 @@
-"""The `torch.optim.Optimizer` that Trainer, schedulers and accelerate see; the work happens elsewhere."""
+"""The `torch.optim.Optimizer` that Trainer, schedulers and accelerate see. An engine does the work."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_lohan.optim.rules import ADAMW, RULE_KEY, refuse_settings
 
 
 class StepTarget(Protocol):
-    """Who does the work of a step."""
+    """Does the work of a step: the engine."""
 
     def bind_optimizer(self, optimizer: OffloadOptimizer) -> None: ...
 
@@ -29,24 +29,24 @@ class StepTarget(Protocol):
 class OffloadOptimizer(torch.optim.Optimizer):
     """An optimizer whose states live in the store and whose arithmetic runs as gradients arrive.
 
-    After `step()` every reader finds the new weights; updates that had to wait for the gradient norm may still be on
-    their way to the store then, and whoever reads a block waits for its own. `state` stays empty on purpose: accelerate
-    and Trainer move and pickle it. `param_groups` keep their identity for ever (schedulers and users hold
-    them), also through `load_state_dict`.
+    After `step()` every reader finds the new weights. Updates that had to wait for the gradient norm may still run
+    then, and a reader of a block waits for its update. `state` stays empty on purpose: accelerate and Trainer move and
+    pickle it. `param_groups` are the same objects for ever (schedulers and users hold them), also after
+    `load_state_dict`.
     """
 
     _is_made = False
 
     def __init__(self, params: Iterable[Any], defaults: Mapping[str, Any], *, engine: StepTarget) -> None:
-        """``defaults``: hyperparameters for groups that do not say theirs; under `RULE_KEY` the name of their rule."""
+        """``defaults``: hyperparameters that a group does not set; under `RULE_KEY` the name of the rule."""
         super().__init__(params, dict(defaults))
         self._engine_ref = weakref.ref(engine)  # it lives as long as its model
         engine.bind_optimizer(self)
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As in torch, between steps. Raises ValueError for parameters that have no states in the store, and for
-        hyperparameters that their states do not allow; the groups are as before then."""
+        """As in torch, between steps. Raises ValueError for parameters without states in the store, and for
+        hyperparameters that need other states; the groups stay as before then."""
         super().add_param_group(param_group)
         if self._is_made:
             self._check_added()
@@ -62,7 +62,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
     def _engine(self) -> StepTarget:
         engine = self._engine_ref()
         if engine is None:
-            raise RuntimeError("the model whose parameters this optimizer has is gone; keep it as long as you train")
+            raise RuntimeError("the model of this optimizer's parameters is gone; keep it as long as you train")
         return engine
 
     @torch.no_grad()
@@ -88,7 +88,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
         self._engine.drop_gradients()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the hyperparameters; moments and masters come with the store."""
+        """Load the hyperparameters. Moments and masters are in the store."""
         groups = state_dict["param_groups"]
         if len(groups) != len(self.param_groups):
             raise ValueError(
@@ -108,7 +108,7 @@ class OffloadOptimizer(torch.optim.Optimizer):
 
 
 class OffloadAdamW(OffloadOptimizer):
-    """The one for AdamW."""
+    """AdamW."""
 
     def __init__(
         self,
@@ -125,7 +125,7 @@ class OffloadAdamW(OffloadOptimizer):
 
 
 class JointOptimizer(OffloadOptimizer):
-    """Several optimizers of one model, each with some of its parameters: a step is taken when all have stepped."""
+    """Several optimizers of one model, each with some of its parameters. A step is taken when all have stepped."""
 
     def __init__(
         self,
@@ -134,19 +134,19 @@ class JointOptimizer(OffloadOptimizer):
         *,
         engine: StepTarget,
     ) -> None:
-        """``defaults_of_parts``: hyperparameters for groups that are added to each."""
+        """``defaults_of_parts``: hyperparameters for groups that are added to each optimizer."""
         super().__init__([group for groups in groups_of_parts for group in groups], {}, engine=engine)
         defaults = defaults_of_parts or [{}] * len(groups_of_parts)
         self.parts = [
             OptimizerPart(groups, self, of_part) for groups, of_part in zip(groups_of_parts, defaults, strict=True)
         ]
-        """What the loop steps, in the order in which their groups were given."""
+        """The optimizers that the loop steps, in the order of their groups."""
         self._stepped: dict[OptimizerPart, list[dict[str, Any]]] = {}
-        """Of those that wait for the others: the hyperparameters of their groups as they were at their step."""
+        """Optimizers that wait for the others, with their groups' hyperparameters at the time of their step."""
         self._zeroed: set[OptimizerPart] = set()
 
     def step_part(self, part: OptimizerPart) -> None:
-        """Take the step if the others have stepped. Raises RuntimeError where they fall out of step."""
+        """Take the step if the others have stepped. Raises RuntimeError if one steps twice."""
         if part in self._stepped or (self._zeroed and not self._stepped):
             self._fall_out_of_step()
         self._stepped[part] = [_hyperparameters(group) for group in part.param_groups]
@@ -156,7 +156,7 @@ class JointOptimizer(OffloadOptimizer):
             self.follow_parts()
             present = [(group, dict(group)) for group in self.param_groups]
             try:
-                for of_part, settings in stepped.items():  # schedulers may have changed them since
+                for of_part, settings in stepped.items():  # schedulers may have changed the groups since
                     for group, own in zip(of_part.param_groups, settings, strict=True):
                         group.update(own)
                 self.step()
@@ -165,15 +165,15 @@ class JointOptimizer(OffloadOptimizer):
                     group.update(own)
 
     def follow_parts(self) -> None:
-        """Have the groups that they have now: a loop may have changed their lists."""
+        """Take the present groups of the parts: a loop may have changed their lists."""
         self.param_groups[:] = [group for part in self.parts for group in part.param_groups]
 
     def waits(self, part: OptimizerPart) -> bool:
-        """Whether it has stepped, and another one has not."""
+        """Whether this optimizer has stepped, and another one has not."""
         return part in self._stepped
 
     def zero_part(self, part: OptimizerPart) -> None:
-        """Forget gradients when all have asked for it. Raises RuntimeError if only some have stepped with them."""
+        """Forget gradients when all optimizers have asked for it. Raises RuntimeError if only some have stepped."""
         self._zeroed.add(part)
         if len(self._zeroed) == len(self.parts):
             self._zeroed.clear()
@@ -208,7 +208,7 @@ class OptimizerPart(OffloadOptimizer):
         self._is_made = True
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As of any optimizer."""
+        """See `OffloadOptimizer.add_param_group`."""
         if self._is_made:
             self._joint.follow_parts()
         torch.optim.Optimizer.add_param_group(self, param_group)
@@ -232,10 +232,10 @@ class OptimizerPart(OffloadOptimizer):
 
     @property
     def step_was_skipped(self) -> bool:
-        """As for any optimizer, once the last of the optimizers has stepped. Before that it is False: a scheduler that
-        steps in between goes on, as it does under torch."""
+        """Whether the last step changed nothing. False while other optimizers have not stepped: a scheduler that steps
+        in between goes on, as under torch."""
         return not self._joint.waits(self) and super().step_was_skipped
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget gradients that have not been applied yet, when each of the optimizers has been asked to."""
+        """Forget gradients that have not been applied yet, once all optimizers have been asked to."""
         self._joint.zero_part(self)

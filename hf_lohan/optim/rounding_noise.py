@@ -1,4 +1,4 @@
-"""Numbers to round by chance with: the same ones for the same element and step, whatever chunk or thread it is in."""
+"""Noise for stochastic rounding. It depends on the element and the step alone, not on chunks or threads."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import torch
 from torch import Tensor
 
 PERIOD = 1 << 16
-"""The noise repeats after so many elements, each of its values once. In each step all elements see other ones."""
+"""Elements after which the noise repeats; each value comes once in a period. Each step shifts the noise."""
 MAX_RUN_NUMEL = 1 << 16
-"""The most elements that one `integers` or `fractions` call is for."""
+"""Largest ``numel`` of an `integers` or `fractions` call."""
 _LOW_32_BITS = (1 << 32) - 1
 
 
 def integers(position: int, numel: int, step: int, stream: int) -> Tensor:
-    """int32 [numel], uniform in [0, 65536), for the elements from ``position`` of their record on in a parameter's
-    ``step``; ``stream`` tells apart what an element needs noise for. Not to be written to."""
+    """int32 [numel], uniform in [0, 65536), for a parameter's ``step`` and the elements of a record from ``position``
+    on. ``stream`` separates several uses of noise for one element. Read-only."""
     start = _start(position, step, stream)
     return _integers()[start : start + numel]
 
 
 def fractions(position: int, numel: int, step: int, stream: int) -> Tensor:
-    """float32 [numel], uniform between 0 and 1, neither of them among them. See `integers`."""
+    """float32 [numel], uniform in (0, 1), both ends excluded. See `integers`."""
     start = _start(position, step, stream)
     return _fractions()[start : start + numel]
 
@@ -32,7 +32,7 @@ def _start(position: int, step: int, stream: int) -> int:
 
 
 def _mixed(value: int) -> int:
-    """A hash of 32 bits (the finalizer of MurmurHash3): steps that follow one another begin far apart."""
+    """A 32-bit hash (the finalizer of MurmurHash3), so that successive steps begin far apart."""
     value = (value * 0x9E3779B1) & _LOW_32_BITS
     value = ((value ^ value >> 16) * 0x85EBCA6B) & _LOW_32_BITS
     value = ((value ^ value >> 13) * 0xC2B2AE35) & _LOW_32_BITS
@@ -41,8 +41,8 @@ def _mixed(value: int) -> int:
 
 @cache
 def _integers() -> Tensor:
-    """All values in an order that is a matter of arithmetic, not of some torch version's generator; and the beginning
-    once more, so that a run that goes past the end is one slice."""
+    """All values, in an order that does not depend on torch's generators. The beginning is repeated at the end, so
+    every run is one slice."""
     keys = torch.tensor([_mixed(value) for value in range(PERIOD)], device="cpu")
     order = keys.argsort(stable=True).to(torch.int32)
     return torch.cat([order, order[:MAX_RUN_NUMEL]])

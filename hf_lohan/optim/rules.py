@@ -1,11 +1,12 @@
-"""Rules of update: what an optimizer keeps of each parameter between steps, and what a step does to a float32 chunk.
+"""Update rules: the state that an optimizer keeps of each parameter, and its step on a float32 chunk.
 
-Each calls torch's own function for one tensor after the other (`foreach=False, fused=False`), which is what
-`torch.optim` does on a CPU, or the fused kernel (Adam and AdamW). So its results are torch's, to the bit.
+Each rule calls torch's own function for one tensor after the other (`foreach=False, fused=False`), as `torch.optim`
+does on a CPU, or the fused kernel (Adam and AdamW). So results equal torch's to the bit.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,59 +20,56 @@ from torch.optim.radam import radam
 from torch.optim.rmsprop import rmsprop
 from torch.optim.sgd import sgd
 
-from hf_lohan.compat.torch_private import adjusted_muon_lr, newton_schulz
-from hf_lohan.optim.adafactor import factors_fit, torch_adafactor_, transformers_adafactor_
-from hf_lohan.optim.adamw import AdamWGroup, adamw_
-from hf_lohan.optim.segments import Segment
+from hf_lohan.compat.torch_private import adafactor, adjusted_muon_lr, newton_schulz
+from hf_lohan.optim.adamw import AdamWGroup, Segment, adamw_
 
-TILE_NUMEL = 64 * 1024
-"""What is made in between is as large as a tile, and stays in a core's cache."""
+RULE_TILE_NUMEL = 64 * 1024
+"""Temporaries are as large as a tile, and stay in a core's cache."""
 _MUST_BE_OFF = ("amsgrad", "maximize", "differentiable", "capturable")
-"""Settings of torch's optimizers that no rule has."""
+"""Settings of torch's optimizers that no rule supports."""
 
-Settings = tuple[tuple[str, Any], ...]
+RuleSettings = tuple[tuple[str, Any], ...]
 """Names and values, as torch's functions take them."""
 States = Mapping[str, Tensor]
-"""By kind, of the elements that are updated."""
+"""By kind, for the updated elements."""
 Aside = Callable[[Callable[[Tensor], Tensor], Tensor], Tensor]
-"""Calls a function with a tensor, wherever matrix products are fast."""
+"""Calls a function with a tensor on the device where matrix products are fast."""
 
 
 def here(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """The `Aside` that is none."""
+    """The `Aside` of the CPU itself."""
     return function(value)
 
 
 @dataclass(frozen=True, slots=True)
 class UpdateRule:
-    """How one run updates some of its parameters. Equal rules have the same records."""
+    """How a run updates some of its parameters. Equal rules have equal records."""
 
     name: str
-    """That of the class in `torch.optim`."""
+    """The class in `torch.optim`."""
     state_kinds: tuple[str, ...]
-    """What is kept of each element, by torch's own names of it (`Optimizer.state`): float32 records that begin as
-    zeros."""
+    """States of each element, with torch's names (`Optimizer.state`): float32 records that begin as zeros."""
 
     @property
     def needs_whole(self) -> bool:
-        """Whether each segment has to be one whole parameter."""
+        """Whether each segment must be one whole parameter."""
         return _FAMILIES[self.name].needs_whole
 
     @property
     def multiplies_matrices(self) -> bool:
-        """Whether it needs memory where matrix products run."""
+        """Whether it needs memory on the device for matrix products."""
         return self.name == "Muon"
 
     @property
     def may_be_late(self) -> bool:
-        """Whether a step without a gradient may be taken later (`AdamWGroup` has all that it takes)."""
+        """Whether a step with a gradient of zeros may be taken later (`AdamWGroup` has all its hyperparameters)."""
         return self.name in ("AdamW", "Adam")
 
     def refuse_shape(self, name: str, shape: tuple[int, ...]) -> None:
-        """Raises ValueError for a parameter that the rule has no room for."""
+        """Raises ValueError for a parameter whose states do not fit the rule's records."""
         if not _FAMILIES[self.name].takes(shape):
             raise ValueError(
-                f"{self.name} keeps more of {name}, of shape {list(shape)}, than that has elements, which is not "
+                f"{self.name} keeps more state of {name}, of shape {list(shape)}, than it has elements, which is not "
                 "supported under offload; freeze it, or use another optimizer"
             )
 
@@ -81,15 +79,15 @@ class UpdateRule:
 
     @classmethod
     def parse(cls, text: str) -> UpdateRule:
-        """The inverse of `str`. Raises ValueError for what is no rule."""
-        found = re.fullmatch(r"(\w+)\(([\w, ]*)\)", text)
-        if found is None or found[1] not in _FAMILIES:
+        """The inverse of `str`. Raises ValueError for an unknown rule."""
+        match = re.fullmatch(r"(\w+)\(([\w, ]*)\)", text)
+        if match is None or match[1] not in _FAMILIES:
             raise ValueError(f"{text!r} is no optimizer that this hf_lohan knows; upgrade it")
-        return cls(found[1], tuple(kind for kind in found[2].split(", ") if kind))
+        return cls(match[1], tuple(kind for kind in match[2].split(", ") if kind))
 
     def settings_of(self, group: Mapping[str, Any]) -> Hashable:
-        """The hyperparameters of a param group as they are now (schedulers change them). Raises ValueError for a group
-        of another optimizer, and for hyperparameters that need a record which is not there."""
+        """The present hyperparameters of a param group. Raises ValueError for a group of another optimizer, and for
+        hyperparameters that need a state without a record."""
         name = group.get(RULE_KEY, ADAMW.name)
         if name != self.name:
             raise ValueError(
@@ -109,9 +107,9 @@ class UpdateRule:
     def update_(
         self, master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside = here
     ) -> None:
-        """Update a float32 chunk [numel] and its states [numel], by kind, in place; elements outside the segments
-        stay as they are. A cut at a multiple of 32 elements, segments beginning at such, changes no bit, unless the
-        rule needs parameters whole: then each segment is one, and matrix products run ``aside``."""
+        """Update a float32 chunk [numel] and its states [numel], by kind, in place; elements outside the segments stay
+        as they are. Cuts at multiples of 32 elements, at which segments begin, change no bit. If the rule needs whole
+        parameters, each segment is one, and matrix products run ``aside``."""
         if self.needs_whole:
             _FAMILIES[self.name].update_(master, gradient, states, segments, aside)
         else:
@@ -119,14 +117,14 @@ class UpdateRule:
 
 
 RULE_KEY = "optimizer"
-"""Where a param group says which rule it has, by name; without that it has AdamW."""
+"""The key of a param group with the name of its rule; without it the rule is AdamW."""
 ADAMW = UpdateRule("AdamW", ("exp_avg", "exp_avg_sq"))
 MUON = UpdateRule("Muon", ("momentum_buffer",))
 
 
 def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
-    """The rule of an optimizer's param groups, with all that one of them needs. Raises ValueError for an optimizer
-    that there is no rule for, and for settings that no rule has."""
+    """The rule of an optimizer's param groups, with all states that one of them needs. Raises ValueError for an
+    optimizer without a rule, and for settings that no rule supports."""
     if name not in _FAMILIES:
         raise ValueError(f"{name} is not supported under offload; use one of {', '.join(_FAMILIES)}")
     kinds: dict[str, None] = {}
@@ -137,7 +135,7 @@ def rule_for(name: str, groups: Iterable[Mapping[str, Any]]) -> UpdateRule:
 
 
 def refuse_settings(name: str, group: Mapping[str, Any]) -> None:
-    """Raises ValueError for a param group that asks for what no rule has."""
+    """Raises ValueError for a param group with settings that no rule supports."""
     for key in _MUST_BE_OFF:
         if group.get(key):
             raise ValueError(f"{name} with {key}=True is not supported under offload; leave it off")
@@ -149,11 +147,11 @@ class _Family:
 
     settings_of: Callable[[Mapping[str, Any]], Hashable]
     kinds: Callable[[Mapping[str, Any]], tuple[str, ...]]
-    """What a param group needs."""
+    """The states that a param group needs."""
     update_: Callable[..., None]
     needs_whole: bool = False
     takes: Callable[[tuple[int, ...]], bool] = lambda _shape: True
-    """Parameters of which shapes."""
+    """Whether a parameter of this shape is supported."""
 
 
 def _always(*kinds: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]]:
@@ -167,7 +165,7 @@ def _adamw_(master: Tensor, gradient: Tensor, states: States, segments: Sequence
     adamw_(master, gradient, states["exp_avg"], states["exp_avg_sq"], segments)
 
 
-# The others, tile by tile. What a tile is given: master, gradient, states and the number of the step.
+# The others, tile by tile. A step function gets a tile's master, gradient and states, and the number of the step.
 
 _Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
 
@@ -175,10 +173,10 @@ _Step = Callable[[Tensor, Tensor, States, int, dict[str, Any]], None]
 def _in_tiles(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment]], None]:
     def update_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment]) -> None:
         for segment in segments:
-            for start in range(segment.start, segment.stop, TILE_NUMEL):
-                part = slice(start, min(start + TILE_NUMEL, segment.stop))
-                of_part = {kind: state[part] for kind, state in states.items()}
-                step_(master[part], gradient[part], of_part, segment.step, _as_keywords(segment.group))
+            for start in range(segment.start, segment.stop, RULE_TILE_NUMEL):
+                part = slice(start, min(start + RULE_TILE_NUMEL, segment.stop))
+                part_states = {kind: state[part] for kind, state in states.items()}
+                step_(master[part], gradient[part], part_states, segment.step, _as_keywords(segment.group))
 
     return update_
 
@@ -188,18 +186,18 @@ def _as_keywords(settings: Any) -> dict[str, Any]:
     return dict(settings)
 
 
-def _settings(*names: str) -> Callable[[Mapping[str, Any]], Settings]:
-    """Those of a param group, and its learning rate, which may be a tensor there."""
+def _settings(*names: str) -> Callable[[Mapping[str, Any]], RuleSettings]:
+    """Takes these settings from a param group, and its learning rate, which may be a tensor there."""
     return lambda group: (("lr", float(group["lr"])), *((name, _hashable(group[name])) for name in names))
 
 
 def _hashable(value: Any) -> Any:
-    """Betas come as a list from files of settings."""
+    """Betas are lists in JSON files."""
     return tuple(value) if isinstance(value, list) else value
 
 
 def _before(step: int) -> Tensor:
-    """torch's functions count the step themselves."""
+    """The step counter for torch's functions, which add one."""
     return torch.tensor(float(step - 1))
 
 
@@ -208,7 +206,7 @@ def _sgd_kinds(group: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _sgd_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
-    # A parameter's first gradient becomes its momentum undamped: torch has no buffer for it before.
+    # A parameter's first gradient becomes its momentum without dampening: torch has no buffer before.
     has_none = step == 1 or not settings["momentum"]
     buffers: list[Tensor | None] = [None if has_none else states["momentum_buffer"]]
     sgd([master], [gradient], buffers, foreach=False, fused=False, maximize=False, **settings)
@@ -243,7 +241,7 @@ def _rmsprop_(master: Tensor, gradient: Tensor, states: States, step: int, setti
     )
 
 
-def _radam_settings(group: Mapping[str, Any]) -> Settings:
+def _radam_settings(group: Mapping[str, Any]) -> RuleSettings:
     beta1, beta2 = group["betas"]
     names = ("eps", "weight_decay", "decoupled_weight_decay")
     return (*_settings(*names)(group), ("beta1", beta1), ("beta2", beta2))
@@ -255,7 +253,7 @@ def _radam_(master: Tensor, gradient: Tensor, states: States, step: int, setting
 
 
 def _lion_(master: Tensor, gradient: Tensor, states: States, step: int, settings: dict[str, Any]) -> None:
-    """That of the paper (Chen et al. 2023), in the order in which `lion_pytorch` computes it."""
+    """Lion (Chen et al. 2023), in the order of operations of `lion_pytorch`."""
     (beta1, beta2), lr, exp_avg = settings["betas"], settings["lr"], states["exp_avg"]
     master.mul_(1 - lr * settings["weight_decay"])
     master.add_(exp_avg.mul(beta1).add_(gradient, alpha=1 - beta1).sign_(), alpha=-lr)
@@ -265,37 +263,38 @@ def _lion_(master: Tensor, gradient: Tensor, states: States, step: int, settings
 # Muon: matrix by matrix.
 
 
-def _muon_settings(group: Mapping[str, Any]) -> Settings:
+def _muon_settings(group: Mapping[str, Any]) -> RuleSettings:
     names = ("weight_decay", "momentum", "nesterov", "eps", "ns_steps", "adjust_lr_fn")
     return (*_settings(*names)(group), ("ns_coefficients", tuple(group["ns_coefficients"])))
 
 
 def _muon_(master: Tensor, gradient: Tensor, states: States, segments: Sequence[Segment], aside: Aside) -> None:
-    """As `torch.optim.Muon`, which begins Newton-Schulz with rounding to bfloat16: here that is done before the matrix
-    moves, and the rest of it ``aside``."""
+    """`torch.optim.Muon`. Its Newton-Schulz iteration first rounds to bfloat16: here that happens before the matrix is
+    copied, and the rest runs ``aside``."""
     for segment in segments:
         assert segment.shape is not None, "Newton-Schulz needs whole matrices"
         group, shape = _as_keywords(segment.group), torch.Size(segment.shape)
-        matrix, of_matrix, momentum = (
+        matrix, matrix_gradient, momentum = (
             flat[segment.start : segment.stop].view(shape) for flat in (master, gradient, states["momentum_buffer"])
         )
-        momentum.lerp_(of_matrix, 1 - group["momentum"])
-        update = of_matrix.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
+        momentum.lerp_(matrix_gradient, 1 - group["momentum"])
+        update = matrix_gradient.lerp(momentum, group["momentum"]) if group["nesterov"] else momentum
         settings = {name: group[name] for name in ("ns_coefficients", "ns_steps", "eps")}
         update = aside(partial(newton_schulz, **settings), update.bfloat16())
         matrix.mul_(1 - group["lr"] * group["weight_decay"])
         matrix.add_(update, alpha=-adjusted_muon_lr(group["lr"], group["adjust_lr_fn"], shape))
 
 
-# Adafactor: parameter by parameter.
+# Adafactor: parameter by parameter. A parameter with two or more dimensions keeps row and column averages. They lie one
+# behind the other at the beginning of a record that has an element for each element of the parameter.
 
 
-def _torch_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+def _torch_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
     eps1, eps2 = group["eps"]
     return (*_settings("d", "beta2_decay", "weight_decay")(group), ("eps1", eps1), ("eps2", eps2))
 
 
-def _transformers_adafactor_settings(group: Mapping[str, Any]) -> Settings:
+def _transformers_adafactor_settings(group: Mapping[str, Any]) -> RuleSettings:
     names = ("clip_threshold", "decay_rate", "beta1", "weight_decay", "scale_parameter", "relative_step", "warmup_init")
     lr = None if group["lr"] is None else float(group["lr"])
     return (("lr", lr), ("eps", tuple(group["eps"])), *((name, group[name]) for name in names))
@@ -310,16 +309,92 @@ def _whole(step_: _Step) -> Callable[[Tensor, Tensor, States, Sequence[Segment],
         for segment in segments:
             assert segment.shape is not None, "rows and columns are of whole parameters"
             part = slice(segment.start, segment.stop)
-            of_part = {kind: state[part] for kind, state in states.items() if kind not in ("param", "master_residual")}
-            weight, of_weight = master[part].view(segment.shape), gradient[part].view(segment.shape)
-            step_(weight, of_weight, of_part, segment.step, _as_keywords(segment.group))
+            kept = {kind: state[part] for kind, state in states.items() if kind not in ("param", "master_residual")}
+            weight, weight_gradient = master[part].view(segment.shape), gradient[part].view(segment.shape)
+            step_(weight, weight_gradient, kept, segment.step, _as_keywords(segment.group))
 
     return update_
 
 
+def factors_fit(shape: tuple[int, ...]) -> bool:
+    """Whether the record has room for rows and columns."""
+    return len(shape) < 2 or math.prod(shape[:-1]) + math.prod(shape[:-2]) * shape[-1] <= math.prod(shape)
+
+
+def _factors(variance: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Views: rows [..., m, 1] and columns [..., 1, n] of [..., m, n]."""
+    num_rows, num_columns = math.prod(shape[:-1]), math.prod(shape[:-2]) * shape[-1]
+    rows = variance[:num_rows].view(*shape[:-1], 1)
+    return rows, variance[num_rows : num_rows + num_columns].view(*shape[:-2], 1, shape[-1])
+
+
+def torch_adafactor_(
+    weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
+) -> None:
+    """A step of `torch.optim.Adafactor`. ``weight`` and ``gradient`` are float32 and have the parameter's shape; states
+    are flat."""
+    variance, shape = states["variance"], tuple(weight.shape)
+    rows, columns = _factors(variance, shape) if len(shape) > 1 else (None, None)
+    adafactor(
+        [weight],
+        [gradient],
+        [rows],
+        [columns],
+        [variance.view(shape) if rows is None else None],
+        [torch.tensor(float(step - 1))],
+        foreach=False,
+        maximize=False,
+        **settings,
+    )
+
+
+def transformers_adafactor_(
+    weight: Tensor, gradient: Tensor, states: Mapping[str, Tensor], step: int, settings: Mapping[str, Any]
+) -> None:
+    """A step of `transformers.Adafactor`, which has no function for it. These are its operations in the same order."""
+    shape, beta1 = tuple(weight.shape), settings["beta1"]
+    lr = _learning_rate(weight, step, settings)
+    beta2t = 1.0 - math.pow(step, settings["decay_rate"])
+    update = (gradient**2) + settings["eps"][0]
+    if len(shape) > 1:
+        rows, columns = _factors(states["variance"], shape)
+        row, column = rows.squeeze(-1), columns.squeeze(-2)
+        row.mul_(beta2t).add_(update.mean(dim=-1), alpha=1.0 - beta2t)
+        column.mul_(beta2t).add_(update.mean(dim=-2), alpha=1.0 - beta2t)
+        row_factor = (row / row.mean(dim=-1, keepdim=True)).rsqrt_().unsqueeze(-1)
+        update = torch.mul(row_factor, column.unsqueeze(-2).rsqrt()).mul_(gradient)
+    else:
+        variance = states["variance"].view(shape)
+        variance.mul_(beta2t).add_(update, alpha=1.0 - beta2t)
+        update = variance.rsqrt().mul_(gradient)
+    update.div_((_rms(update) / settings["clip_threshold"]).clamp_(min=1.0))
+    update.mul_(lr)
+    if beta1 is not None:
+        exp_avg = states["exp_avg"].view(shape)
+        update = exp_avg.mul_(beta1).add_(update, alpha=1 - beta1)
+    if settings["weight_decay"] != 0:
+        weight.add_(weight, alpha=-settings["weight_decay"] * lr)
+    weight.add_(-update)
+
+
+def _learning_rate(weight: Tensor, step: int, settings: Mapping[str, Any]) -> Any:
+    relative: Any = settings["lr"]
+    if settings["relative_step"]:
+        smallest = 1e-6 * step if settings["warmup_init"] else 1e-2
+        relative = min(smallest, 1.0 / math.sqrt(step))
+    if not settings["scale_parameter"]:
+        return 1.0 * relative
+    return max(settings["eps"][1], _rms(weight)) * relative
+
+
+def _rms(tensor: Tensor) -> Tensor:
+    rms: Tensor = tensor.norm(2) / (tensor.numel() ** 0.5)
+    return rms
+
+
 _FAMILIES: dict[str, _Family] = {
-    "AdamW": _Family(AdamWGroup.of, _always("exp_avg", "exp_avg_sq"), _adamw_),
-    "Adam": _Family(AdamWGroup.of_adam, _always("exp_avg", "exp_avg_sq"), _adamw_),
+    "AdamW": _Family(AdamWGroup.from_group, _always("exp_avg", "exp_avg_sq"), _adamw_),
+    "Adam": _Family(AdamWGroup.from_adam_group, _always("exp_avg", "exp_avg_sq"), _adamw_),
     "RAdam": _Family(_radam_settings, _always("exp_avg", "exp_avg_sq"), _in_tiles(_radam_)),
     "SGD": _Family(_settings("momentum", "dampening", "weight_decay", "nesterov"), _sgd_kinds, _in_tiles(_sgd_)),
     "Adagrad": _Family(
@@ -342,4 +417,4 @@ _FAMILIES: dict[str, _Family] = {
     ),
 }
 OPTIMIZERS = tuple(_FAMILIES)
-"""Names of those that there is a rule for."""
+"""Names of all optimizers with a rule."""

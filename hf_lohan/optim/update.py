@@ -1,5 +1,10 @@
-"""An optimizer's step on the records of some parameters, in whatever form they are stored: as they are, through a
-master that is joined and split again, or tile by tile in float32."""
+"""An optimizer's step on the records of some parameters, for each form of records: as they are, through a master that
+is joined and split again, or tile by tile in float32.
+
+A step with a gradient of zeros is a step, too: moments and weights decay, and the momentum still moves the weights. It
+needs no memory for the gradient, and it is elementwise, so it may be taken later with the same bits. Several missed
+steps run on a tile while the tile is in a core's cache.
+"""
 
 from __future__ import annotations
 
@@ -8,17 +13,16 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_lohan.optim.adamw import adamw_
-from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, Span
+from hf_lohan.optim.adamw import Segment, adamw_, within
+from hf_lohan.optim.moments import NUM_SCRATCH, SCALE_BLOCK_NUMEL, RoundedSpan
 from hf_lohan.optim.precision import MasterFormat, decode_master_, encode_master_
 from hf_lohan.optim.rounding_noise import MAX_RUN_NUMEL
 from hf_lohan.optim.rules import Aside, here
-from hf_lohan.optim.segments import Segment, within
 
 MAX_TILE_NUMEL = MAX_RUN_NUMEL
-"""A tile's float32 tensors fit a core's cache, just, and its dozens of calls cost little beside what they do."""
+"""A tile's float32 tensors just fit a core's cache, and the overhead of its dozens of calls is small."""
 _NUM_ROWS = 4 + NUM_SCRATCH
-"""Float32 tensors that a tile is worked on in: master, moments, gradient, scratch."""
+"""Float32 tensors of a tile: master, moments, gradient, scratch."""
 MIN_WORKSPACE_BYTES = 4 * _NUM_ROWS * SCALE_BLOCK_NUMEL
 
 
@@ -35,14 +39,14 @@ def update_records_(
     aside: Aside = here,
 ) -> None:
     """Update the records of ``form``, by kind, in place from their ``gradient`` [numel], multiplied in float32 by
-    ``scale``. A float32 gradient is scaled in place; one in bfloat16, which only bfloat16 weights have, stays as it is,
-    and is widened where the update works. ``position``: of the first parameter in its block's records.
+    ``scale``. A float32 gradient is scaled in place. A bfloat16 gradient, which only bfloat16 weights have, stays as it
+    is and is widened in scratch memory. ``position``: offset of the first parameter in its block's records.
 
-    ``private`` is `MasterFormat.num_private_buffers` uint8 tensors, each of 4 * numel bytes or more (for moments that
-    are not float32 also of `MIN_WORKSPACE_BYTES`), aligned to 4 bytes. ``aside``: see `UpdateRule.update_`.
+    ``private`` is `MasterFormat.num_private_buffers` uint8 tensors of at least 4 * numel bytes (and at least
+    `MIN_WORKSPACE_BYTES` for moments other than float32), aligned to 4 bytes. ``aside``: see `UpdateRule.update_`.
     """
     assert gradient.dtype == torch.float32 or form.has_residual, "no memory to widen the gradient in"
-    if gradient.dtype == torch.float32 and scale != 1.0:  # also where it is NaN, as torch does
+    if gradient.dtype == torch.float32 and scale != 1.0:  # also if it is NaN, as in torch
         gradient.mul_(scale)
     if form.moment_codec is not None:
         adamw_in_tiles_(records, gradient, segments, form, position=position, scale=scale, workspace=private[0])
@@ -51,7 +55,7 @@ def update_records_(
         master = private[0][:num_bytes].view(torch.float32)
         scratch = private[1][:num_bytes].view(torch.int32)
         decode_master_(master, records["param"], records["master_residual"])
-        # The scratch is for afterwards: until then it has room for the gradient.
+        # The scratch is needed after the update, so it can hold the gradient before.
         gradient = _in_float32(gradient, scale, scratch.view(torch.float32))
         form.rule.update_(master, gradient, records, segments, aside)
         encode_master_(master, records["param"], records["master_residual"], scratch)
@@ -70,12 +74,11 @@ def adamw_in_tiles_(
     workspace: Tensor,
     scale: float = 1.0,
 ) -> None:
-    """Update the records of ``form``, by kind, from their ``gradient`` [numel], float32, or bfloat16 that is still to
-    be multiplied by ``scale``; nothing outside the segments changes. ``position`` is where in the block's records they
-    begin.
+    """Update the records of ``form``, by kind, from their ``gradient`` [numel]: float32, or bfloat16 that is still to
+    be multiplied by ``scale``. Nothing outside the segments changes. ``position``: offset in the block's records.
 
-    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Its size and any cut at a multiple of
-    32 elements, segments beginning at such, change no bit of the result.
+    ``workspace`` is uint8 of at least `MIN_WORKSPACE_BYTES`, aligned to 4 bytes. Neither its size nor cuts at multiples
+    of 32 elements, at which segments begin, change a bit of the result.
     """
     codec, numel = form.moment_codec, gradient.numel()
     assert codec is not None, "float32 moments are updated where they are"
@@ -101,13 +104,82 @@ def adamw_in_tiles_(
         if form.has_residual:
             encode_master_(master, tile["param"], tile["master_residual"], scratch[0].view(torch.int32))
         for segment in inside:
-            span = Span(segment.start, segment.stop, segment.step, position + start + segment.start)
+            span = RoundedSpan(segment.start, segment.stop, segment.step, position + start + segment.start)
             codec.encode_(tile, exp_avg, exp_avg_sq, span, scratch)
 
 
 def _in_float32(gradient: Tensor, scale: float, out: Tensor) -> Tensor:
-    """A float32 gradient itself; another in `out` [numel], multiplied by `scale`."""
+    """A float32 gradient itself. Another one is widened to `out` [numel] and multiplied by `scale`."""
     if gradient.dtype == torch.float32:
         return gradient
     out.copy_(gradient)
     return out.mul_(scale) if scale != 1.0 else out
+
+
+Steps = Sequence[Sequence[Segment]]
+"""The segments of several steps, in order."""
+
+
+@torch.no_grad()
+def replay_(
+    records: Mapping[str, Tensor],
+    missed: Steps,
+    form: MasterFormat,
+    *,
+    position: int,
+    private: Sequence[Tensor],
+    gradient: Tensor | None = None,
+    segments: Sequence[Segment] = (),
+    scale: float = 1.0,
+) -> None:
+    """Update the records of ``form``, by kind, in place: by the ``missed`` steps, whose gradients were zeros, and then
+    by a ``gradient`` [numel], if there is one, as `update_records_` does. Nothing outside the segments changes.
+
+    ``position`` and ``private``: see `update_records_`. Cuts at multiples of 32 elements, at which segments begin,
+    change no bit. The rule must not need whole parameters.
+    """
+    assert not form.rule.needs_whole, f"{form.rule} updates parameters whole, and a tile has none"
+    numel = records["param"].numel()
+    zeros = torch.zeros(min(MAX_TILE_NUMEL, numel))
+    for start in range(0, numel, MAX_TILE_NUMEL):
+        stop = min(start + MAX_TILE_NUMEL, numel)
+        tile = {kind: record[slice(*form.elements(kind, start, stop))] for kind, record in records.items()}
+        scratch = [buffer[4 * start :] for buffer in private] if form.moment_codec is None else private
+        steps = [inside for step in missed if (inside := within(step, start, stop))]
+        _take_zero_steps_(tile, steps, zeros[: stop - start], form, position=position + start, private=scratch)
+        if gradient is not None:
+            update_records_(
+                tile,
+                gradient[start:stop],
+                within(segments, start, stop),
+                form,
+                position=position + start,
+                private=scratch,
+                scale=scale,
+            )
+
+
+def _take_zero_steps_(
+    tile: Mapping[str, Tensor],
+    steps: Steps,
+    zeros: Tensor,
+    form: MasterFormat,
+    *,
+    position: int,
+    private: Sequence[Tensor],
+) -> None:
+    if not steps:
+        return
+    if form.moment_codec is not None:
+        # Each step rounds the moments, so none may be skipped. The split of a master loses nothing.
+        for segments in steps:
+            adamw_in_tiles_(tile, zeros, segments, form, position=position, workspace=private[0])
+        return
+    master = tile["param"]
+    if form.has_residual:
+        master, scratch = (buffer[: zeros.nbytes].view(torch.float32) for buffer in private)
+        decode_master_(master, tile["param"], tile["master_residual"])
+    for segments in steps:
+        form.rule.update_(master, zeros, tile, segments)
+    if form.has_residual:
+        encode_master_(master, tile["param"], tile["master_residual"], scratch.view(torch.int32))

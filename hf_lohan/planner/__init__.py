@@ -6,18 +6,10 @@ and `record_traffic` says which records have a copy in RAM. From a `HardwareProf
 `plan_offload` decides what is kept, swapped and recomputed and how to clip, and predicts the step.
 """
 
-from hf_lohan.planner.collectives import ChosenCollectives, Cluster, CollectiveChoice, TriedWay
-from hf_lohan.planner.experts_profile import ExpertsProfile
+from hf_lohan.planner.collectives import Cluster, Collectives, TriedWay, all_ways
+from hf_lohan.planner.cuts import cut_for_ranks, cut_units, units_between
 from hf_lohan.planner.fitting import fits_without_offloading
-from hf_lohan.planner.forecast import forecast, scaled_to
 from hf_lohan.planner.generation import GenerationSlots, KeysAndValues, slots_for_generation, token_traffic
-from hf_lohan.planner.hardware_changes import (
-    ONE_MORE_SSD,
-    TWICE_THE_RAM,
-    drive_life,
-    one_more_ssd,
-    what_hardware_buys,
-)
 from hf_lohan.planner.hardware_profile import (
     CpuProfile,
     DeviceProfile,
@@ -26,12 +18,13 @@ from hf_lohan.planner.hardware_profile import (
     SsdProfile,
     with_changed,
 )
-from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.model_profile import BlockProfile, ExpertsProfile, ModelProfile, OperationProfile
 from hf_lohan.planner.offload_plan import (
     INPUT,
     MOST_WRONG_GUESSES,
     ActivationPlacements,
     Activations,
+    BlockGradient,
     Durability,
     ExpertPrediction,
     Lanes,
@@ -41,7 +34,6 @@ from hf_lohan.planner.offload_plan import (
     StepPrediction,
     TrainingSetup,
 )
-from hf_lohan.planner.plan_search import plan_offload, sweep_swapped_bytes
 from hf_lohan.planner.pool_plan import (
     MIN_CHUNK_NUMEL,
     MIN_SLOTS_TO_LEND,
@@ -52,11 +44,15 @@ from hf_lohan.planner.pool_plan import (
     SizeClass,
     plan_pools,
 )
-from hf_lohan.planner.rank_cut import cut_for_ranks, units_between
-from hf_lohan.planner.rank_search import plan_over_ranks
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records, step_traffic
-from hf_lohan.planner.shared_ram import BlockGradient
-from hf_lohan.planner.unit_cuts import cut_units
+from hf_lohan.planner.search.hardware_changes import (
+    ONE_MORE_SSD,
+    TWICE_THE_RAM,
+    drive_life,
+    one_more_ssd,
+    what_hardware_buys,
+)
+from hf_lohan.planner.search.plan_search import fastest_way, forecast, plan_offload, scaled_to, sweep_swapped_bytes
 
 __all__ = [
     "INPUT",
@@ -71,9 +67,8 @@ __all__ = [
     "BlockProfile",
     "BlockShape",
     "BudgetError",
-    "ChosenCollectives",
     "Cluster",
-    "CollectiveChoice",
+    "Collectives",
     "CpuProfile",
     "DeviceProfile",
     "Durability",
@@ -97,15 +92,16 @@ __all__ = [
     "StepPrediction",
     "TrainingSetup",
     "TriedWay",
+    "all_ways",
     "choose_resident_records",
     "cut_for_ranks",
     "cut_units",
     "drive_life",
+    "fastest_way",
     "fits_without_offloading",
     "forecast",
     "one_more_ssd",
     "plan_offload",
-    "plan_over_ranks",
     "plan_pools",
     "scaled_to",
     "slots_for_generation",

@@ -1,157 +1,184 @@
-"""What ranks send each other in a step, in bytes, and the ways there are to send less.
+"""How ranks exchange weights and gradients: the setting `collectives`, the ways that it leaves open, and their bytes.
 
-A box has `num_local` ranks, which share its memory: between them nothing is sent. Between boxes each byte is sent once
-a box, never once a rank. Bytes are what one box sends (its *egress*); it receives as many. With P parameters on Y
-boxes, each of which owns a Y-th of them:
+A node has `num_local` ranks, which share its memory; between them nothing is sent. Between nodes, each byte is sent
+once for each node, never once for each rank. Bytes are those that one node sends (its *egress*); it receives as many.
+With P parameters on Y nodes, each of which owns a Y-th of them:
 
-    weights, as they are or by a codec     (Y - 1) x message(P / Y)      once for each pass that has no copy in the box
-    gradients, summed in the box           (Y - 1) x message(P / Y)      once for each backward
+    weights, as they are or coded     (Y - 1) x payload(P / Y)      for each pass that finds no copy in the node
+    gradients, summed in the node     (Y - 1) x payload(P / Y)      for each backward
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from itertools import product
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeAlias, get_args
 
-ForwardCodec = Literal["exact", "delta", "int8"]
-"""`delta`: what the step changed of weights that the box has still. As exact as `exact`."""
-BackwardSource = Literal["world", "ram", "ssd"]
-"""`world`: sent again; `ram`, `ssd`: from the copy that forward left in the box (`ram`: ZeRO++'s hpZ)."""
-GradientCodec = Literal["exact", "int8", "int4"]
+ForwardCodec: TypeAlias = Literal["auto", "exact", "int8", "delta"]
+BackwardSource: TypeAlias = Literal["auto", "world", "node", "ram", "ssd"]
+GradientCodec: TypeAlias = Literal["exact", "int8", "int4"]
 
-WEIGHT_BLOCK, WEIGHT_SCALE_BYTES = 256, 4
-"""Elements that share a scale, and the scale's bytes."""
-GRADIENT_BLOCK, GRADIENT_SCALE_BYTES = 64, 2
 SUM_BYTES = 4
-"""Of an element of a sum of gradients."""
+"""Of one element of a sum of gradients."""
 DELTA_BITS_PER_1000_PARAMS = 1170
 """Measured on bfloat16 weights at a learning rate of 2e-5, where 4 to 5% of them change in a step. 1e-4: 1620."""
 
 
-def quantized_bytes(numel: int, bits: int, block: int, scale_bytes: int) -> int:
-    """Codes of whole blocks, and a scale for each."""
-    return -(-numel // block) * (block * bits // 8 + scale_bytes)
+@dataclass(frozen=True, slots=True)
+class CodecFormat:
+    """The size of values that are quantized in blocks, each with a scale of its own."""
+
+    num_bits: int
+    block_numel: int
+    scale_bytes: int
+
+    def payload_bytes(self, numel: int) -> int:
+        """Codes of whole blocks, and a scale for each."""
+        return -(-numel // self.block_numel) * (self.block_numel * self.num_bits // 8 + self.scale_bytes)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenCollectives:
-    """One way to send weights and gradients."""
+WEIGHT_FORMAT = CodecFormat(num_bits=8, block_numel=256, scale_bytes=4)
+GRADIENT_FORMATS = {
+    "int8": CodecFormat(num_bits=8, block_numel=64, scale_bytes=2),
+    "int4": CodecFormat(num_bits=4, block_numel=64, scale_bytes=2),
+}
 
-    forward: ForwardCodec = "exact"
-    backward: BackwardSource = "world"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Collectives:
+    """How weights and gradients go from rank to rank. Within a node they always go exactly."""
+
+    forward: ForwardCodec = "auto"
+    """Weights between nodes: "exact" sends them as they are, "int8" rounds them, "delta" sends what a step changed, to
+    the bit; "auto" is "exact" or "delta", as the plan has it."""
+
+    backward: BackwardSource = "auto"
+    """Where backward finds the weights: "world" has all nodes send them again, "node" keeps a copy in each node, in
+    "ram" or on the "ssd"; "auto" is the fastest by the plan. "delta" needs a copy."""
+
     gradients: GradientCodec = "exact"
+    """Gradients between nodes: "exact" sends float32 sums, the others round them."""
+
+    def __post_init__(self) -> None:
+        for name, allowed in COLLECTIVE_VALUES.items():
+            if getattr(self, name) not in allowed:
+                choices = " or ".join(map(repr, allowed))
+                raise ValueError(f"collectives: {name}: {getattr(self, name)!r} is not allowed; choose {choices}")
 
     @property
     def is_exact(self) -> bool:
-        return self.forward in ("exact", "delta") and self.gradients == "exact"
+        """Whether training computes the same numbers as without rounding."""
+        return self.forward != "int8" and self.gradients == "exact"
+
+    @property
+    def keeps_own(self) -> bool:
+        """Whether a rank also keeps its own shard of the weights as it was sent, to tell later what changed."""
+        return self.forward == "delta"
+
+    def to_setting(self) -> str | dict[str, str]:
+        """In JSON's types: a word if there is one, else the fields that are not "auto"."""
+        for word in COLLECTIVE_WORDS:
+            if self == collectives_of_word(word):
+                return word
+        return {name: value for name, value in asdict(self).items() if value != "auto"}
+
+    def open_ways(self) -> tuple[Collectives, ...]:
+        """The ways that a plan of several nodes may choose from, each without "auto" or "node"."""
+        forwards = ("exact", "delta") if self.forward == "auto" else (self.forward,)
+        copies = {"auto": ("world", "ram", "ssd"), "world": ("world",), "node": ("ram", "ssd")}
+        sources = copies.get(self.backward, (self.backward,))
+        if self.forward == "delta" and self.backward == "world":
+            sources = ("ram", "ssd")
+        return _ways(forwards, sources, (self.gradients,))
 
     def weight_bytes(self, param_bytes: int, num_params: int, num_trainable_params: int) -> int:
-        """Of a message of so many weights."""
-        match self.forward:
-            case "exact":
-                return param_bytes
-            case "int8":
-                return quantized_bytes(num_params, 8, WEIGHT_BLOCK, WEIGHT_SCALE_BYTES)
-            case "delta":
-                return -(-num_trainable_params * DELTA_BITS_PER_1000_PARAMS // 8000)
+        """The payload of so many weights."""
+        if self.forward == "int8":
+            return WEIGHT_FORMAT.payload_bytes(num_params)
+        if self.forward == "delta":
+            return -(-num_trainable_params * DELTA_BITS_PER_1000_PARAMS // 8000)
+        return param_bytes
 
     def gradient_bytes(self, numel: int, itemsize: int) -> int:
-        """Of a message of so many gradients, which take ``itemsize`` bytes each where no codec makes them smaller."""
-        if self.gradients == "exact":
-            return numel * itemsize
-        bits = {"int8": 8, "int4": 4}[self.gradients]
-        return quantized_bytes(numel, bits, GRADIENT_BLOCK, GRADIENT_SCALE_BYTES)
+        """The payload of so many gradients, of ``itemsize`` bytes each if they are not quantized."""
+        return numel * itemsize if self.gradients == "exact" else GRADIENT_FORMATS[self.gradients].payload_bytes(numel)
+
+
+COLLECTIVE_VALUES: dict[str, tuple[str, ...]] = {
+    "forward": get_args(ForwardCodec),
+    "backward": get_args(BackwardSource),
+    "gradients": get_args(GradientCodec),
+}
+"""The values of each field."""
+COLLECTIVE_WORDS = ("exact", "quantized")
+ANY_EXACT_WAY = Collectives()
+WAY_WITHIN_A_NODE = Collectives(forward="exact", backward="world")
+
+
+def collectives_of_word(word: str) -> Collectives:
+    """The word "exact" is any way that rounds nothing; "quantized" is ZeRO++."""
+    return Collectives(forward="int8", backward="node", gradients="int4") if word == "quantized" else ANY_EXACT_WAY
+
+
+def all_ways() -> tuple[Collectives, ...]:
+    """All ways to exchange weights and gradients between nodes, those that round nothing first."""
+    ways = _ways(("exact", "delta", "int8"), ("world", "ram", "ssd"), get_args(GradientCodec))
+    return tuple(sorted(ways, key=lambda way: not way.is_exact))
+
+
+def _ways(forwards: Iterable[Any], sources: Iterable[Any], gradients: Iterable[Any]) -> tuple[Collectives, ...]:
+    return tuple(
+        Collectives(forward=forward, backward=backward, gradients=codec)
+        for codec, forward, backward in product(gradients, forwards, sources)
+        if forward != "delta" or backward != "world"  # a change of weights that nobody kept
+    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """Equal boxes with equally many ranks each."""
+    """Equal nodes with equally many ranks each."""
 
-    num_boxes: int = 1
+    num_nodes: int = 1
     num_local: int = 1
-    """Ranks of a box."""
-    collectives: ChosenCollectives = ChosenCollectives()
+    """Ranks of a node."""
+    collectives: Collectives = WAY_WITHIN_A_NODE
 
     @property
     def num_ranks(self) -> int:
-        return self.num_boxes * self.num_local
+        return self.num_nodes * self.num_local
 
     def copied_bytes(self, param_bytes: int) -> int:
-        """What a copy in the box adds to the weights that its ranks own."""
-        return param_bytes - param_bytes // self.num_boxes
+        """What a copy in the node adds to the weights that its ranks own."""
+        return param_bytes - param_bytes // self.num_nodes
 
     def bytes_by_collective(
         self, *, param_bytes: int, num_params: int, num_trainable_params: int, gradient_itemsize: int, is_summed: bool
     ) -> dict[CollectiveName, int]:
-        """What one box sends in one forward and one backward. ``is_summed``: gradients of several micro-batches."""
+        """What one node sends in one forward and one backward. ``is_summed``: gradients of several micro-batches."""
 
-        def part(whole: int) -> int:
-            return -(-whole // self.num_boxes)
+        def shard(whole: int) -> int:
+            return -(-whole // self.num_nodes)
 
-        ways, to = self.collectives, self.num_boxes - 1
-        weights = to * ways.weight_bytes(part(param_bytes), part(num_params), part(num_trainable_params))
+        way, num_receivers = self.collectives, self.num_nodes - 1
+        weight_bytes = way.weight_bytes(shard(param_bytes), shard(num_params), shard(num_trainable_params))
         itemsize = SUM_BYTES if is_summed or self.num_local > 1 else gradient_itemsize
         return {
-            "forward_weights": weights,
-            "backward_weights": weights if ways.backward == "world" else 0,
-            "gradients": to * ways.gradient_bytes(part(num_trainable_params), itemsize),
+            "forward_weights": num_receivers * weight_bytes,
+            "backward_weights": num_receivers * weight_bytes if way.backward == "world" else 0,
+            "gradients": num_receivers * way.gradient_bytes(shard(num_trainable_params), itemsize),
         }
 
 
-CollectiveName = Literal["forward_weights", "backward_weights", "gradients"]
-ALONE = Cluster()
-
-
-@dataclass(frozen=True, slots=True)
-class CollectiveChoice:
-    """The ways that a plan may choose from."""
-
-    forward: tuple[ForwardCodec, ...] = ("exact", "delta")
-    backward: tuple[BackwardSource, ...] = get_args(BackwardSource)
-    gradients: tuple[GradientCodec, ...] = ("exact",)
-
-    @classmethod
-    def parse(cls, text: str) -> CollectiveChoice:
-        """Of "exact", "quantized", or what is wanted by name: "forward=int8,backward=node,gradients=int4". Of what is
-        not named, all that is exact. Raises ValueError."""
-        if text == "exact":
-            return cls()
-        if text == "quantized":
-            return cls(forward=get_args(ForwardCodec), gradients=get_args(GradientCodec))
-        allowed = {
-            "forward": {name: (name,) for name in get_args(ForwardCodec)},
-            "backward": {**{name: (name,) for name in get_args(BackwardSource)}, "node": ("ram", "ssd")},
-            "gradients": {name: (name,) for name in get_args(GradientCodec)},
-        }
-        named: dict[str, Any] = {}
-        for word in text.split(","):
-            key, _, value = (part.strip() for part in word.partition("="))
-            if value not in allowed.get(key, {}):
-                ways = ", ".join(f"{name}={'|'.join(values)}" for name, values in allowed.items())
-                raise ValueError(f"collectives = {text!r} is not allowed; write exact, quantized, or some of {ways}")
-            named[key] = allowed[key][value]
-        return cls(**named)
-
-    def ways(self, num_boxes: int) -> Iterator[ChosenCollectives]:
-        """Those that differ, what is exact first. In one box nothing is sent, so there is one."""
-        if num_boxes == 1:
-            yield ChosenCollectives()
-            return
-        ways = [
-            ChosenCollectives(forward=forward, backward=backward, gradients=gradients)
-            for gradients, forward, backward in product(self.gradients, self.forward, self.backward)
-            if forward != "delta" or backward != "world"  # a change of what nobody kept
-        ]
-        yield from sorted(ways, key=lambda way: not way.is_exact)
+CollectiveName: TypeAlias = Literal["forward_weights", "backward_weights", "gradients"]
+ONE_RANK = Cluster()
 
 
 @dataclass(frozen=True, slots=True)
 class TriedWay:
-    """A way that a plan could have taken, and what the step would take then."""
+    """A way that the plan could have taken, and the step that it would make."""
 
-    collectives: ChosenCollectives
+    collectives: Collectives
     step_s: float
     fits: bool
 

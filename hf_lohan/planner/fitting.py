@@ -98,19 +98,25 @@ def _allocator_percent(hardware: HardwareProfile) -> int:
 
 
 def record_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """On the SSDs of a box, in all homes. Frozen weights have one."""
+    """On the SSDs of a node, in all homes. Frozen weights have one."""
     trainable_bytes = model.num_trainable_params * (model.param_itemsize + setup.state_bytes_per_param)
     frozen_bytes = model.param_bytes - model.num_trainable_params * model.param_itemsize
     all_bytes, cluster = int(setup.num_homes * trainable_bytes) + max(0, frozen_bytes), setup.cluster
-    is_copied = cluster.collectives.backward == "ssd"
-    copied_bytes = setup.num_homes * cluster.copied_bytes(model.param_bytes) if is_copied else 0
-    return -(-all_bytes // cluster.num_boxes) + copied_bytes
+    return -(-all_bytes // cluster.num_nodes) + _ssd_copy_bytes(model, setup)
+
+
+def _ssd_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
+    """The copy of other nodes' weights on the SSDs of a node."""
+    if setup.cluster.collectives.backward != "ssd":
+        return 0
+    return setup.cluster.copied_bytes(model.param_bytes) if setup.copy_ssd_bytes is None else setup.copy_ssd_bytes
 
 
 def ram_copy_bytes(model: ModelProfile, setup: TrainingSetup) -> int:
-    """What a rank gives of its RAM for a copy of all weights in its box."""
-    is_copied = setup.cluster.collectives.backward == "ram"
-    return -(-model.param_bytes // setup.cluster.num_local) if is_copied else 0
+    """What a rank gives of its RAM for a copy of all weights in its node."""
+    if setup.cluster.collectives.backward != "ram":
+        return 0
+    return -(-model.param_bytes // setup.cluster.num_local) if setup.copy_cpu_bytes is None else setup.copy_cpu_bytes
 
 
 def ssd_limit_bytes(hardware: HardwareProfile, setup: TrainingSetup) -> int:
@@ -155,7 +161,7 @@ def explain_refusal(
     if setup.cpu_fixed_bytes + copy_bytes > setup.cpu_memory_bytes:
         return (
             f"cpu_memory of {_shown(setup.cpu_memory_bytes)} for each rank is too small for the buffers and a copy of "
-            f"all weights in each box; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
+            f"all weights in each node; set cpu_memory to at least {_shown(setup.cpu_fixed_bytes + copy_bytes)}, or "
             "have backward's weights from the world or the SSDs"
         )
     return _refuse_ssd(model, hardware, setup, least_swapped_bytes)

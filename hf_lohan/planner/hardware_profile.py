@@ -50,7 +50,7 @@ class CpuProfile:
     checksum_bytes_per_s: float | None = None
     """Hashing of what passes to and from the SSD; None: taken to cost nothing."""
     memory_bytes_per_s: float | None = None
-    """Of RAM, reading and writing added, which the ranks of a box share; None: not known, so never the limit."""
+    """Of RAM, reading and writing added, which the ranks of a node share; None: not known, so never the limit."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

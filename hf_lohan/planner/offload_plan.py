@@ -11,10 +11,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from hf_lohan.planner.collectives import ALONE, Cluster, CollectiveName, TriedWay
+from hf_lohan.planner.collectives import ONE_RANK, Cluster, CollectiveName, TriedWay
 from hf_lohan.planner.pool_plan import BudgetError, PoolPlan
 from hf_lohan.planner.record_traffic import RecordTraffic, choose_resident_records
-from hf_lohan.planner.shared_ram import BlockGradient
 
 MOST_LOST_S = 600.0
 """No more time is between two commits, if nobody asks for that."""
@@ -46,6 +45,15 @@ LayerPlacements: TypeAlias = Mapping[str, Placement]
 
 ActivationPlacements: TypeAlias = Mapping[str, LayerPlacements]
 """By layer, the block's name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockGradient:
+    """Of one block, as it is held."""
+
+    block: str
+    num_bytes: int
+    num_chunks: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -107,8 +115,13 @@ class TrainingSetup:
     """Of the last layers' weights: still in their slots when backward begins, so not read again."""
     lazy_experts: bool | Literal["auto"] = False
     """Whether experts that no token of a step goes to are updated when one does, or when many steps are missing."""
-    cluster: Cluster = ALONE
-    """Budgets, records and micro-batches are those of one rank, the SSDs those of its box."""
+    cluster: Cluster = ONE_RANK
+    """Budgets, records and micro-batches are those of one rank, the SSDs those of its node."""
+    copy_cpu_bytes: int | None = None
+    """RAM of each rank for the copy of all weights that its node keeps, if the collectives keep it in RAM; None: each
+    rank's share of the weights."""
+    copy_ssd_bytes: int | None = None
+    """Bytes on the node's SSDs for that copy, if the collectives keep it there; None: the weights of other nodes."""
     counts_fill: bool = True
     """Whether pipelines take time to fill and to drain; in LoHan's equations they take none."""
 
@@ -160,7 +173,7 @@ class RankPrediction:
     """What there is to say of a step of several ranks beside what is said of any."""
 
     bytes_by_collective: dict[CollectiveName, int]
-    """What one box sends in a step."""
+    """What one node sends in a step."""
     hides_from_tokens: dict[str, float | None]
     """By resource: with so many tokens a step, of all ranks together, it is busy as long as the devices compute. None:
     each token keeps it busier."""
@@ -297,9 +310,9 @@ class OffloadPlan:
     in_memory: InMemoryFit
     """Whether it would train without offloading."""
     prediction: StepPrediction
-    cluster: Cluster = ALONE
+    cluster: Cluster = ONE_RANK
     tried_ways: tuple[TriedWay, ...] = ()
-    """Between several boxes: all ways to send weights and gradients that were open."""
+    """Between several nodes: all ways to send weights and gradients that were open."""
     refusal: str | None
     """Why the plan cannot be carried out and the smallest change that would help; None if it can."""
 
@@ -320,7 +333,7 @@ class OffloadPlan:
         """For JSON: the prediction's figures beside every decision."""
         own = {field.name: getattr(self, field.name) for field in fields(self)}
         del own["prediction"], own["in_memory"], own["cluster"], own["tried_ways"]
-        if self.cluster.num_ranks > 1:
+        if self.prediction.ranks is not None:
             own["cluster"] = asdict(self.cluster)
             own["tried_ways"] = [way.to_mapping() for way in self.tried_ways]
         return {

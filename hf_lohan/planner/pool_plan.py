@@ -24,8 +24,7 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
 
-from hf_lohan.planner.rank_cut import units_between
-from hf_lohan.planner.unit_cuts import num_chunks
+from hf_lohan.planner.cuts import num_chunks, units_between
 
 MASTER_ITEMSIZE_BYTES = 4
 """Masters, moments and sums of gradients are float32 on the host: a chunk of C elements needs buffers of 4C bytes."""

@@ -7,13 +7,13 @@ run's first forward and once more when its first steps were timed. `generation` 
 
 from hf_lohan.planning.generation import bytes_per_token, lay_out_generation
 from hf_lohan.planning.kept_weights import kept_ranks, kept_record_name, part_bytes
-from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
-from hf_lohan.planning.order import check_together, why_in_turn
+from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, experts_as_stored, lay_out
+from hf_lohan.planning.order import MicroBatches, check_together, why_not_together
 from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_step, trace_blocks
-from hf_lohan.planning.stored_experts import experts_as_stored
 
 __all__ = [
+    "MicroBatches",
     "OffloadLayout",
     "PlannedStep",
     "RunPlan",
@@ -29,5 +29,5 @@ __all__ = [
     "part_bytes",
     "plan_step",
     "trace_blocks",
-    "why_in_turn",
+    "why_not_together",
 ]

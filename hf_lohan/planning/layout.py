@@ -3,7 +3,8 @@ records, its pools, and the records with copies in RAM."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -11,12 +12,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from hf_lohan.activations import ChunkedLoss
 from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.config.offload_config import Experts
 from hf_lohan.device import Device
+from hf_lohan.files import ForeignStoreError
 from hf_lohan.model import (
     Block,
     Chunk,
-    ChunkedLoss,
     Rules,
     StoredForm,
     adamw_everywhere,
@@ -28,6 +31,7 @@ from hf_lohan.model import (
 from hf_lohan.planner import (
     BlockGradient,
     BudgetError,
+    Collectives,
     PoolPlan,
     PoolRequest,
     RecordTraffic,
@@ -36,21 +40,24 @@ from hf_lohan.planner import (
     plan_pools,
     step_traffic,
 )
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
-from hf_lohan.ranks import ONE_RANK, Links, Ranks
-from hf_lohan.store import GRANULE_NUMEL, RecordSpec
+from hf_lohan.ranks import ALONE, Links, Ranks
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
+from hf_lohan.store.manifest import read_manifest
 from hf_lohan.wording import format_bytes
+
+logger = logging.getLogger(__name__)
 
 NUM_ACTIVATION_STAGING_BUFFERS = 4
 _STAGING_SHARE = 4
 """At most one part in so many of the memory for activations is buffers on the way to the SSD."""
 _SHARED_BLOCKS = 2
-"""So many blocks as large as the largest pass to the ranks of a box at a time: one comes while another is copied."""
+"""So many blocks as large as the largest pass to the ranks of a node at a time: one comes while another is copied."""
 _ACTIVATION_SHARE = 4
 """Of `cpu_memory` one part in so many is for swapped activations, where any may be and no plan says otherwise."""
-_KEPT_SHARE = 4
-"""Weights of other boxes are kept in RAM if that takes at most one part in so many of `cpu_memory`."""
 _RAM_SHARES = (1 / 32, 1 / 8, 1 / 2, 7 / 8)
 """What a plan may choose instead, of what pools leave."""
 _RAM_SHARES_WITH_GRADIENTS = (0, 1 / 32, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 7 / 8)
@@ -96,15 +103,19 @@ class OffloadLayout(StoredForm):
     is_split: bool = False
     """Whether it is decided what of the RAM beside the pools is for activations. Before, this is a guess."""
     rules: Rules = adamw_everywhere
-    ranks: Ranks = ONE_RANK
+    ranks: Ranks = ALONE
     shared_weight_bytes: int = 0
-    """Host memory of a box through which blocks pass to all its ranks."""
-    kept_weight_bytes: int = 0
-    """Host memory of each rank for weights of other boxes that it keeps."""
-    kept_records: tuple[RecordSpec, ...] = ()
-    """Or scratch records for them, where that is too little."""
+    """Host memory of a node through which blocks pass to all its ranks."""
+    open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
+    """Ways to exchange weights and gradients that the configuration leaves to the plan."""
+    collectives: Collectives | None = None
+    """The way that the run takes. None: not decided yet."""
+    copy_bytes: int = 0
+    """What each rank keeps of its node's copy of all weights, in RAM or on the SSD."""
+    copy_records: tuple[RecordSpec, ...] = ()
+    """Scratch records for it, if it is on the SSD."""
     weight_message_bytes: int = 0
-    """And for what it sends them."""
+    """Host memory of each rank for payloads of weights."""
     kept_layers: tuple[str, ...] = ()
     """Blocks that stay on the device once they are there."""
     expert_cache: ExpertCacheRoom | None = None
@@ -123,6 +134,60 @@ class OffloadLayout(StoredForm):
     @cached_property
     def resident_records(self) -> tuple[RecordTraffic, ...]:
         return choose_resident_records(self.records_of_a_step, free_bytes=self.record_bytes)
+
+    @property
+    def copy_cpu_bytes(self) -> int:
+        """The RAM of each rank for its node's copy of all weights."""
+        return self.copy_bytes if self.collectives is not None and self.collectives.backward == "ram" else 0
+
+    @property
+    def exchange_bytes(self) -> int:
+        """The RAM of each rank for what ranks exchange: its part of the memory that blocks pass through, payloads, and
+        its part of the copy of all weights."""
+        return self.shared_weight_bytes // self.ranks.num_local + self.weight_message_bytes + self.copy_cpu_bytes
+
+    def with_collectives(self, way: Collectives) -> OffloadLayout:
+        """This layout if weights and gradients go this way. What that takes of RAM, copies of records give up first,
+        then activations. If it is more, both have nothing, and a plan for this layout says what is missing."""
+        free_bytes = self.record_bytes + self.activation_bytes - self._ram_bytes_of(way)
+        activation_bytes = max(0, min(self.activation_bytes, free_bytes))
+        return replace(
+            self,
+            collectives=way,
+            copy_bytes=kept_bytes(self.blocks, self.ranks, way),
+            copy_records=kept_records(self.blocks, self.ranks, way),
+            weight_message_bytes=max(self.weight_message_bytes, message_bytes(self.blocks, self.ranks, way)),
+            record_bytes=max(0, free_bytes - activation_bytes),
+            activation_bytes=activation_bytes,
+        )
+
+    def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
+        """Those of ``ways``, by default those that the configuration leaves open, that differ here."""
+        return self.open_ways if ways is None or self.ranks.num_nodes == 1 else ways
+
+    def has_ram_for(self, way: Collectives) -> bool:
+        """Whether the RAM beside the pools suffices for this way to exchange weights and gradients."""
+        return self._ram_bytes_of(way) <= self.record_bytes + self.activation_bytes
+
+    def _ram_bytes_of(self, way: Collectives) -> int:
+        """Beside what is set aside already."""
+        copy_bytes = kept_bytes(self.blocks, self.ranks, way) if way.backward == "ram" else 0
+        return copy_bytes + max(0, message_bytes(self.blocks, self.ranks, way) - self.weight_message_bytes)
+
+    def decided(self) -> OffloadLayout:
+        """This layout if there is no plan: the first way that RAM suffices for, and RAM divided as by default. Raises
+        BudgetError if it suffices for none."""
+        if self.collectives is not None:
+            return replace(self, is_split=True)
+        way = next((way for way in self.open_ways if self.has_ram_for(way)), None)
+        if way is None:
+            needed_bytes = min(map(self._ram_bytes_of, self.open_ways))
+            raise BudgetError(
+                f"cpu_memory leaves {format_bytes(self.record_bytes + self.activation_bytes)} beside the buffers, and "
+                f"the copy of all weights that collectives keeps in each node takes {format_bytes(needed_bytes)}; "
+                "raise cpu_memory, or set backward of collectives to node or auto"
+            )
+        return replace(self.with_collectives(way), is_split=True)
 
     def ram_splits(self) -> list[OffloadLayout]:
         """Itself and, where a plan may choose, others that give activations another share of the same RAM."""
@@ -170,6 +235,17 @@ class OffloadLayout(StoredForm):
         """Scratch records for the gradients that RAM cannot hold."""
         spilled = set(self.plan.spilled_blocks)
         return tuple(self._gradient_record(block) for block in self.blocks if block.name in spilled)
+
+    @property
+    def own_spilled_bytes(self) -> int:
+        """Of the gradients that RAM cannot hold, those that this rank holds: of its shards, in float32 as sums."""
+        if self.ranks.num_ranks == 1:
+            return sum(record.num_bytes for record in self.spill_records())
+        blocks = (block for block in self.blocks if block.name in self.plan.spilled_blocks)
+        shards = ((block, *block.rank_ranges[self.ranks.rank]) for block in blocks)
+        return MASTER_ITEMSIZE_BYTES * sum(
+            min(stop, block.state_numel) - min(start, block.state_numel) for block, start, stop in shards
+        )
 
     def _gradient_record(self, block: Block) -> RecordSpec:
         """As it waits for the end of the step."""
@@ -236,7 +312,7 @@ def lay_out(
     sums_gradients: bool = True,
     memory_is_host: bool = False,
     rules: Rules | None = None,
-    ranks: Ranks = ONE_RANK,
+    ranks: Ranks = ALONE,
 ) -> OffloadLayout:
     """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
     `discover_blocks`, `rules` by default those that the configuration asks for; `sums_gradients`: whether a parameter's
@@ -259,22 +335,20 @@ def lay_out(
     shared_bytes = _SHARED_BLOCKS * max(block.param_bytes for block in blocks) if ranks.num_ranks > 1 else 0
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    kept = kept_bytes(blocks, ranks, config.collectives)
-    messages = message_bytes(blocks, ranks, config.collectives)
-    on_ssd: tuple[RecordSpec, ...] = ()
-    if kept > config.cpu_memory // _KEPT_SHARE:
-        kept, on_ssd = 0, kept_records(blocks, ranks, config.collectives)
-    of_other_ranks = shared_bytes // ranks.num_local + kept + messages
-    if of_other_ranks >= config.cpu_memory:
+    # Within a node nothing is sent.
+    open_ways = config.collectives.open_ways() if ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
+    messages = min(message_bytes(blocks, ranks, way) for way in open_ways)
+    exchange_bytes = shared_bytes // ranks.num_local + messages
+    if exchange_bytes >= config.cpu_memory:
         raise BudgetError(
-            f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(of_other_ranks)} that "
-            f"blocks take that pass between ranks ({format_bytes(messages)} of it for messages, as collectives="
+            f"cpu_memory={format_bytes(config.cpu_memory)} is not more than the {format_bytes(exchange_bytes)} that "
+            f"blocks take on their way between ranks ({format_bytes(messages)} of it for payloads, as collectives="
             f"{config.collectives.to_setting()} asks); raise it"
         )
     request = PoolRequest(
         blocks=[block.shape() for block in blocks],
         gpu_memory_bytes=config.gpu_memory,
-        cpu_memory_bytes=config.cpu_memory - of_other_ranks,
+        cpu_memory_bytes=config.cpu_memory - exchange_bytes,
         prefetch_blocks=config.prefetch_blocks,
         num_state_buffers_per_chunk=max(master.num_state_buffers_per_chunk for master in trained),
         hold_gradients=hold_gradients or config.schedule == "serial",
@@ -305,8 +379,7 @@ def lay_out(
         rules=rules,
         ranks=ranks,
         shared_weight_bytes=shared_bytes,
-        kept_weight_bytes=kept,
-        kept_records=on_ssd,
+        open_ways=open_ways,
         weight_message_bytes=messages,
     )
 
@@ -355,3 +428,34 @@ def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[R
             if master_of[record.block] == master:
                 by_block.setdefault(record.block, []).append(record)
     return tuple(record for block in blocks for record in by_block.get(block.name, ()))
+
+
+_COME = {"streamed": "come one by one", "with_layer": "come with their layers"}
+
+
+def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
+    """The configuration with `experts: auto` as the store in its paths has them, and a log line. `config` must be
+    resolved. Raises ForeignStoreError where something else was asked for than a store of this model class has."""
+    found = find_experts(model) if ranks.num_ranks == 1 else {}
+    manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
+    if manifest is None or not _is_of(manifest.model, model):  # whoever opens it says what it is
+        return config
+    blocks = {record.block for record in manifest.layout.records}
+    stored: Experts = "streamed" if all(f"{name}.0" in blocks for name in found) else "with_layer"
+    if config.experts == stored:
+        return config
+    assert config.ssd != "auto"
+    directory = config.ssd[0].path
+    if config.experts != "auto":
+        raise ForeignStoreError(
+            f"{directory} holds a store of this model whose experts {_COME[stored]}, and experts: {config.experts} "
+            f"was asked for; set experts to auto or {stored} to go on from there, or choose another directory and "
+            "resume from a checkpoint, which goes with either"
+        )
+    logger.info("experts %s, as in the store in %s", _COME[stored], directory)
+    return replace(config, experts=stored)
+
+
+def _is_of(identity: ModelIdentity, model: nn.Module) -> bool:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    return (identity.model_class, identity.num_parameters) == (type(model).__name__, num_parameters)

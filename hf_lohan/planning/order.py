@@ -1,13 +1,15 @@
-"""Whether a model's micro-batches may run in an order of our choosing: only where no number depends on it."""
+"""The order of a step's micro-batches: what was asked for, and whether a model's numbers depend on it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from hf_lohan.compat.torch_private import has_gradient_hook
+from hf_lohan.config import OffloadConfig
 
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DRAWING = ("drop", "jitter")
@@ -17,7 +19,32 @@ _OF_OTHER_HEADS = ("summary_", "classifier_")
 _KNOWN_PACKAGES = ("transformers", "peft")
 
 
-def why_in_turn(model: Any) -> str | None:
+@dataclass(frozen=True, slots=True)
+class MicroBatches:
+    """The micro-batches of each step of a run."""
+
+    number: int
+    run_together: bool | None
+    """Whether all of them pass a block before the next block is loaded. None: the plan decides."""
+
+    @classmethod
+    def of_run(cls, config: OffloadConfig, number: int) -> MicroBatches:
+        """As `vertical_micro_batches` asks. A single micro-batch leaves nothing to order."""
+        setting = config.vertical_micro_batches if number > 1 else False
+        return cls(number, None if setting == "auto" else setting)
+
+    @property
+    def sums_gradients(self) -> bool:
+        """Whether a step may sum the gradients of several backwards."""
+        return self.number > 1
+
+    def holds_gradients(self, max_grad_norm: float) -> bool:
+        """Whether gradients wait for the end of the step: their norm decides about clipping, or later backwards add to
+        them."""
+        return max_grad_norm > 0 or (self.number > 1 and self.run_together is not True)
+
+
+def why_not_together(model: Any) -> str | None:
     """What in the model keeps its micro-batches from running together unasked; None: nothing does.
 
     Of a forward that draws random numbers the layers would draw them in another order; of code that nobody knows it

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from hf_lohan.compat.torch_private import without_hooks, without_torch_function
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import Device
 from hf_lohan.hardware import MeasuringEffort, cached_hardware, has_cached_hardware
-from hf_lohan.model import TracedModel
 from hf_lohan.planner import (
     MOST_WRONG_GUESSES,
+    Collectives,
     Durability,
     HardwareProfile,
     ModelProfile,
@@ -28,7 +29,9 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planning.layout import OffloadLayout
 from hf_lohan.planning.measured_rates import StepTimes, corrected_hardware, usual_step
+from hf_lohan.planning.shared_machine import measure_network
 from hf_lohan.planning.step_plan import PlannedStep, StepShape, plan_again, plan_step
+from hf_lohan.planning.tracing import TracedModel
 from hf_lohan.ranks import Links, one_rank_at_a_time
 from hf_lohan.threads import usable_cpus
 from hf_lohan.wording import format_bytes
@@ -79,6 +82,7 @@ class RunPlan:
         self._device = device
         self._durability = durability
         self._links = links or Links.alone()
+        self._net_bytes_per_s: float | None = None
         self._steps: list[StepTimes] = []
         self._before: StepTimes | None = None
         self._tried_after: PlannedStep | None = None
@@ -98,12 +102,19 @@ class RunPlan:
 
     # Called by the engine.
 
-    def make(self, shape: StepShape, *, may_run_together: bool = False) -> PlannedStep | None:
-        """Plan for batches as this one, when nothing else runs: what does would make the hardware look slow. What goes
-        wrong here costs the plan, not the run. ``may_run_together``: see `plan_step`."""
-        # Those of a box measure the same drives and cores.
+    def make(
+        self, shape: StepShape, layout: OffloadLayout | None = None, *, may_run_together: bool = False
+    ) -> PlannedStep | None:
+        """Plan a step of batches like this one. Called while nothing else runs, which would make the hardware look
+        slow, and by all ranks together. An error here costs the plan, not the run. ``layout``: the memory as the run
+        has taken it so far. ``may_run_together``: see `plan_step`."""
+        self._layout = layout or self._layout
+        self._net_bytes_per_s = self._net_bytes_per_s or measure_network(self._links)
+        # The ranks of a node measure the same drives and cores.
         with one_rank_at_a_time(self._links, "the plan"):
             planned = self._try_to_plan(shape, may_run_together)
+        if self._layout.collectives is None:
+            planned = self._with_common_way(planned, shape, may_run_together)
         if planned is None:
             return None
         self.now = planned
@@ -115,7 +126,24 @@ class RunPlan:
         self._announce("planned")
         return self.now
 
-    def _try_to_plan(self, shape: StepShape, may_run_together: bool) -> PlannedStep | None:
+    def _with_common_way(
+        self, planned: PlannedStep | None, shape: StepShape, may_run_together: bool
+    ) -> PlannedStep | None:
+        """Have all ranks exchange weights and gradients in one way: the one that rank 0's plan chose, or the default
+        if a rank has no plan."""
+        if len(self._layout.open_ways) == 1:
+            return planned
+        chosen = "" if planned is None else json.dumps(asdict(planned.setup.cluster.collectives))
+        answers = [answer.decode() for answer in self._links.all_gather("the way to exchange weights", chosen.encode())]
+        common = Collectives(**json.loads(answers[0])) if all(answers) else self._layout.decided().collectives
+        assert common is not None
+        if planned is None or planned.setup.cluster.collectives == common:
+            return planned
+        return self._try_to_plan(shape, may_run_together, ways=(common,))
+
+    def _try_to_plan(
+        self, shape: StepShape, may_run_together: bool, ways: Sequence[Collectives] | None = None
+    ) -> PlannedStep | None:
         try:
             with hooks_taken_off(self._model), torch.random.fork_rng(devices=()):
                 return plan_step(
@@ -128,6 +156,7 @@ class RunPlan:
                     device=self._device.torch_device,
                     may_run_together=may_run_together,
                     routing=self._routing,
+                    ways=ways,
                 )
         except Exception as error:  # a model that cannot be traced, a drive that cannot be measured
             logger.warning("this run is not planned, its activations are recomputed: %s", error)
@@ -194,6 +223,7 @@ class RunPlan:
         asked: dict[str, Any] = {"matrix_shapes": traced.matrix_shapes, "dtype": self._layout.master.working_dtype}
         is_quick = self._is_short(traced, shape) and not has_cached_hardware(self._config, self._device, **asked)
         hardware = cached_hardware(self._config, self._device, **asked, effort=_QUICK if is_quick else None)
+        hardware = replace(hardware, net_bytes_per_s=self._net_bytes_per_s)
         if self._device.memory_is_host:
             return hardware
         # The slots are there already, and the plan counts them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +16,10 @@ from hf_lohan.ranks import Links, Ranks
 from hf_lohan.store import DATA_NAMES
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.threads import usable_cpus
+
+_PROBE_BYTES = 2 << 20
+"""What each rank sends to each other rank to measure the network."""
+_NUM_PROBES = 3
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,23 @@ def share_of_machine(
         ssd if ssd.capacity != "auto" else replace(ssd, capacity=_capacity(offers, ranks, number))
         for number, ssd in enumerate(paths)
     )
+
+
+def measure_network(links: Links) -> float | None:
+    """Bytes per second that a node sends to others while it receives as many; None if there are no others. Called by
+    all ranks together, which get the same number."""
+    ranks = links.ranks
+    num_receivers = ranks.num_ranks - ranks.num_local
+    if num_receivers == 0:
+        return None
+    seconds = []
+    for _ in range(_NUM_PROBES):
+        links.barrier("the network is measured")
+        begin_s = time.perf_counter()
+        links.all_gather("bytes that measure the network", bytes(_PROBE_BYTES))
+        seconds.append(time.perf_counter() - begin_s)
+    slowest_s = max(map(float, links.all_gather("what that took", repr(min(seconds)).encode())))
+    return ranks.num_local * num_receivers * _PROBE_BYTES / slowest_s
 
 
 def _offer(config: OffloadConfig, device: Device, paths: Sequence[SsdPath]) -> _Offer:

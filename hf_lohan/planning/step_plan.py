@@ -10,34 +10,29 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig, interval_s
-from hf_lohan.model import (
-    ChunkedLoss,
-    ModelBlocks,
-    TracedModel,
-    chunked_head_of,
-    discover_blocks,
-    signature_of,
-    trace_model,
-)
+from hf_lohan.model import ModelBlocks, discover_blocks
 from hf_lohan.planner import (
     INPUT,
     MIN_SLOTS_TO_LEND,
     BlockProfile,
     BudgetError,
-    CollectiveChoice,
+    Cluster,
+    Collectives,
     Durability,
     HardwareProfile,
     ModelProfile,
     OffloadPlan,
     SizeClass,
     TrainingSetup,
+    fastest_way,
     fits_without_offloading,
     plan_offload,
-    plan_over_ranks,
 )
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planning.layout import OffloadLayout, chunked_loss_of, lay_out
-from hf_lohan.planning.rank_setup import choice_of, of_one_rank
+from hf_lohan.planning.tracing import TracedModel, signature_of, trace_model
 from hf_lohan.threads import ThreadSettings, uninterrupted
 
 _MOST_TRACED = 64
@@ -96,7 +91,7 @@ def plan_step(
     device: torch.device | str = "cpu",
     fused_attention: bool = False,
     may_run_together: bool = False,
-    collectives: CollectiveChoice | None = None,
+    ways: Sequence[Collectives] | None = None,
     routing: Mapping[str, Sequence[float]] | None = None,
 ) -> PlannedStep:
     """Plan a step of `model` (on meta, or in memory without hooks) under a resolved configuration.
@@ -104,8 +99,8 @@ def plan_step(
     ``durability`` is the store's, where there is one already. A store that is not told how many versions of the state
     to keep keeps one where two do not fit. With ``may_run_together`` micro-batches that move weights of their own are
     also planned to run together, and the shape of what is returned says which of the two is better. Where the layout is
-    that of one of several ranks, configuration and shape are those of each, and one of the ways to send weights and
-    gradients is taken that ``collectives`` leaves, by default the configuration. ``routing``: by layer, how many tokens
+    that of one of several ranks, configuration and shape are those of each, and one of ``ways`` to exchange weights and
+    gradients is taken, by default one that the configuration leaves open. ``routing``: by layer, how many tokens
     were seen to go to each expert; by default all experts are taken to be alike. Raises ValueError for a model or a
     batch that cannot be traced; what does not fit is said by the plan.
     """
@@ -120,7 +115,7 @@ def plan_step(
             durability=durability,
             device=device,
             fused_attention=fused_attention,
-            collectives=collectives or choice_of(config),
+            ways=ways,
             routing=routing or {},
         )
 
@@ -158,7 +153,7 @@ def _plan_shape(
     durability: Durability | None,
     device: torch.device | str,
     fused_attention: bool,
-    collectives: CollectiveChoice,
+    ways: Sequence[Collectives] | None,
     routing: Mapping[str, Sequence[float]],
 ) -> PlannedStep:
     """Plan a step whose micro-batches run as ``shape`` says. See `plan_step`."""
@@ -182,15 +177,20 @@ def _plan_shape(
     in_memory = fits_without_offloading(trace(None).profile, hardware.device.memory_bytes)
 
     def planned(layout: OffloadLayout, config: OffloadConfig, durability: Durability) -> PlannedStep:
-        found = []
-        for split in layout.ram_splits():
-            own = of_one_rank(training_setup(config, split, shape, durability), split)
-            plan, setup = plan_over_ranks(profile, hardware, own, collectives.ways(own.cluster.num_boxes))
-            plan, whole = replace(plan, in_memory=in_memory), replace(split, is_split=True)
-            found.append(
-                PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)
-            )
-        return _best_split(found)
+        def plan_split(split: OffloadLayout) -> PlannedStep:
+            setup = training_setup(config, split, shape, durability)
+            plan = replace(plan_offload(profile, hardware, setup), in_memory=in_memory)
+            whole = replace(split, is_split=True)
+            return PlannedStep(shape=shape, layout=whole, profile=profile, hardware=hardware, setup=setup, plan=plan)
+
+        laid_out = [layout]
+        if layout.collectives is None:
+            in_order = sorted(layout.ways_to_plan(ways), key=lambda way: not layout.has_ram_for(way))
+            laid_out = [layout.with_collectives(way) for way in in_order]
+        by_way = [_best_split([plan_split(split) for split in own.ram_splits()]) for own in laid_out]
+        index, tried_ways = fastest_way([planned.plan for planned in by_way])
+        best = by_way[index]
+        return replace(best, plan=replace(best.plan, tried_ways=tried_ways))
 
     asked = durability or ("step" if config.durability == "auto" else config.durability)
     found = planned(layout, config, asked)
@@ -288,12 +288,20 @@ def training_setup(
     known = [capacity for capacity in capacities if isinstance(capacity, int)]
     experts = [block for block in layout.blocks if block.size_class is SizeClass.EXPERT and block.state_numel]
     may_be_late = all(block.master.rule.may_be_late for block in experts)
+    ranks = layout.ranks
     return TrainingSetup(
+        cluster=Cluster(
+            num_nodes=ranks.num_nodes,
+            num_local=ranks.num_local,
+            collectives=layout.collectives or WAY_WITHIN_A_NODE,
+        ),
+        copy_cpu_bytes=layout.copy_cpu_bytes,
+        copy_ssd_bytes=ranks.num_local * layout.copy_bytes,
         gpu_memory_bytes=config.gpu_memory,
         cpu_memory_bytes=config.cpu_memory,
         pools=pools,
         gpu_fixed_bytes=pools.gpu_pool_bytes,
-        cpu_fixed_bytes=pools.cpu_pool_bytes,
+        cpu_fixed_bytes=pools.cpu_pool_bytes + layout.exchange_bytes - layout.copy_cpu_bytes,
         ssd_capacity_bytes=sum(known) if len(known) == len(capacities) else None,
         activation_cpu_bytes=layout.activation_ram_bytes,
         records=layout.records_of_a_step,
@@ -308,7 +316,7 @@ def training_setup(
         durability=durability,
         commit_every_steps=config.commit_every if isinstance(config.commit_every, int) else None,
         commit_every_s=interval_s(config.commit_every),
-        spilled_gradient_bytes=sum(record.num_bytes for record in layout.spill_records()),
+        spilled_gradient_bytes=layout.own_spilled_bytes,
         gradients=layout.held_gradients(),
         num_held_chunks=layout.num_held_chunks,
         turnaround_bytes=sum(block.param_bytes for block in in_slots),

@@ -1,6 +1,6 @@
-"""What a run writes about itself, in `lohan/` in its output folder: settings, summary, a line a step, a trace.
+"""Writes a run's settings, summary, steps and trace to `lohan/` in its output folder.
 
-Knows no Hugging Face: `huggingface` tells a `RunRecord` what happens, `report` reads what it wrote.
+Knows no Hugging Face: `huggingface` calls a `RunRecord`, and `report` reads the files.
 """
 
 from hf_lohan.record.run_record import LoopRecord, RunRecord, record_folder

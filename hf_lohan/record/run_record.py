@@ -1,4 +1,4 @@
-"""A run's settings, figures and plan: `<folder>/lohan/{config,summary,plan}.json`, and two lines on the console."""
+"""Writes a run's settings, figures and plan to `<folder>/lohan/{config,summary,plan}.json`, and two console lines."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from hf_lohan.planning.run_plan import RunPlan
 from hf_lohan.ranks import Ranks
 from hf_lohan.record.steps import StepLines, device_memory
 from hf_lohan.report.run_data import (
-    CONFIG_NAME,
     CORRECTED_PLAN_NAME,
     FOLDER,
     PLAN_NAME,
     PRIVATE_FOLDER,
+    SETTINGS_NAME,
     SUMMARY_NAME,
 )
 from hf_lohan.store.rank_folders import rank_folder
@@ -40,25 +40,24 @@ from hf_lohan.wording import format_bytes
 logger = logging.getLogger(__name__)
 
 _NUM_STEPS_TO_PLAN = 2
-"""Who has no plan then gets none."""
+"""A run without a plan after this many steps gets none."""
 
 
 def record_folder(output_dir: Path, ranks: Ranks) -> Path:
-    """Where a rank's figures go. Those of rank 0 are the run's; `lohan report` takes the folders of the others, too."""
+    """The folder for a rank's figures. Rank 0 writes to the run's own; `lohan report` reads the others, too."""
     if ranks.rank == 0:
         return output_dir
     return Path(rank_folder(str(output_dir / PRIVATE_FOLDER), ranks.rank, ranks.num_ranks))
 
 
 class RunRecord:
-    """Times steps and counts tokens, as whoever drives the steps tells of them.
+    """Times steps, counts tokens and writes the run's files. The trainer or the loop calls its methods.
 
-    The summary is written when training ends; a first one when it begins and another when it has a plan, for who looks
-    at a run that goes on or was killed.
+    The summary is written when training begins, when there is a plan, and when training ends, so a run that goes on or
+    was killed has one.
     """
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None, say: Callable[[str], None] = print) -> None:
-        """`say` prints a line on the console."""
         self.engine = engine
         self._plan = plan
         self._say = say
@@ -71,7 +70,7 @@ class RunRecord:
         self._num_tokens = 0
         self._began_s = 0.0
         self._cpu_load = 0.0
-        """Of the machine in the minute before training began, in CPUs."""
+        """The machine's load average in the minute before training, in CPUs."""
         self._written_plan: OffloadPlan | None = None
         self._is_announced = False
 
@@ -81,13 +80,13 @@ class RunRecord:
 
     @property
     def planned_step_s(self) -> float | None:
-        """How long a step should take; None: not known yet."""
+        """Predicted seconds of a step, or None without a plan."""
         return self._now.prediction.step_s if self._now is not None else None
 
-    # As the run goes on.
+    # During the run.
 
-    def begin(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
-        """Training begins behind `step` and ends with step `num_steps`, if that is known."""
+    def begin_run(self, folder: Path, *, step: int, num_steps: int | None, num_micro_batches: int = 1) -> None:
+        """Training continues after `step` and ends with step `num_steps`, if that is known."""
         self._folder, self._num_planned_steps = folder, num_steps
         self._is_announced = False
         _refuse_folders(folder / FOLDER)
@@ -97,10 +96,10 @@ class RunRecord:
             self._plan.begin(num_steps=num_steps - step, num_micro_batches=num_micro_batches)
         settings = self.engine.config.to_dict()
         for ssd in settings["ssd"]:
-            ssd["path"] = os.path.abspath(ssd["path"])  # read from other working directories, too
-        self._write(CONFIG_NAME, settings)
+            ssd["path"] = os.path.abspath(ssd["path"])  # the file is also read from other working directories
+        self._write(SETTINGS_NAME, settings)
         self._write_summary(is_finished=False)
-        self._lines.begin(folder / FOLDER, step)
+        self._lines.begin_run(folder / FOLDER, step)
 
     def begin_step(self) -> None:
         self._began_s = time.perf_counter()
@@ -111,8 +110,8 @@ class RunRecord:
         ids = inputs.get("input_ids") if hasattr(inputs, "get") else None
         self._num_tokens += ids.numel() if ids is not None else 0
 
-    def announce(self) -> None:
-        """A micro-batch was run: say once what this run does, as soon as there is a plan, or there will be none."""
+    def announce_run(self) -> None:
+        """Print once what this run does, as soon as its plan is known. Called after each micro-batch."""
         planned = self._now.prediction if self._now is not None else None
         if self._is_announced or (planned is None and len(self._step_s) < _NUM_STEPS_TO_PLAN):
             return
@@ -131,29 +130,29 @@ class RunRecord:
     def end_step(self, step: int) -> None:
         self._step_s.append(time.perf_counter() - self._began_s)
         self._step_tokens.append(self._num_tokens)
-        self.announce()
+        self.announce_run()
         if self._now is not self._written_plan:
             try:
                 self._write_summary(is_finished=False)
-            except (CapacityError, StorageError) as error:  # it is written again, when training ends
+            except (CapacityError, StorageError) as error:  # it is written again when training ends
                 logger.warning("the summary of the run so far is not written: %s", error)
         self._lines.end_step(step, num_tokens=self._num_tokens, anon_rss_bytes=self._peak.take_recent_peak())
 
     def log(self, step: int, values: Mapping[str, Any]) -> None:
-        """What is said of a step that is over; the names are Trainer's."""
+        """Record values logged for a finished step, by Trainer's names."""
         self._lines.log(step, values)
 
     def flush(self) -> None:
         self._lines.flush()
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         self._peak.stop()
-        if self.engine.is_closed:  # its figures are gone, but what was noted of the steps is there
+        if self.engine.is_closed:  # the engine's figures are gone, those of the steps are not
             self._lines.flush()
             return
-        self.engine.settle()  # the last step's updates and their bytes belong to the run
+        self.engine.settle()  # the last step's updates and bytes belong to the run
         self._write_summary(is_finished=True)
-        self._lines.end()
+        self._lines.end_run()
         if self._step_s:
             figures, prediction = self.figures(), self._prediction()
             planned_s = prediction["predicted_step_s"]
@@ -164,13 +163,13 @@ class RunRecord:
                 f"`lohan report {self._folder}`"
             )
 
-    def close(self) -> None:
+    def write_trace(self) -> None:
         self._lines.write_trace()
 
-    # What is written.
+    # The files.
 
     def figures(self) -> dict[str, Any]:
-        """The numbers so far. Times are medians over steps; bytes count since the store was opened."""
+        """The figures so far. Times are medians over steps; bytes count from the opening of the store."""
         engine, tiers = self.engine, self.engine.tiers
         self._peak.sample()
         return {
@@ -194,7 +193,7 @@ class RunRecord:
             **device_memory(engine, self._plan),
             "peak_cpu_pool_bytes": tiers.peak_cpu_pool_bytes + engine.activations.swapper.high_water_bytes,
             "peak_anon_rss_bytes": self._peak.peak_bytes,
-            **tiers.coded.figures(),
+            **tiers.codecs.figures(),
         }
 
     def _write_summary(self, *, is_finished: bool) -> None:
@@ -221,7 +220,7 @@ class RunRecord:
                 self._write(CORRECTED_PLAN_NAME, self._plan.now.plan.to_mapping())
 
     def _prediction(self) -> dict[str, Any]:
-        """What the planner said beside what was measured; None where nothing was planned."""
+        """The planner's figures; None without a plan."""
         planned = self._plan.first if self._plan is not None else None
         first = planned.plan.prediction if planned is not None else None
         last = self._now.prediction if self._now is not None else None
@@ -241,27 +240,26 @@ class RunRecord:
             make_folders(folder)
         except OSError as error:
             raise write_failure(str(folder), len(text), error) from error
-        # Whole or not at all: a run that is killed here is resumed by what is written here.
+        # Atomic: a killed run is resumed from these files.
         replace_durably(str(folder / name), text.encode())
 
 
 def _refuse_folders(folder: Path) -> None:
-    """Raise `StorageError` where a folder lies in the place of a file that the run writes, before training begins.
-    Anything else there is replaced."""
-    for name in (CONFIG_NAME, SUMMARY_NAME, PLAN_NAME, CORRECTED_PLAN_NAME):
+    """Raise `StorageError` before training if a folder has the name of a file that the run writes. Anything else with
+    that name is replaced."""
+    for name in (SETTINGS_NAME, SUMMARY_NAME, PLAN_NAME, CORRECTED_PLAN_NAME):
         file = folder / name
         if file.is_dir() and not file.is_symlink():
             raise StorageError("a folder lies where this run writes a file:", path=str(file), advice="move it away")
 
 
 class LoopRecord:
-    """Writes `<folder>/lohan/` for steps that nobody announces: one begins with its first forward and ends with the
-    optimizer's step. Nobody knows how many there will be."""
+    """Writes `<folder>/lohan/` for a training loop without a Trainer. A step begins with a forward and ends with
+    the optimizer's step. The number of steps is not known."""
 
     def __init__(
         self, engine: OffloadEngine, plan: RunPlan | None, folder: Path, say: Callable[[str], None] = print
     ) -> None:
-        """See `RunRecord`."""
         self.engine = engine
         self._record = RunRecord(engine, plan, say)
         self._folder = folder
@@ -269,11 +267,11 @@ class LoopRecord:
         self._has_begun = self._has_ended = self._is_in_step = False
         engine.model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
 
-    def follow(self, optimizer: OffloadOptimizer) -> None:
+    def follow_optimizer(self, optimizer: OffloadOptimizer) -> None:
         optimizer.register_step_post_hook(self._after_step)
 
     def resume(self) -> None:
-        """A state was loaded: count on from the steps that its parameters have taken."""
+        """Continue counting after the steps that the loaded parameters have taken."""
         self._num_steps = max(self.engine.step_counts.values())
 
     def _before_forward(self, _model: nn.Module, args: Any, inputs: Mapping[str, Any]) -> None:
@@ -281,7 +279,7 @@ class LoopRecord:
             return
         if not self._has_begun:
             self._has_begun = True
-            self._record.begin(self._folder, step=self._num_steps, num_steps=None)
+            self._record.begin_run(self._folder, step=self._num_steps, num_steps=None)
         if not self._is_in_step:
             self._is_in_step = True
             self._record.begin_step()
@@ -294,17 +292,17 @@ class LoopRecord:
             self._record.end_step(self._num_steps)
 
     def log(self, values: Mapping[str, Any]) -> None:
-        """What the loop says of its last step. What is no number is not for the record."""
+        """Record the numbers that the loop logs for its last step. Other values are ignored."""
         if self._has_begun:
             self._record.log(self._num_steps, {name: value for name, value in values.items() if _is_number(value)})
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         if self._has_begun and not self._has_ended:
             self._has_ended = True
             try:
-                self._record.end()
+                self._record.end_run()
             finally:
-                self._record.close()
+                self._record.write_trace()
 
 
 def _is_number(value: Any) -> bool:

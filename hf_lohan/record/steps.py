@@ -1,4 +1,4 @@
-"""What each step took, moved and held, a JSON line a step, and all tasks as Chrome's trace JSON."""
+"""Writes one JSON line a step with its times, bytes and memory, and a trace of all tasks in Chrome's format."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 _WAITS = (COMPUTE_WAITS, UPDATES_WAIT, LOADS_WAIT)
 _LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
-"""What Trainer logs about a step, once the step is over."""
+"""Values that Trainer logs after a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,35 +32,35 @@ class _Counts:
     ssd_read_bytes: int
     ssd_write_bytes: int
     sent_bytes: Mapping[str, int] = field(default_factory=dict)
-    """To other ranks, by lane, and what coded values would have been. Empty where there is one rank."""
+    """Bytes sent to other ranks by lane, and what coded values would have been. Empty with one rank."""
     experts: Mapping[str, int] = field(default_factory=dict)
-    """See `ExpertFigures`. Empty where experts come with their layers."""
+    """The fields of `ExpertFigures`. Empty if experts are loaded with their layers."""
 
 
 class StepLines:
-    """Appends a line when a step is over and was logged; a line that is appended later for the same step replaces it.
+    """Appends a line after each step. A later line for the same step replaces the earlier one.
 
-    A step lasts from the end of the one before to its own end, so its time has logging, saving and evaluating in it
-    (`between_s`). Updates that run under the next forward count for that step; what is left of them when training
-    ends is in `after` of the last line, and what moved before the first step in `before` of the first.
+    A step lasts from the end of the one before to its own end, so it includes logging, saving and evaluating
+    (`between_s`). Updates that run under the next forward count for that step. The last line's `after` has the updates
+    that are left when training ends; the first line's `before` has the bytes moved before the first step.
     """
 
     def __init__(self, engine: OffloadEngine, plan: RunPlan | None) -> None:
         self._engine = engine
         self._plan = plan
         self._file: Path | None = None
-        """None before training and after a line could not be written."""
+        """None before training, and after a write has failed."""
         self._line: dict[str, Any] = {}
         self._is_written = True
         self._before: dict[str, Any] | None = None
         self._counts = self._count()
         self._ended_s = self._began_s = 0.0
         self._marks: list[tuple[int, float, float]] = []
-        """Of each step, its number, begin and end."""
+        """(number, begin, end) of each step."""
         self._trace: Path | None = None
 
-    def begin(self, folder: Path, step: int) -> None:
-        """Steps behind `step` come."""
+    def begin_run(self, folder: Path, step: int) -> None:
+        """Start with the lines after `step`."""
         self._file, self._line, self._is_written = folder / STEPS_NAME, {}, True
         self._trace = folder / TRACE_NAME if self._engine.timeline.is_tracing else None
         self._keep_lines_until(step)
@@ -102,7 +102,7 @@ class StepLines:
         if self._is_written:
             self._append()
 
-    def end(self) -> None:
+    def end_run(self) -> None:
         self._engine.device.note_reached()
         if self._line:
             after = self._count()
@@ -112,21 +112,21 @@ class StepLines:
         self.flush()
 
     def flush(self) -> None:
-        """The last step has been logged."""
+        """Write the last step's line, if it is not written."""
         if not self._is_written:
             self._append()
 
     def write_trace(self) -> None:
-        """Training is over, or was broken off: write the trace, if there is one."""
+        """Write the trace, if there is one. Called when training has ended or failed."""
         if self._trace is not None:
-            with contextlib.suppress(RuntimeError):  # of a device that has failed: what ended the run is what counts
+            with contextlib.suppress(RuntimeError):  # a failed device: report the error that ended the run
                 self._engine.device.note_reached()
             _write_trace(self._trace, self._engine.timeline, self._marks)
             self._trace = None
 
     def _count(self) -> _Counts:
         io = self._engine.tiers.io
-        sent = self._engine.tiers.coded.figures()
+        sent = self._engine.tiers.codecs.figures()
         exact = {f"{name} uncoded": of_lane["exact_bytes"] for name, of_lane in sent.get("coded", {}).items()}
         totals = self._engine.timeline.totals()
         loader = self._engine.expert_loader
@@ -164,10 +164,10 @@ class StepLines:
             self._file = None
 
     def _keep_lines_until(self, step: int) -> None:
-        """Drop what the run that is resumed, or one before it, wrote of steps that are taken now."""
+        """Drop the lines of steps that this run takes again."""
         assert self._file is not None
         try:
-            # A pipe or link is replaced: reading a pipe would not end.
+            # Replace pipes and links; reading a pipe would never end.
             lines = self._file.read_text(encoding="utf-8").splitlines() if self._file.is_file() else []
             kept = [line for line in lines if _step_of(line) <= step]
             fresh = self._file.with_name(f"{self._file.name}.new")
@@ -182,7 +182,7 @@ class StepLines:
 
 
 def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]:
-    """The most that a device with an allocator of its own had so far, beside what the plan counts on; else nothing."""
+    """Peak bytes of a device with its own allocator, and the bytes that the plan expects; empty for other devices."""
     peak = engine.device.memory_peak()
     if peak is None:
         return {}
@@ -195,7 +195,7 @@ def device_memory(engine: OffloadEngine, plan: RunPlan | None) -> dict[str, int]
 
 
 def _step_of(line: str) -> float:
-    """Infinite for what is no line: the end of a run that was killed while it wrote."""
+    """The step of a line; infinite for a line that a killed run did not finish."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, TypeError, KeyError):
@@ -214,7 +214,7 @@ def _moved(now: _Counts, before: _Counts) -> dict[str, Any]:
 
 
 def _lanes(now: _Counts, before: _Counts) -> dict[str, Any]:
-    """Lanes that did nothing are left out."""
+    """Work since `before` by lane, without the idle lanes."""
     lanes = {lane: (totals, before.lanes[lane]) for lane, totals in now.lanes.items()}
     return {
         "busy_s": {lane: _rounded(n.busy_s - b.busy_s) for lane, (n, b) in lanes.items() if n.busy_s > b.busy_s},
@@ -235,7 +235,7 @@ def _rounded(seconds: float) -> float:
 
 
 def _number(value: Any) -> float | None:
-    """JSON knows neither NaN nor infinity."""
+    """A finite number, or None: JSON has neither NaN nor infinity."""
     number = float(value)
     return number if math.isfinite(number) else None
 
@@ -244,8 +244,7 @@ def _number(value: Any) -> float | None:
 
 
 def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, float, float]]) -> None:
-    """Write all tasks so far, an event a line, with the steps in a row of their own on top. The file is there when it
-    is whole; where that cannot be, a warning says so: the training itself is fine."""
+    """Write all tasks so far, one event a line, atomically. If that fails, log a warning: the training is unharmed."""
     events = trace_events(timeline.tasks, began_s=timeline.began_s, steps=steps)
     fresh = path.with_name(f"{path.name}.new")
     try:
@@ -258,7 +257,7 @@ def _write_trace(path: Path, timeline: Timeline, steps: Iterable[tuple[int, floa
             stream.write("\n]}\n")
         os.replace(fresh, path)
     except OSError as error:
-        with contextlib.suppress(OSError):  # half of it is of no use, and the store may need the room
+        with contextlib.suppress(OSError):  # half a trace is useless, and the store may need the space
             fresh.unlink(missing_ok=True)
         logger.warning("the trace is not written to %s: %s", path, error)
         return

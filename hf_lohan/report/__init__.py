@@ -1,7 +1,7 @@
-"""What a run wrote about itself, read back and shown: one HTML page for somebody who was not there.
+"""Reads the files that a run wrote and makes one HTML page of them.
 
-`run_data` names the files that a run writes, finds and reads them, `findings` computes what they say, `sentences` says
-it, `charts` draws it with `svg`, and `page` puts it together in the frame of `page.html`.
+`run_data` names and reads the files, `findings` computes the figures, `sentences` and `charts` (with `svg`) present
+them, and `page` fills `page.html`. Begin with `page`.
 """
 
 from hf_lohan.report.page import write_report

@@ -1,4 +1,4 @@
-"""The charts of a report, each from one run's findings to an SVG."""
+"""The charts of a report. Each function makes one SVG from a run's findings."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import statistics
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from hf_lohan.report.findings import LANES, Findings, StepPicture
+from hf_lohan.report.findings import SHOWN_LANES, Findings, StepPicture
 from hf_lohan.report.svg import FULL_WIDTH, HALF_WIDTH, Panel, svg
 from hf_lohan.wording import BINARY_UNITS, format_bytes, percent, seconds
 
 BLUE, ORANGE, GREEN, PURPLE, TEAL, BROWN = "#4a86cf", "#df8a3c", "#4fa378", "#9a7bd0", "#3fa3ad", "#b3702f"
 _MAX_POINTS = 500
-"""In a line; beyond that a point is the median of some steps."""
+"""Points of a line at most. Beyond that each is the median of some steps."""
 _MAX_BARS = 7
-"""As many as there may be lanes, so that two charts side by side are equally high."""
+"""The number of working lanes, so that two charts side by side have the same height."""
 _TOO_SHORT = 0.005
-"""Of the longest bar."""
+"""Shorter bars are left out, as a fraction of the longest."""
 _FAR_ABOVE = 3.0
-"""A limit that is further above the data is not drawn: the data would be flat."""
+"""Limits further above the data are not drawn: they would flatten it."""
 _HALF_HEIGHT = 310
 _SHADES = (1.0, 0.6, 0.35, 0.2)
-"""Of a lane's color, for its kinds of tasks, the longest first."""
+"""Opacity for a lane's kinds of tasks, longest first."""
 _MAX_KINDS = 3
-"""In the legend beside a lane."""
+"""Kinds of tasks in the legend beside a lane."""
 
 
 def step_time_chart(findings: Findings) -> str:
-    """Step time over steps, with plan and floor. What is far above the rest is marked at the upper edge."""
+    """Step time over steps, with plan and floor. Outliers are marked at the upper edge."""
     steps, times_s = findings.values("step_s")
     levels = [(findings.floor[1], "floor", GREEN)] if findings.floor else []
     levels += [(findings.predicted_s, "planned", ORANGE)] if findings.predicted_s else []
@@ -45,39 +45,39 @@ def step_time_chart(findings: Findings) -> str:
     lowest = panel.bottom + 15.0
     for level_s, name, color in sorted(levels):
         panel.level(level_s, color)
-        lowest = min(panel.place(0.0, level_s)[1], lowest - 15.0)  # apart where they would lie on each other
+        lowest = min(panel.place(0.0, level_s)[1], lowest - 15.0)  # keep the labels apart
         panel.text(panel.right + 6, lowest, f"{name} {seconds(level_s)}", color=color)
     return svg("step time over steps", FULL_WIDTH, 280, [panel])
 
 
 def lanes_chart(findings: Findings) -> str:
-    bars = [
-        (LANES[work.lane].label, work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", LANES[work.lane].color)
-        for work in findings.lanes
-    ]
+    bars: list[Bar] = []
+    for work in findings.lanes:
+        lane = SHOWN_LANES[work.lane]
+        bars.append((lane.label, work.share, f"{percent(work.share)}, {seconds(work.busy_s)}", lane.color))
     marks = [(share, percent(share)) for share in (0.0, 0.25, 0.5, 0.75, 1.0)]
     return _bars(bars, "busy share of each lane", axis_label="share of a step's time", marks=marks)
 
 
 def waits_chart(findings: Findings) -> str:
-    """Stalls by cause, those of the computing thread first."""
+    """Waits by cause, those of the computing thread first."""
     longest = sorted(findings.waits, key=lambda wait: -wait.seconds)[:_MAX_BARS]
     waits = [wait for wait in findings.waits if wait in longest and wait.seconds > _TOO_SHORT * longest[0].seconds]
     unit_s, unit = _time_unit(longest[0].seconds)
     bars: list[Bar] = []
     for wait in waits:
-        lane = LANES[wait.lane]
+        lane = SHOWN_LANES[wait.lane]
         label = f"{lane.label.split()[0]}: {wait.cause}"  # "computing: weights"
         bars.append((label, wait.seconds / unit_s, seconds(wait.seconds), lane.color))
     return _bars(bars, "time waited in a step, by cause", axis_label=f"{unit} a step")
 
 
 Series: TypeAlias = "tuple[str, str, list[int], list[float], int | None]"
-"""Label, color, steps, bytes, and how many were allowed."""
+"""Label, color, steps, bytes, allowed bytes."""
 
 
 def memory_chart(findings: Findings) -> str:
-    """What the process held, and below it, on a scale of their own, the host pools and the device slots."""
+    """The process's memory, and below it the host pools and the device slots on their own scale."""
     config, steps = findings.run.config, [step for step in findings.steps if "cpu_pool_bytes" in step]
     pools: list[float] = [sum(step["cpu_pool_bytes"].values()) for step in steps]
     process: Series = ("the whole process", BLUE, *findings.values("anon_rss_bytes"), None)
@@ -145,17 +145,17 @@ def loss_chart(findings: Findings) -> str:
 
 
 def step_chart(picture: StepPicture) -> str:
-    """One step, a row a lane and a bar for what ran when: all lanes in which something ran."""
-    lanes = [lane for lane in LANES if any(kind[0] == lane for kind in picture.spans)]
+    """One step: a row for each lane with tasks, a bar for each task."""
+    lanes = [lane for lane in SHOWN_LANES if any(kind[0] == lane for kind in picture.spans)]
     unit_s, unit = _time_unit(picture.step_s)
     row_height = 40.0
     bottom = 10 + row_height * len(lanes)
     panel = Panel(160, 10, FULL_WIDTH - 150, bottom, x=(0.0, picture.step_s / unit_s), y=(0.0, 1.0))
     panel.x_axis(f"{unit} from the end of the step before")
-    for lane, middle in zip(lanes, panel.rows([LANES[lane].label for lane in lanes], row_height), strict=True):
+    for lane, middle in zip(lanes, panel.rows([SHOWN_LANES[lane].label for lane in lanes], row_height), strict=True):
         kinds = [(name, spans) for (of_lane, name), spans in picture.spans.items() if of_lane == lane]
         for number, (name, spans) in enumerate(kinds):
-            color, shade = LANES[lane].color, _SHADES[min(number, len(_SHADES) - 1)]
+            color, shade = SHOWN_LANES[lane].color, _SHADES[min(number, len(_SHADES) - 1)]
             for begin, end in spans:
                 panel.bar(begin / unit_s, end / unit_s, middle, 28, color, opacity=shade)
             if number < _MAX_KINDS:
@@ -167,7 +167,7 @@ def step_chart(picture: StepPicture) -> str:
 
 
 Bar = tuple[str, float, str, str]
-"""Label, value, the value in words, color."""
+"""Label, value, value as text, color."""
 
 
 def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequence[tuple[float, str]] = ()) -> str:
@@ -186,7 +186,7 @@ def _bars(bars: Sequence[Bar], description: str, *, axis_label: str, marks: Sequ
 def _line(
     panel: Panel, steps: Sequence[int], values: Sequence[float], color: str, *, band: bool = False, dots: bool = False
 ) -> None:
-    """Of many steps, medians; with ``band`` also the range."""
+    """Draw values, or medians of groups if there are many; ``band`` draws the range as well."""
     size = max(1, -(-len(steps) // _MAX_POINTS))
     groups = [values[start : start + size] for start in range(0, len(values), size)]
     middles = [steps[min(len(steps) - 1, number * size + size // 2)] for number in range(len(groups))]
@@ -202,5 +202,5 @@ def _steps_range(findings: Findings) -> tuple[float, float]:
 
 
 def _time_unit(value_s: float) -> tuple[float, str]:
-    """As `wording.seconds` chooses it."""
+    """Scale and name of the unit that `wording.seconds` uses."""
     return (0.001, "milliseconds") if value_s < 1 else (1.0, "seconds")

@@ -1,4 +1,4 @@
-"""What a run's numbers say: of its steps after the first few, and of one typical step, task by task."""
+"""Computes a report's figures from a run: means over its later steps, and one typical step task by task."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from hf_lohan.timeline import (
 )
 
 NUM_FIRST_STEPS = 5
-"""They are watched, planned and corrected, so they are slower."""
+"""Steps that are left out of the figures: the run still measures and plans."""
 _WAITS_INSIDE_COMPUTE = ("a gradient buffer", "activations", "activations to leave")
 _RANK_LANES = ("control", "weights", "gradients")
 _DAY_S = 86400.0
 
-Step = Mapping[str, Any]
+StepLine = Mapping[str, Any]
 _STEP = "step"
 _FINEST = 1 / 1500
-"""Of the step: gaps that are narrower are not drawn."""
+"""Gaps below this fraction of the step are not drawn."""
 
 Span = tuple[float, float]
 
@@ -40,10 +40,10 @@ class ShownLane:
     label: str
     color: str
     waits: bool = False
-    """It is time that a thread waited, not work of a resource."""
+    """Whether it is the waiting time of a thread instead of the work of a resource."""
 
 
-LANES = {
+SHOWN_LANES = {
     COMPUTE: ShownLane("computing", "#4a86cf"),
     H2D: ShownLane("copies to the device", "#9a7bd0"),
     D2H: ShownLane("copies from the device", "#b79be0"),
@@ -54,8 +54,8 @@ LANES = {
     LOADS_WAIT: ShownLane("loading waits", "#b9a18f", waits=True),
     UPDATES_WAIT: ShownLane("updating waits", "#8d949e", waits=True),
 }
-WORK_LANES = tuple(name for name, lane in LANES.items() if not lane.waits)
-WAIT_LANES = tuple(name for name, lane in LANES.items() if lane.waits)
+WORK_LANES = tuple(name for name, lane in SHOWN_LANES.items() if not lane.waits)
+WAIT_LANES = tuple(name for name, lane in SHOWN_LANES.items() if lane.waits)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class LaneWork:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What one thread waited for in a step, on average."""
+    """Mean waiting time of one thread in a step, by cause."""
 
     lane: str
     cause: str
@@ -75,7 +75,7 @@ class Wait:
 
 
 class Findings:
-    """Computed from a run when asked for. What cannot be known is None, or empty."""
+    """Figures of a run, computed on demand. Unknown ones are None or empty."""
 
     def __init__(self, run: RunData) -> None:
         self.run = run
@@ -83,20 +83,20 @@ class Findings:
         num_first = min(NUM_FIRST_STEPS, len(run.steps) // 2)
         self.steps = run.steps
         self.later = run.steps[num_first:]
-        """The steps that figures are about."""
+        """The steps that the figures describe."""
 
     # Time.
 
     @cached_property
     def step_s(self) -> float | None:
-        """The median."""
+        """The median step time."""
         if self.later:
             return statistics.median(self.step_times_s)
         return self.summary.get("step_s") or None
 
     @cached_property
     def step_times_s(self) -> list[float]:
-        """Of the later steps, from end to end."""
+        """Step times of the later steps, from end to end."""
         return [step["step_s"] for step in self.later]
 
     @property
@@ -106,18 +106,18 @@ class Findings:
 
     @property
     def predicted_s(self) -> float | None:
-        """By the first plan."""
+        """Step time of the first plan."""
         return self.summary.get("predicted_step_s")
 
     @property
     def corrected_s(self) -> float | None:
-        """By the plan that was followed in the end; None if it is the first."""
+        """Step time of the last plan, or None if it is the first."""
         corrected = self.summary.get("corrected_step_s")
         return corrected if corrected != self.predicted_s else None
 
     @property
     def floor(self) -> tuple[str, float] | None:
-        """The resource, in the planner's words, that alone would take longest for a step, and how long."""
+        """(resource, seconds) of the resource that needs longest for a step; the name is the planner's."""
         floors: Mapping[str, float] = self.summary.get("floor_by_resource_s") or {}
         return max(floors.items(), key=lambda item: item[1]) if floors else None
 
@@ -135,14 +135,14 @@ class Findings:
     def _busy(self, lane: str) -> tuple[float, float]:
         busy_s = self._mean(_nested("busy_s", lane))
         if lane == COMPUTE and self.shares_cpu:
-            # A block's compute is timed as a whole; where the computing thread computes itself, it waits meanwhile.
+            # On a CPU the time of a block's compute includes waits of the computing thread.
             busy_s -= sum(w.seconds for w in self.waits if w.lane == COMPUTE_WAITS and w.cause in _WAITS_INSIDE_COMPUTE)
         busy_s = max(0.0, busy_s)
         return busy_s, busy_s / self._mean(lambda step: step["step_s"]) if self.later else 0.0
 
     @cached_property
     def waits(self) -> list[Wait]:
-        """By lane, the longest first."""
+        """Waits by lane, longest first."""
         causes = {
             (lane, cause)
             for step in self.later
@@ -155,18 +155,18 @@ class Findings:
 
     @property
     def between_s(self) -> float:
-        """From a step's end to the next one's begin, on average: data, logging, saving, evaluating."""
+        """Mean time between two steps: data, logging, saving, evaluating."""
         return self._mean(lambda step: step.get("between_s", 0.0))
 
     # Bytes.
 
     def mean_of(self, name: str) -> float | None:
-        """A figure's mean over the later steps; None where no step has it."""
+        """Mean of a figure over the later steps, or None if no step has it."""
         return self._mean(lambda step: step.get(name, 0.0)) if any(name in step for step in self.later) else None
 
     @property
     def sent_bytes(self) -> dict[str, float]:
-        """What this rank sent to others in a later step, by lane, on average. Empty where there is one rank."""
+        """Mean bytes that this rank sent in a step, by lane. Empty with one rank."""
         sent = [step["sent_bytes"] for step in self.later if "sent_bytes" in step]
         lanes = [lane for lane in _RANK_LANES if any(lane in of_step for of_step in sent)]
         return {lane: statistics.fmean(of_step.get(lane, 0) for of_step in sent) for lane in lanes}
@@ -180,22 +180,23 @@ class Findings:
 
     @property
     def written_bytes_per_day(self) -> float | None:
-        """If it went on like this."""
+        """Bytes a day at the later steps' rate."""
         written = self.mean_of("ssd_write_bytes")
         return written / self._mean(lambda step: step["step_s"]) * _DAY_S if written is not None else None
 
     # Outcomes.
 
     def values(self, name: str) -> tuple[list[int], list[float]]:
-        found = [step for step in self.steps if step.get(name) is not None]
-        return [step["step"] for step in found], [step[name] for step in found]
+        """Step numbers and values of all steps that have the figure."""
+        steps = [step for step in self.steps if step.get(name) is not None]
+        return [step["step"] for step in steps], [step[name] for step in steps]
 
-    def _mean(self, value: Callable[[Step], float]) -> float:
+    def _mean(self, value: Callable[[StepLine], float]) -> float:
         return sum(map(value, self.later)) / len(self.later) if self.later else 0.0
 
 
-def _nested(*names: str) -> Callable[[Step], float]:
-    def value(step: Step) -> float:
+def _nested(*names: str) -> Callable[[StepLine], float]:
+    def value(step: StepLine) -> float:
         inner: Any = step
         for name in names:
             inner = inner.get(name, {})
@@ -206,29 +207,27 @@ def _nested(*names: str) -> Callable[[Step], float]:
 
 @dataclass(frozen=True, slots=True)
 class StepPicture:
-    """Times count from the step's begin."""
+    """The tasks of one step. Times count from its begin."""
 
     step: int
     step_s: float
     spans: dict[tuple[str, str], list[Span]]
-    """By lane and kind of task, in the lanes' order, the longest kind first; those that overlap or nearly touch are
-    one."""
+    """(begin, end) by (lane, task name), longest name of a lane first. Overlapping and touching spans are merged."""
     ssd_hidden_share: float | None
-    """Of the time in which the SSDs were busy, the part in which something was computed."""
+    """Fraction of the SSDs' busy time during which the device computed."""
 
 
 def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
-    """Of the step in the later half whose time is nearest to the median; None without a whole step."""
+    """The step of the later half whose time is nearest to the median; None without a whole step."""
     steps = [task for task in trace if task.lane == _STEP]
     later = steps[len(steps) // 2 :]
     if not later:
         return None
     median_s = statistics.median(step.ended_s - step.began_s for step in later)
     chosen = min(later, key=lambda step: abs(step.ended_s - step.began_s - median_s))
-    inside = [
-        task for task in trace if task.lane in LANES and task.ended_s > chosen.began_s and task.began_s < chosen.ended_s
-    ]
     step_s = chosen.ended_s - chosen.began_s
+    during = (task for task in trace if task.ended_s > chosen.began_s and task.began_s < chosen.ended_s)
+    inside = [task for task in during if task.lane in SHOWN_LANES]
 
     def spans(tasks: Iterable[TracedTask], gap_s: float = 0.0) -> list[Span]:
         return merged(
@@ -247,14 +246,14 @@ def picture_of(trace: Sequence[TracedTask]) -> StepPicture | None:
         step_s=step_s,
         spans={
             kind: spans((task for task in inside if (task.lane, task.name) == kind), step_s * _FINEST)
-            for kind in sorted(kinds, key=lambda kind: (list(LANES).index(kind[0]), -kinds[kind]))
+            for kind in sorted(kinds, key=lambda kind: (list(SHOWN_LANES).index(kind[0]), -kinds[kind]))
         },
         ssd_hidden_share=overlap_s(ssd, compute) / ssd_s if ssd_s else None,
     )
 
 
 def merged(spans: Iterable[Span], gap_s: float = 0.0) -> list[Span]:
-    """Their union; spans with at most ``gap_s`` between them are one."""
+    """The union of the spans, joined over gaps of at most ``gap_s``."""
     union: list[Span] = []
     for begin, end in sorted(spans):
         if union and begin <= union[-1][1] + gap_s:
@@ -265,7 +264,7 @@ def merged(spans: Iterable[Span], gap_s: float = 0.0) -> list[Span]:
 
 
 def overlap_s(left: Sequence[Span], right: Sequence[Span]) -> float:
-    """How long both are busy. Each is in order, and its spans do not overlap."""
+    """Seconds in which both are busy. Spans of one side are sorted and do not overlap."""
     total_s, index = 0.0, 0
     for begin, end in left:
         while index < len(right) and right[index][1] <= begin:

@@ -1,4 +1,4 @@
-"""The report of a run: one HTML file that needs nothing but itself."""
+"""Writes a run's report: one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from hf_lohan.wording import bottleneck_label, count, duration, format_bytes, ra
 
 
 def write_report(run: str | Path, output: str | Path | None = None) -> Path:
-    """Write the report of the run in an output folder; returns its path, by default `lohan/report.html` in that folder.
+    """Write the report of the run in an output folder, by default to `lohan/report.html` in it, and return its path.
 
-    Raises ValueError if no run wrote there, OSError if the page cannot be written.
+    Raises ValueError if the folder has no run, and OSError if the page cannot be written.
     """
     data = read_run(run)
     path = Path(output) if output is not None else data.output_dir / FOLDER / REPORT_NAME
@@ -31,11 +31,11 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
     except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
         files = f"{SUMMARY_NAME} or {STEPS_NAME} in {data.output_dir / FOLDER}"
         raise ValueError(f"{files} is not as a run writes it ({type(error).__name__}: {error})") from error
-    # Where the page goes unasked, it takes the place of what is there: no link leads it over another file.
+    # The default path is replaced, so that a link there cannot redirect the page to another file.
     written = path if output is not None else path.with_name(f"{path.name}.new")
     if output is None:
         written.unlink(missing_ok=True)
-    opener = partial(os.open, mode=0o644)  # whatever the umask
+    opener = partial(os.open, mode=0o644)  # under any umask
     with open(written, "w" if output is not None else "x", encoding="utf-8", opener=opener) as file:
         file.write(page)
     if output is None:
@@ -44,7 +44,7 @@ def write_report(run: str | Path, output: str | Path | None = None) -> Path:
 
 
 def render(findings: Findings) -> str:
-    """The page. What the run has no figures for is left out."""
+    """The page, without sections that have no figures."""
     summary, run = findings.summary, findings.run
     title = summary.get("model_class") or run.output_dir.name
     page = resources.files("hf_lohan.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -77,7 +77,7 @@ def _subtitle(findings: Findings) -> Iterator[str]:
 
 
 def _cards(findings: Findings) -> Iterator[tuple[str, str, str]]:
-    """(label, figure, what it is beside)."""
+    """Yield (label, figure, comparison)."""
     step_s, predicted_s, floor = findings.step_s, findings.predicted_s, findings.floor
     if step_s:
         yield "a step", seconds(step_s), "median"
@@ -136,12 +136,8 @@ def _card(label: str, figure: str, beside: str) -> str:
 
 
 def _chart(heading: str, sentence: str, svg: str) -> str:
-    return f"<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p>{_scrolling(svg)}</section>"
-
-
-def _scrolling(svg: str) -> str:
-    """Where the screen is narrower than the letters can be read at."""
-    return f'<div class="chart">{svg}</div>'
+    """A section with a chart, which scrolls on narrow screens so that its letters stay readable."""
+    return f'<section><h2>{escape(heading)}</h2><p>{escape(sentence)}</p><div class="chart">{svg}</div></section>'
 
 
 def _table(heading: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
-"""A run's files: their names, who may write them, and how they are read back. They lie in `lohan` in its output folder.
+"""Names and reads the files that a run writes to `lohan` in its output folder.
 
-What is not there is left out: old runs, and runs that are not over, have less.
+Missing files are left out: old and unfinished runs have fewer.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path("lohan")
-CONFIG_NAME = "config.json"
-"""The resolved settings."""
+SETTINGS_NAME = "config.json"
+"""Resolved settings."""
 SUMMARY_NAME = "summary.json"
 """Model, hardware, plan and the figures of the whole run."""
 PLAN_NAME, CORRECTED_PLAN_NAME = "plan.json", "plan_corrected.json"
-"""What the run follows: from its first forward on, and since its first steps were timed."""
+"""The plan from the first forward, and the one that was corrected after the first steps."""
 STEPS_NAME = "steps.jsonl"
-"""A line a step. Where a step has several, the last one counts."""
+"""One line a step. If a step has several, the last one counts."""
 TRACE_NAME = "trace.json"
-"""Chrome's trace JSON, of runs with `trace: true`."""
+"""Chrome's trace JSON, with `trace: true`."""
 REPORT_NAME = "report.html"
 PRIVATE_FOLDER = Path("_lohan")
-"""Beside it. Pushes to the Hub leave out what begins with an underscore."""
+"""Beside `lohan`. Pushes to the Hub leave out names that begin with an underscore."""
 STORE_FOLDER = PRIVATE_FOLDER / "store"
-"""Where a store is if the configuration names no path."""
+"""The store's default folder."""
 _MOST_FOLDERS = 1000
-"""That are looked at for a run."""
+"""Folders that are searched for a run at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class TracedTask:
-    """One task of a trace. Times count from the trace's begin."""
+    """One task of a trace. Times count from the begin of the trace."""
 
     lane: str
     name: str
@@ -49,19 +49,18 @@ class RunData:
     summary: Mapping[str, Any]
     steps: tuple[Mapping[str, Any], ...]
     trace: tuple[TracedTask, ...]
-    """The lane of a whole step is "step", its name the step's number."""
+    """A whole step has the lane "step" and its number as name."""
 
 
 def read_run(path: str | Path) -> RunData:
-    """The run in an output folder, or in a folder in it. Raises ValueError if no run wrote there, or if a
-    file is damaged."""
+    """Read the run of an output folder, or of a folder in it. Raises ValueError without one or for a damaged file."""
     output_dir = output_folder(path, SUMMARY_NAME, STEPS_NAME)
     if output_dir is None:
         raise no_run_in(path, SUMMARY_NAME, STEPS_NAME)
     folder = output_dir / FOLDER
     return RunData(
         output_dir=output_dir,
-        config=_read_json(folder / CONFIG_NAME),
+        config=_read_json(folder / SETTINGS_NAME),
         summary=_read_json(folder / SUMMARY_NAME),
         steps=_read_steps(folder / STEPS_NAME),
         trace=_read_trace(folder / TRACE_NAME),
@@ -74,14 +73,14 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{file} is not JSON ({error}); remove it, and the report goes without") from None
+        raise ValueError(f"{file} is not JSON ({error}); remove it to report without it") from None
     if not isinstance(content, dict):
-        raise ValueError(f"{file} holds no JSON object; remove it, and the report goes without")
+        raise ValueError(f"{file} holds no JSON object; remove it to report without it")
     return content
 
 
 def _read_steps(file: Path) -> tuple[Mapping[str, Any], ...]:
-    """A line that a killed run did not finish is no step."""
+    """The steps in order, without a line that a killed run did not finish."""
     steps: dict[int, Mapping[str, Any]] = {}
     for line in file.read_text(encoding="utf-8", errors="replace").splitlines() if file.is_file() else ():
         try:
@@ -106,11 +105,11 @@ def _read_trace(file: Path) -> tuple[TracedTask, ...]:
             if event.get("ph") == "X"
         )
     except (KeyError, TypeError, AttributeError):
-        raise ValueError(f"{file} is no trace of a run; remove it, and the report goes without") from None
+        raise ValueError(f"{file} is not the trace of a run; remove it to report without it") from None
 
 
 def _name_of(event: Mapping[str, Any]) -> str:
-    """Without what it is about."""
+    """A task's name without its block, or a step's number."""
     args = event.get("args", {})
     if "step" in args:
         return str(args["step"])
@@ -118,8 +117,8 @@ def _name_of(event: Mapping[str, Any]) -> str:
 
 
 def output_folder(given: str | Path, *names: str) -> Path | None:
-    """The output folder that `given` is, or is a folder of (`lohan`, `_lohan`, the store in it); None if none of the
-    files `names` is there."""
+    """The output folder of a path: itself, or the folder above `lohan`, `_lohan` or the store. None if it has no
+    file of `names`."""
     folder = Path(os.path.abspath(given))
     for inside in (Path(), FOLDER, PRIVATE_FOLDER, STORE_FOLDER):
         if folder.parts[len(folder.parts) - len(inside.parts) :] == inside.parts:
@@ -130,13 +129,13 @@ def output_folder(given: str | Path, *names: str) -> Path | None:
 
 
 def no_run_in(given: str | Path, *names: str) -> ValueError:
-    """What to say where none is; names one that lies below."""
+    """The error for a folder without a run. It names a run in a folder below, if there is one."""
     missing = " and no ".join(str(FOLDER / name) for name in names)
-    said = f"{str(given)!r} is not the output folder of an offloaded run (there is no {missing} in it)"
+    problem = f"{str(given)!r} is not the output folder of an offloaded run (there is no {missing} in it)"
     for number, (folder, below, _) in enumerate(os.walk(given)):
         if number == _MOST_FOLDERS:
             break
         below.sort()
         if number and output_folder(folder, *names) == Path(os.path.abspath(folder)):
-            return ValueError(f"{said}; there is one in {folder!r}")
-    return ValueError(f"{said}; give the output_dir of one")
+            return ValueError(f"{problem}; there is one in {folder!r}")
+    return ValueError(f"{problem}; give the output_dir of one")

@@ -1,4 +1,4 @@
-"""What each chart says, in one or two plain sentences of this run's own numbers; and what deserves a warning."""
+"""Writes the one or two sentences beside each chart, and the warnings."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import statistics
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_lohan.report.findings import LANES, Findings, StepPicture, Wait
+from hf_lohan.report.findings import SHOWN_LANES, Findings, StepPicture, Wait
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, H2D, SSD_READ, SSD_WRITE
 from hf_lohan.wording import bottleneck_label, count, drive_bytes, format_bytes, listed, percent, seconds, times
 
 _WAITS_THAT_MATTER = 0.02
-"""Of the step."""
+"""Shorter waits, as a fraction of the step, are not mentioned."""
 _MOSTLY_BUSY = 0.7
 _FAR_OFF = 0.15
 _LONG_BETWEEN = 0.1
 
 
 def bound_by(findings: Findings) -> str | None:
-    """What the steps were busy with for longest; before any was measured, what the plan says."""
+    """The busiest resource of the steps, or the plan's bottleneck before any step was measured."""
     lanes = {work.lane: work.share for work in findings.lanes}
     if not lanes:
         planned = findings.summary.get("bottleneck")
@@ -36,7 +36,7 @@ def bound_by(findings: Findings) -> str | None:
 
 
 def on_step_time(findings: Findings) -> str:
-    """Median, spread, and what it is beside plan and floor."""
+    """Median and spread, compared with plan and floor."""
     assert findings.step_s is not None
     text = f"A step took {seconds(findings.step_s)} (the median of {times(len(findings.later), 'step')}"
     if len(findings.later) >= 10:
@@ -57,7 +57,7 @@ def on_step_time(findings: Findings) -> str:
 
 
 def _on_busy_cpus(findings: Findings) -> str:
-    """Why a measured floor may be none. (The hardware's rates may come from the cache.)"""
+    """A note on a busy machine, and on a floor above the measured step (rates may come from the cache)."""
     load, num_cpus = findings.summary.get("cpu_load"), findings.summary.get("num_cpus")
     is_busy = load and num_cpus and load > num_cpus
     busy = f" The machine was busy when training began: a load of {load:.1f} on {num_cpus} CPUs." if is_busy else ""
@@ -68,14 +68,14 @@ def _on_busy_cpus(findings: Findings) -> str:
 
 def on_lanes(findings: Findings) -> str:
     by_share = sorted(findings.lanes, key=lambda work: -work.share)
-    words = [f"{LANES[work.lane].label} {percent(work.share)}" for work in by_share]
+    words = [f"{SHOWN_LANES[work.lane].label} {percent(work.share)}" for work in by_share]
     first, *rest = words
     others = f", {listed(rest)}" if rest else ""
     return f"Of a step's time, {first.replace(' ', ' took ', 1) if ' ' in first else first}{others}. They overlap."
 
 
 def on_waits(findings: Findings) -> str:
-    """What held up the computing thread, and what the threads that serve it waited for."""
+    """Waits of the computing thread and the time between steps."""
     step_s = _mean_step_s(findings)
     waits = [wait for wait in findings.waits if wait.lane == COMPUTE_WAITS]
     total_s = sum(wait.seconds for wait in waits)
@@ -119,7 +119,7 @@ def on_memory(findings: Findings) -> str:
 
 
 def _on_device_memory(last: Mapping[str, Any]) -> str:
-    """What the device had at the most, of one that counts it."""
+    """Peak memory of a device that counts it."""
     allocated, reserved, planned = (last.get(f"device_{name}_bytes") for name in _DEVICE_MEMORY)
     if not isinstance(allocated, int) or not isinstance(reserved, int):
         return ""
@@ -159,7 +159,7 @@ def on_bytes(findings: Findings) -> str:
 
 
 def _coded(findings: Findings) -> str:
-    """What codecs did to it."""
+    """Size and error of what was sent in coded form."""
     words = [
         f"{name} in {percent(of_lane['sent_bytes'] / of_lane['exact_bytes'])} of their bytes"
         + (f", off by {percent(error)}" if (error := of_lane.get("relative_rms_error")) is not None else "")

@@ -1,4 +1,4 @@
-"""Axes, lines and bars as SVG elements. Colors of text and grid, and the font, are classes of the page around them."""
+"""Draws axes, lines and bars as SVG elements. Text, grid and font are styled by classes of `page.html`."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from html import escape
 
 FULL_WIDTH, HALF_WIDTH = 1030, 500
-"""Pixels, at which letters are as large in a wide chart as in a narrow one."""
+"""Pixels. Letters have the same size in wide and narrow charts."""
 _LETTER_WIDTH = 6.4
-"""Of the page's 12-pixel font, about: enough to place a legend."""
+"""Approximate width of a letter in the page's 12-pixel font, to place legends."""
 
 
 def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> str:
@@ -19,7 +19,7 @@ def svg(description: str, width: int, height: int, panels: Sequence[Panel]) -> s
 
 
 class Panel:
-    """One pair of axes in a box of pixels."""
+    """One pair of axes in a rectangle of pixels."""
 
     def __init__(
         self, left: float, top: float, right: float, bottom: float, *, x: tuple[float, float], y: tuple[float, float]
@@ -29,19 +29,19 @@ class Panel:
         self.parts: list[str] = []
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """In pixels; a `y` beyond the axis lies on its end."""
+        """Pixels of a point; a `y` beyond the axis is moved to its end."""
         (x_low, x_high), (y_low, y_high) = self._x, self._y
         height = min(1.0, max(0.0, (y - y_low) / ((y_high - y_low) or 1.0)))
         across = (x - x_low) / ((x_high - x_low) or 1.0)
         return self.left + across * (self.right - self.left), self.bottom - height * (self.bottom - self.top)
 
     def text(self, x: float, y: float, words: str, *, anchor: str = "start", css: str = "", color: str = "") -> None:
-        """At a place in pixels, its middle at the height `y`."""
+        """Add text at (x, y) in pixels, centred vertically."""
         look = f'text-anchor="{anchor}" class="{css}" style="{f"fill:{color}" if color else ""}"'
         self.parts.append(f'<text x="{x:.1f}" y="{y + 4:.1f}" {look}>{escape(words)}</text>')
 
     def x_axis(self, label: str, *, whole: bool = False, marks: Sequence[tuple[float, str]] = ()) -> None:
-        """Grid, figures and what they are; `marks` are (value, words) in place of round figures."""
+        """Add grid, figures and label; `marks` are (value, text) in place of round figures."""
         low, high = self._x
         for tick, words in marks or [(tick, f"{tick:,.12g}") for tick in ticks(low, high, 8, whole=whole)]:
             at, _ = self.place(tick, 0.0)
@@ -51,7 +51,7 @@ class Panel:
         self.text((self.left + self.right) / 2, self.bottom + 31, label, anchor="middle")
 
     def y_axis(self, label: str) -> None:
-        """Grid, figures, and above them what they are."""
+        """Add grid and figures, with the label above."""
         for tick in ticks(*self._y, max(2, int((self.bottom - self.top) / 30))):
             _, at = self.place(0.0, tick)
             self._grid(self.left, at, self.right, at)
@@ -59,14 +59,14 @@ class Panel:
         self.text(self.left - 6, self.top - 13, label, anchor="end" if len(label) < 7 else "middle")
 
     def rows(self, labels: Sequence[str], row_height: float) -> list[float]:
-        """Labels at the left, one below the other; returns the heights of their middles."""
+        """Add labels at the left, one below the other; return the heights of their middles."""
         middles = [self.top + row_height * (row + 0.5) for row in range(len(labels))]
         for label, middle in zip(labels, middles, strict=True):
             self.text(self.left - 6, middle, label, anchor="end", css="strong")
         return middles
 
     def line(self, xs: Sequence[float], ys: Sequence[float], color: str, *, dots: bool = False) -> None:
-        """Through all points, in order; with `dots` each is marked."""
+        """Add a line through all points; `dots` marks each of them."""
         places = [self.place(x, y) for x, y in zip(xs, ys, strict=True)]
         self.parts.append(f'<polyline points="{_points(places)}" fill="none" stroke="{color}" stroke-width="1.6"/>')
         if dots or len(places) == 1:
@@ -83,14 +83,14 @@ class Panel:
         self.parts.append(f'<line {place} stroke="{color}" stroke-width="1.4" stroke-dasharray="6 4"/>')
 
     def bar(self, begin: float, end: float, middle: float, height: float, color: str, *, opacity: float = 1.0) -> None:
-        """From `begin` to `end` on the x axis, at a height in pixels."""
+        """Add a bar from `begin` to `end` on the x axis, at a height in pixels."""
         (left, _), (right, _) = self.place(begin, 0.0), self.place(end, 0.0)
         size = f'width="{max(0.2, right - left):.1f}" height="{height:.1f}"'
         place = f'x="{left:.1f}" y="{middle - height / 2:.1f}"'
         self.parts.append(f'<rect {place} {size} fill="{color}" opacity="{opacity:g}"/>')
 
     def legend(self, entries: Sequence[tuple[str, str]]) -> None:
-        """(label, color) in a row above the box."""
+        """Add (label, color) entries in a row above the rectangle."""
         at, above = self.left + 14, self.top - 13
         for label, color in entries:
             self.parts.append(f'<rect x="{at:.1f}" y="{above - 1.5:.1f}" width="14" height="3" fill="{color}"/>')
@@ -102,7 +102,7 @@ class Panel:
 
 
 def ticks(low: float, high: float, most: int, *, whole: bool = False) -> list[float]:
-    """Round figures from `low` to `high`, about `most` of them."""
+    """At most about `most` round figures from `low` to `high`."""
     if not high > low:
         return [low]
     size = 10.0 ** math.floor(math.log10((high - low) / most))

@@ -1,10 +1,10 @@
-"""The lowest tier: records in files.
+"""Records in files and in RAM: versions, checksums, commits.
 
-An `IoEngine` moves bytes between aligned host memory and files with a few threads and O_DIRECT, within a byte
-budget. A `StoreLayout` says where each record's bytes lie, striped over the SSD paths. A `Store` puts the two
-together: preallocated files, a manifest, a lock, and tensors read and written by (block, kind), in versions: what is
-written is a draft until it is committed, and what is read is checked against the checksum of what was written. Nothing
-here knows of models, steps or devices; whoever reads or writes brings the memory.
+A `StoreLayout` says where the bytes of each record lie, striped over the SSD paths. A `Store` adds preallocated files,
+a manifest and a lock, and reads and writes tensors by (block, kind). Whatever is written stays a draft until it is
+committed, and every read is verified against the checksum of the write. A checksum block is called a granule. The two
+copies of a record, one committed and one for the next commit, are its homes. Nothing here knows models, steps or
+devices; callers provide the memory.
 """
 
 from hf_lohan.store.commits import Commit
@@ -22,7 +22,6 @@ from hf_lohan.store.record_files import RecordFiles, checksums
 from hf_lohan.store.record_read import RecordRead
 from hf_lohan.store.store import Store
 from hf_lohan.store.store_folders import DATA_NAMES, committed_log, kept_commits, last_commit
-from hf_lohan.store.verification import damaged_files, refuse_other_parts, verify
 from hf_lohan.store.versions import Checksums
 
 __all__ = [
@@ -41,10 +40,7 @@ __all__ = [
     "StoreLayout",
     "checksums",
     "committed_log",
-    "damaged_files",
     "granules_of",
     "kept_commits",
     "last_commit",
-    "refuse_other_parts",
-    "verify",
 ]

@@ -1,4 +1,4 @@
-"""One home of some records: a preallocated file per path, and where in them each byte of a record lies."""
+"""The files of one home (one copy of the records): a preallocated file per path."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.store.layout import StoreLayout
 
 
 class HomeFiles:
-    """One preallocated file per path, and the records that lie across them."""
+    """One preallocated file per path, over which the records are striped."""
 
     def __init__(self, layout: StoreLayout, files: Sequence[DataFile], *, is_scratch: bool = False) -> None:
         self.layout = layout
@@ -25,12 +25,12 @@ class HomeFiles:
     def create(
         cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine, *, is_scratch: bool = False
     ) -> HomeFiles:
-        """New files full of zeros in place of any old ones; ``is_scratch`` deletes them on `close`.
+        """Create files of zeros, replacing old ones; ``is_scratch``: `close` deletes them.
 
-        Raises `CapacityError` or `StorageError`, and then leaves none of them behind.
+        Raises `CapacityError` or `StorageError`, and then leaves no file behind.
         """
         paths = [os.path.join(directory, name) for directory in directories]
-        # All go before the first is made: they may share a file system and need each other's room.
+        # Remove all first: they may share a file system and need each other's space.
         _unlink(paths)
         files: list[DataFile] = []
         try:
@@ -47,7 +47,7 @@ class HomeFiles:
 
     @classmethod
     def open(cls, layout: StoreLayout, directories: Sequence[str], name: str, engine: IoEngine) -> HomeFiles:
-        """The files that are there; raises `StorageError` if one is missing or not of its exact size."""
+        """Open existing files. Raises `StorageError` if one is missing or has the wrong size."""
         files: list[DataFile] = []
         try:
             for directory, num_bytes in zip(directories, layout.file_bytes, strict=True):
@@ -55,9 +55,9 @@ class HomeFiles:
                 found_bytes = os.stat(files[-1].path).st_size
                 if found_bytes != num_bytes:
                     raise StorageError(
-                        f"found {found_bytes} bytes instead of {num_bytes} in",
+                        f"expected {num_bytes} bytes but found {found_bytes} in",
                         path=files[-1].path,
-                        advice="the store is damaged; delete it and create it again",
+                        advice="the store is damaged; delete it and resume from a checkpoint",
                     )
         except BaseException:
             for file in files:
@@ -66,9 +66,9 @@ class HomeFiles:
         return cls(layout, files)
 
     def transfers(self, block: str, kind: str, start_byte: int, view: memoryview) -> list[Transfer]:
-        """What moves ``view`` from or to a record's bytes from ``start_byte`` on: one transfer per path."""
+        """Return the transfers, one per path, between ``view`` and a record's bytes from ``start_byte`` on."""
         assert start_byte % SECTOR_BYTES == 0, f"byte {start_byte} of {kind} of {block} is not the start of a sector"
-        # A range of a record is one run in each path's file, however many rows it spans.
+        # Any range of a record is contiguous in each path's file.
         first_offset: dict[int, int] = {}
         views: dict[int, list[memoryview]] = {}
         extents = self.layout.extents(block, kind, start_byte, view.nbytes)
@@ -78,23 +78,23 @@ class HomeFiles:
         return [Transfer(self._files[path], first_offset[path], tuple(views[path])) for path in views]
 
     def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[tuple[str, Extent]]:
-        """`StoreLayout.extents` with the path of each one's file."""
+        """Like `StoreLayout.extents`, with the path of each extent's file."""
         extents = self.layout.extents(block, kind, start_byte, num_bytes)
         return [(self._files[extent.path_index].path, extent) for extent in extents]
 
     def sync(self) -> None:
-        """Return when every finished write is on the medium. Raises `CapacityError` or `StorageError`."""
+        """Wait until every finished write is on the medium. Raises `CapacityError` or `StorageError`."""
         for file in self._files:
             with _no_room(file.path, file.unsynced_bytes):
                 file.sync()
 
     def forget_failures(self) -> None:
-        """Nobody wants what was written since the last `sync` that succeeded."""
+        """Ignore failed syncs: the unsynced data is no longer needed."""
         for file in self._files:
             file.forget_failure()
 
     def close(self) -> None:
-        """Close the files, and delete scratch files. No transfer may be under way. A second time does nothing."""
+        """Close the files and delete scratch files. No transfer may be in progress. Idempotent."""
         if self.closed:
             return
         self.closed = True
@@ -111,7 +111,7 @@ class HomeFiles:
 
 @contextmanager
 def _no_room(path: str, needed_bytes: int) -> Iterator[None]:
-    """Free space was checked before, but others write to the disk too: a full one is a `CapacityError`."""
+    """Turn a full disk into a `CapacityError`: other programs may have used up the space that was checked before."""
     before = no_room(path, needed_bytes)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Where each record's bytes lie: arithmetic only, no file is touched here."""
+"""The byte layout of records in files. Pure arithmetic: no file is touched."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 from hf_lohan.files import SECTOR_BYTES, Extent, StorePath
 
 GRANULE_NUMEL = 16 * 1024
-"""Elements in the smallest granule that a model's records have. Small models have these."""
+"""Elements in a granule (checksum block) of a small model's records."""
 MAX_GRANULE_NUMEL = 256 * 1024
-"""Large models have these: their tables of versions stay small, and `xxhash` lets other threads run while it hashes
-one. (It does so above 64 KiB.)"""
+"""Elements in a granule of a large model's records. Larger granules keep the version tables small, and above 64 KiB
+`xxhash` releases the GIL while it hashes."""
 RECORD_ALIGN_NUMEL = 2048
-"""Records are padded to a multiple of this, which makes whole sectors of dtypes of two bytes or more."""
+"""Records are padded to a multiple of this: whole sectors for dtypes of at least two bytes."""
 DEFAULT_STRIPE_BYTES = 4 << 20
 _STATE_KINDS = (
     *("exp_avg", "exp_avg_sq", "moment_scales"),
@@ -25,12 +25,12 @@ _STATE_KINDS = (
 KINDS = ("param", "master_residual", *_STATE_KINDS, "gradient", "activation")
 DTYPE_BYTES = {"float32": 4, "int32": 4, "bfloat16": 2, "float16": 2, "int16": 2, "int8": 1, "uint8": 1}
 PARAMS_PER_ELEMENT = {"moment_scales": 16}
-"""One element of these kinds goes with so many parameters, not with one; their granules have as many fewer, so that
-granules with the same number go with the same parameters."""
+"""Kinds whose elements each serve several parameters. Their granules are smaller by this factor, so that granules of
+the same number belong to the same parameters."""
 
 
 def granules_of(numel: int, granule_numel: int) -> int:
-    """How many granules hold ``numel`` elements; the last may be short."""
+    """Number of granules that hold ``numel`` elements; the last one may be short."""
     return -(-numel // granule_numel)
 
 
@@ -43,12 +43,12 @@ class RecordSpec:
     dtype: str
     numel: int
     versioned_numel: int = -1
-    """So many elements, from the first on, have a second home in a store with two; default: all. The others are
-    frozen weights, which no step writes."""
+    """Number of leading elements with a second home in a store of two homes; default: all. The rest are frozen weights,
+    which no step writes."""
     granule_numel: int = 0
-    """Elements in a granule; default: what goes with `GRANULE_NUMEL` parameters."""
+    """Elements in a granule; default: the elements that belong to `GRANULE_NUMEL` parameters."""
     first: int = field(default=0, repr=False)
-    """The element of the block's flat tensor that it begins with: where several ranks have a part each."""
+    """First element of the block's flat tensor in this record; not 0 where each rank has a shard."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -66,7 +66,7 @@ class RecordSpec:
             raise ValueError(f"record {self.block!r} has numel {self.numel}: pad it to {self.align_numel}s")
         if self.first < 0 or self.first % self.granule_numel:
             raise ValueError(
-                f"record {self.block!r} begins at element {self.first}: let it begin at a granule of "
+                f"record {self.block!r} begins at element {self.first}: let it begin at a multiple of "
                 f"{self.granule_numel}"
             )
         if self.versioned_numel < 0:
@@ -92,12 +92,12 @@ class RecordSpec:
 
     @property
     def num_granules(self) -> int:
-        """How many it has; the last may be short."""
+        """The last granule may be short."""
         return granules_of(self.numel, self.granule_numel)
 
     @property
     def align_numel(self) -> int:
-        """Its numel is a multiple of this: whole sectors."""
+        """Numel is a multiple of this: whole sectors."""
         if self.kind in PARAMS_PER_ELEMENT:
             return SECTOR_BYTES // self.itemsize
         return max(RECORD_ALIGN_NUMEL, SECTOR_BYTES // self.itemsize)
@@ -107,10 +107,9 @@ class RecordSpec:
 class StoreLayout:
     """Records one after the other, striped over the paths.
 
-    Think of the records as one long run of bytes, cut into rows of ``stripe_bytes``. Every path gets its
-    share of each row, whole sectors in proportion to its capacity, and keeps its shares one after the other.
-    The last, shorter row is cut in the same proportion, so no byte is padding. A path may take at most a
-    sector more per row than its exact share.
+    The records form one run of bytes that is cut into rows of ``stripe_bytes``. Each path holds its share of each row,
+    in whole sectors and in proportion to its capacity, one share after the other. The last, shorter row is cut in the
+    same proportion, so no byte is padding. A path gets at most one sector per row more than its exact share.
     """
 
     records: tuple[RecordSpec, ...]
@@ -120,13 +119,13 @@ class StoreLayout:
     def __post_init__(self) -> None:
         if self.stripe_bytes < SECTOR_BYTES or self.stripe_bytes % SECTOR_BYTES:
             raise ValueError(f"stripe_bytes is {self.stripe_bytes}: choose a positive multiple of {SECTOR_BYTES}")
-        if len(self._places) != len(self.records):
+        if len(self._records_at) != len(self.records):
             raise ValueError("two records of a store have the same block and kind: give every block its own name")
         assert all(path.capacity_bytes is not None for path in self.paths), "resolve capacities first"
 
     @cached_property
     def total_bytes(self) -> int:
-        """Bytes of all records, hence of all files together."""
+        """Bytes of all records, which is the size of all files together."""
         return sum(record.num_bytes for record in self.records)
 
     @cached_property
@@ -136,25 +135,25 @@ class StoreLayout:
         return tuple(num_rows * row + tail for row, tail in zip(self._row_shares, self._tail_shares, strict=True))
 
     def has(self, block: str, kind: str) -> bool:
-        return (block, kind) in self._places
+        return (block, kind) in self._records_at
 
-    def place_in(self, block: str, kind: str, element: int) -> int:
-        """Where in the record an element of the block's flat tensor lies."""
+    def offset_in(self, block: str, kind: str, element: int) -> int:
+        """Offset in the record of an element of the block's flat tensor."""
         return element - self.record(block, kind).first
 
     def record(self, block: str, kind: str) -> RecordSpec:
-        """The record of that name; raises KeyError if there is none."""
-        return self._place(block, kind)[0]
+        """Return the record. Raises KeyError if there is none."""
+        return self._locate(block, kind)[0]
 
     def extents(self, block: str, kind: str, start_byte: int, num_bytes: int) -> list[Extent]:
-        """Where ``num_bytes`` of a record from ``start_byte`` on lie, in the record's order."""
-        record, record_start = self._place(block, kind)
+        """Return the extents of ``num_bytes`` of a record from ``start_byte`` on, in record order."""
+        record, record_start = self._locate(block, kind)
         assert 0 <= start_byte <= start_byte + num_bytes <= record.num_bytes, "the range leaves its record"
         start = record_start + start_byte
         merged: list[Extent] = []
         for run in self._runs(start, start + num_bytes):
             last = merged[-1] if merged else None
-            # Runs come in the record's order, so neighbours in the file are neighbours in both.
+            # Runs come in record order, so neighbours in the file are neighbours in the record.
             if last and (last.path_index, last.file_offset + last.num_bytes) == run[:2]:
                 merged[-1] = last._replace(num_bytes=last.num_bytes + run.num_bytes)
             else:
@@ -162,18 +161,18 @@ class StoreLayout:
         return merged
 
     def second_home(self) -> StoreLayout:
-        """The layout of the second home of those elements that have one."""
+        """The layout of the second home: only the elements that have one."""
         versioned = [record for record in self.records if record.versioned_numel]
         records = tuple(replace(record, numel=record.versioned_numel) for record in versioned)
         return StoreLayout(records, self.paths, self.stripe_bytes)
 
     def to_json(self) -> dict[str, Any]:
-        """Itself in JSON's own types."""
+        """The layout in JSON types."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> StoreLayout:
-        """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for other content."""
         records = tuple(RecordSpec(**record) for record in fields["records"])
         paths = tuple(StorePath(**path) for path in fields["paths"])
         numels = [
@@ -182,19 +181,19 @@ class StoreLayout:
             for number in (record.numel, record.versioned_numel, record.granule_numel, record.first)
         ]
         if not all(type(number) is int for number in (*numels, *(path.capacity_bytes for path in paths))):
-            raise TypeError("a size is no whole number")
+            raise TypeError("a size is not an integer")
         return cls(records, paths, fields["stripe_bytes"])
 
     @cached_property
-    def _places(self) -> dict[tuple[str, str], tuple[RecordSpec, int]]:
+    def _records_at(self) -> dict[tuple[str, str], tuple[RecordSpec, int]]:
         starts = accumulate((record.num_bytes for record in self.records), initial=0)
         return {
             (record.block, record.kind): (record, start) for record, start in zip(self.records, starts, strict=False)
         }
 
-    def _place(self, block: str, kind: str) -> tuple[RecordSpec, int]:
+    def _locate(self, block: str, kind: str) -> tuple[RecordSpec, int]:
         try:
-            return self._places[block, kind]
+            return self._records_at[block, kind]
         except KeyError:
             raise KeyError(f"the store has no {kind} record of block {block!r}") from None
 
@@ -207,9 +206,9 @@ class StoreLayout:
         return self._shares(self.total_bytes % self.stripe_bytes)
 
     def _shares(self, row_bytes: int) -> tuple[int, ...]:
-        """``row_bytes`` cut into whole sectors per path; what is left over goes to the largest remainders."""
+        """Split ``row_bytes`` into whole sectors per path. Leftover sectors go to the largest remainders."""
         capacities = [path.capacity_bytes or 0 for path in self.paths]
-        if not any(capacities):  # it will not fit, but `check_sizes` has to say so with numbers
+        if not any(capacities):  # `check_sizes` refuses this with numbers
             capacities = [1] * len(capacities)
         num_sectors, total = row_bytes // SECTOR_BYTES, sum(capacities)
         shares = [num_sectors * capacity // total for capacity in capacities]
@@ -219,8 +218,9 @@ class StoreLayout:
         return tuple(share * SECTOR_BYTES for share in shares)
 
     def _runs(self, start: int, stop: int) -> Iterator[Extent]:
-        """The runs of store bytes ``start:stop``, row by row, with store offsets for record offsets."""
-        if len(self.paths) == 1:  # its shares are whole rows, one after the other
+        """Contiguous runs of store bytes ``start:stop``, row by row. ``record_byte_offset`` counts from the store's
+        start."""
+        if len(self.paths) == 1:  # its shares are whole rows
             if start < stop:
                 yield Extent(0, start, start, stop - start)
             return

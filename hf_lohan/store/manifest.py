@@ -1,4 +1,4 @@
-"""The small JSON file that says what a store is; the same in every path but for the path's own index."""
+"""The manifest: a small JSON file that describes a store. It is the same on every path, except for ``path_index``."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from hf_lohan.store.layout import RecordSpec, StoreLayout
 
 MANIFEST_NAME = "manifest.json"
 RANK_FOLDER = re.compile(r"rank-(\d+)-of-(\d+)")
-"""The name of the folder of one of several ranks."""
-FORMAT_VERSION = 4
+"""Name of one rank's folder, where there are several ranks."""
+MANIFEST_VERSION = 4
 _OLDEST_VERSION = 3
-"""Which did not say whose rank's store it is. Such stores are opened, and stay as they are."""
+"""Version 3 does not name the store's rank. Such stores are opened and stay as they are."""
 _MAX_BYTES = 64 << 20
-"""No manifest is larger: a record takes 200 bytes."""
+"""Upper bound for a manifest: a record takes 200 bytes."""
 
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Whose records these are. Equal ``fingerprint`` means: same model, so its store may be replaced."""
+    """The model a store belongs to. An equal ``fingerprint`` means the same model, whose store may be replaced."""
 
     model_class: str
     num_parameters: int
     fingerprint: str
     optimizer_state_dtype: str = "float32"
-    """Told apart by the fingerprint as well; here for messages, and for who reads the store without its config."""
+    """For messages, and for readers without the config; the fingerprint covers it."""
     optimizer: str = "AdamW(exp_avg, exp_avg_sq)"
-    """What updates its parameters, and which records that has; several with " + " between them. As the type above."""
+    """The update rules and their records, joined by " + ". For messages, like the dtype."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """``store_id`` ties the paths of one store together. The paths in ``layout`` are never opened."""
+    """``store_id`` is the same on all paths of a store. The paths in ``layout`` are never opened."""
 
     store_id: str
     created: str
@@ -49,12 +49,12 @@ class Manifest:
     num_homes: int = 1
     path_index: int = 0
     rank: tuple[int, int] | None = None
-    """Whose it is, and of how many ranks. None: an older version made it, which did not say."""
+    """(rank, number of ranks). None: made by an older version, which did not record it."""
 
     def to_json(self) -> dict[str, Any]:
         return sealed(
             {
-                "format_version": FORMAT_VERSION,
+                "format_version": MANIFEST_VERSION,
                 "store_id": self.store_id,
                 "created": self.created,
                 "model": asdict(self.model),
@@ -67,7 +67,8 @@ class Manifest:
 
     @property
     def layout_id(self) -> str:
-        """What each commit repeats, so that none is read by another manifest; "" where an older version made it."""
+        """Repeated by each commit, so that no commit is read with another manifest; "" if an older version made the
+        store."""
         if self.rank is None:
             return ""
         content = [self.store_id, self.num_homes, self.rank, self.layout.to_json()]
@@ -75,7 +76,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Manifest:
-        """The inverse of `to_json`; raises KeyError, TypeError or ValueError on anything else."""
+        """Inverse of `to_json`. Raises KeyError, TypeError or ValueError for other content."""
         if fields["xxh3"] != sealed(fields)["xxh3"]:
             raise ValueError("its checksum is wrong")
         layout = StoreLayout.from_json(fields["layout"])
@@ -89,7 +90,7 @@ class Manifest:
         if fields["format_version"] > _OLDEST_VERSION:
             number, num_ranks = fields["rank"]
             if not (type(number) is type(num_ranks) is int and 0 <= number < num_ranks):
-                raise ValueError(f"rank {fields['rank']!r} is none")
+                raise ValueError(f"rank {fields['rank']!r} is not a rank and a number of ranks")
             rank = (number, num_ranks)
         return cls(store_id, created, model, layout, int(fields["num_homes"]), int(fields["path_index"]), rank)
 
@@ -99,12 +100,12 @@ class Manifest:
         return home_layouts(self.layout, self.num_homes)
 
     def refuse_other_rank(self, directory: str) -> None:
-        """Raise `ForeignStoreError` where the store lies in the folder of another rank than made it."""
+        """Raise `ForeignStoreError` if the store lies in another rank's folder."""
         wanted = rank_of(directory)
         if self.rank is not None and self.rank != wanted:
             raise ForeignStoreError(
-                f"{directory} holds the store of {_rank_words(self.rank)}, not of {_rank_words(wanted)}: each rank's "
-                "store goes on only in the folder that it was made in; bring the right one back there"
+                f"{directory} holds the store of {_rank_words(self.rank)}, not of {_rank_words(wanted)}: put "
+                "each rank's folder back under its own name"
             )
 
     def refuse_other_records(self, records: Sequence[RecordSpec], directory: str) -> None:
@@ -116,13 +117,13 @@ class Manifest:
             ]
             block, kind, first, numel = min(names[0] ^ names[1], default=("", "", 0, 0))
             raise ForeignStoreError(
-                f"{directory} holds a store of this model that is cut in another way than this run cuts it, beginning "
-                f"with elements {first} to {first + numel} of {kind} of {block}: bring back the store of this rank, "
-                "use the version of hf_lohan that made it, or delete the store and resume from a checkpoint"
+                f"{directory} holds a store of this model with other records than this run has, the first of them "
+                f"elements {first} to {first + numel} of {kind} of {block}: bring back the store of this rank, use the "
+                "version of hf_lohan that made it, or delete the store and resume from a checkpoint"
             )
 
     def refuse_other(self, model: ModelIdentity, directory: str) -> None:
-        """Raise `ForeignStoreError` unless the store is ``model``'s."""
+        """Raise `ForeignStoreError` unless the store belongs to ``model``."""
         if self.model.fingerprint != model.fingerprint:
             ours, theirs = model.optimizer_state_dtype, self.model.optimizer_state_dtype
             is_alike = (self.model.model_class, self.model.num_parameters) == (model.model_class, model.num_parameters)
@@ -146,7 +147,7 @@ class Manifest:
 
 
 def rank_of(folder: str) -> tuple[int, int]:
-    """Whose store a folder is for, by its name: the rank, and of how many."""
+    """(rank, number of ranks) from the name of a store's folder."""
     match = RANK_FOLDER.fullmatch(os.path.basename(os.path.abspath(folder)))
     return (int(match[1]), int(match[2])) if match else (0, 1)
 
@@ -156,26 +157,26 @@ def _rank_words(rank: tuple[int, int]) -> str:
 
 
 def sealed(fields: dict[str, Any]) -> dict[str, Any]:
-    """A manifest's fields with the checksum of all of them but itself."""
+    """The fields with a checksum of all fields except the checksum itself."""
     content = {name: value for name, value in fields.items() if name != "xxh3"}
     return content | {"xxh3": xxhash.xxh3_64_hexdigest(json.dumps(content, sort_keys=True).encode())}
 
 
 def home_layouts(layout: StoreLayout, num_homes: int) -> tuple[StoreLayout, ...]:
-    """The layouts of the files of one home or two."""
+    """The layouts of one home or two."""
     return (layout,) if num_homes == 1 else (layout, layout.second_home())
 
 
 def read_manifest(directory: str) -> Manifest | None:
-    """The manifest in a directory, None if there is none.
+    """Return the manifest in a directory, or None.
 
-    Raises `ForeignStoreError` for one that is damaged, not ours or of a newer version of this library.
+    Raises `ForeignStoreError` if it is damaged, not a manifest, or of a newer version of this library.
     """
     file = os.path.join(directory, MANIFEST_NAME)
     try:
         fields = json.loads(read_whole(file, _MAX_BYTES))
         version = int(fields["format_version"])
-        if _OLDEST_VERSION <= version <= FORMAT_VERSION:
+        if _OLDEST_VERSION <= version <= MANIFEST_VERSION:
             return Manifest.from_json(fields)
     except FileNotFoundError:
         return None
@@ -183,30 +184,31 @@ def read_manifest(directory: str) -> Manifest | None:
         raise ForeignStoreError(
             f"{file} is damaged or not a store's manifest ({error}): choose another directory or delete this one"
         ) from error
-    advice = "upgrade hf_lohan" if version > FORMAT_VERSION else "delete the store (checkpoints still resume)"
+    advice = "upgrade hf_lohan" if version > MANIFEST_VERSION else "delete the store (checkpoints still resume)"
     raise ForeignStoreError(
-        f"{file} has format version {version}, this hf_lohan knows {FORMAT_VERSION}: {advice} or choose another "
+        f"{file} has format version {version}, this hf_lohan knows {MANIFEST_VERSION}: {advice} or choose another "
         "directory"
     )
 
 
 def write_manifests(manifest: Manifest, directories: Sequence[str]) -> None:
-    """Put the manifest into every directory: whole or not at all, and there to stay."""
+    """Write the manifest into every directory, durably and atomically."""
     for path_index, directory in enumerate(directories):
         content = json.dumps(replace(manifest, path_index=path_index).to_json(), indent=1)
         replace_durably(os.path.join(directory, MANIFEST_NAME), content.encode())
 
 
 def remove_manifests(directories: Sequence[str]) -> None:
-    """From here on none of the directories holds a store. The first one's goes last. Raises `StorageError`."""
+    """Remove the manifests; afterwards no directory holds a store. The first directory goes last. Raises
+    `StorageError`."""
     for directory in reversed(directories):
         remove_durably(os.path.join(directory, MANIFEST_NAME))
 
 
 def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...]]:
-    """The one manifest of the store in ``paths``, given in any order, and the paths in the store's order.
+    """Return the manifest of the store in ``paths``, given in any order, and the paths in the store's order.
 
-    Raises `StorageError` if a path holds no store, `ForeignStoreError` if they are not all of one store.
+    Raises `StorageError` if a path holds no store, `ForeignStoreError` if they belong to different stores.
     """
     by_index: dict[int, StorePath] = {}
     first: Manifest | None = None
@@ -214,9 +216,9 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
         found = read_manifest(path.path)
         if found is None:
             others = [other.path for other in paths if other is not path and read_manifest(other.path) is not None]
-            advice = "create one there or give the directory of one"
+            advice = "give the directory of a store"
             if others:
-                advice = f"the other part of it is in {' and '.join(others)}; is the drive of this one mounted?"
+                advice = f"its other part is in {' and '.join(others)}; check that the drive of this one is mounted"
             raise StorageError("there is no store in", path=path.path, advice=advice)
         first = first or found
         if found.store_id != first.store_id:
@@ -225,10 +227,10 @@ def assemble(paths: Sequence[StorePath]) -> tuple[Manifest, tuple[StorePath, ...
             )
         found.refuse_other_rank(path.path)
         by_index[found.path_index] = path
-    assert first is not None, "paths are validated before"
+    assert first is not None, "the caller validates paths"
     if len(by_index) != len(first.layout.paths) or len(by_index) != len(paths):
         raise ForeignStoreError(
-            f"{paths[0].path} is part of a store over {len(first.layout.paths)} paths, {len(paths)} given: "
-            f"give each of them once"
+            f"{paths[0].path} is part of a store over {len(first.layout.paths)} paths, and {len(paths)} of them are "
+            "given: give each of them once"
         )
     return first, tuple(by_index[index] for index in sorted(by_index))

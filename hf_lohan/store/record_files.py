@@ -1,4 +1,4 @@
-"""Records as tensors see them: read and written by (block, kind), whichever home, path or RAM has their bytes."""
+"""Records as tensors: reads and writes by (block, kind), wherever the bytes are: either home, any path, or RAM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_lohan.files import CorruptionError, Extent, IoEngine, IoRequest, StorageError
 from hf_lohan.files.data_file import byte_tensor, sector_view
-from hf_lohan.files.io_engine import Content, RequestsUnderWay
+from hf_lohan.files.io_engine import Content, PendingRequests
 from hf_lohan.store.home_files import HomeFiles
 from hf_lohan.store.layout import RecordSpec, StoreLayout, granules_of
 from hf_lohan.store.ram_home import RamHome
@@ -22,14 +22,14 @@ from hf_lohan.threads import Owner
 
 
 def checksums(source: Tensor, granule_bytes: int) -> Checksums:
-    """xxh3 (64 bits) of each granule of ``source``, contiguous and in RAM, the last of which may be short."""
+    """xxh3 (64 bits) of each granule of ``source``, which is contiguous and in RAM. The last granule may be short."""
     content = byte_tensor(source).numpy().data
     starts = range(0, len(content), granule_bytes)
     return np.array([xxhash.xxh3_64_intdigest(content[start : start + granule_bytes]) for start in starts], np.uint64)
 
 
 _WRITE_BACK_DEPTH = 3
-"""So many requests that write back are under way at a time, and one more."""
+"""Number of requests in progress, less one, while RAM is written back."""
 
 HashGranules = Callable[[Tensor, int], Checksums]
 BeforeWrite = Callable[[bool], None]
@@ -37,15 +37,15 @@ _Files = TypeVar("_Files", bound="RecordFiles")
 
 
 class RecordFiles:
-    """Records in one or two homes, with a checksum for each granule: taken when it is written, checked after each read.
+    """Records in one home or two, with a checksum per granule that is computed on writing and verified after each read.
 
-    Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or the
-    record's end) at sector-aligned addresses; the ``_unaligned`` pair takes any range, through a bounce buffer: an
-    aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests that touch the same
-    granule, one of them a write, must not be under way together.
+    Tensors are contiguous, on the CPU and of their record's dtype. `read` and `write` take whole granules (or up to the
+    record's end) at sector-aligned addresses. The ``_unaligned`` methods take any range and go through a bounce buffer:
+    an aligned uint8 tensor of at least one granule that nobody else uses meanwhile. Two requests on the same granule
+    must not be in progress together if one of them writes.
 
-    A record may have a copy in RAM (`keep_copies`): what that holds is not read from the drive again. Writes go
-    to both, or, while `ram.keeps_new`, to RAM alone until `write_back`.
+    A record may have a copy in RAM (`RamHome`), which is read in place of the drive. Writes go to both, or, while
+    `ram.keeps_new`, to RAM alone until `write_back`.
     """
 
     def __init__(
@@ -57,8 +57,8 @@ class RecordFiles:
         before_write: BeforeWrite = lambda tears: None,
         hash_granules: HashGranules = checksums,
     ) -> None:
-        """``before_write`` is called before each write is started, with whether it overwrites what is committed with
-        something else; ``hash_granules`` hashes memory granule by granule (benchmarks leave that out)."""
+        """``before_write`` is called before each write starts; its argument says whether the write changes committed
+        bytes. ``hash_granules`` computes checksums (benchmarks replace it)."""
         self.versions = versions
         self.layout = homes[0].layout
         self.ram = RamHome(self.layout, versions)
@@ -66,7 +66,7 @@ class RecordFiles:
         self._engine = engine
         self._before_write = before_write
         self._hash_granules = hash_granules
-        self._requests = RequestsUnderWay()
+        self._requests = PendingRequests()
         self._owner = Owner()
 
     @classmethod
@@ -80,7 +80,7 @@ class RecordFiles:
         is_scratch: bool = False,
         hash_granules: HashGranules = checksums,
     ) -> RecordFiles:
-        """New files, of one home, in place of any old ones. Raises as `HomeFiles.create`."""
+        """Create files of one home, replacing old ones. Raises as `HomeFiles.create`."""
         home = HomeFiles.create(layout, directories, name, engine, is_scratch=is_scratch)
         return RecordFiles([home], Versions(layout.records, num_homes=1), engine, hash_granules=hash_granules)
 
@@ -95,19 +95,19 @@ class RecordFiles:
 
     @property
     def size_bytes(self) -> int:
-        """Exact size of all its files together."""
+        """Exact size of all files together."""
         return sum(home.layout.total_bytes for home in self._homes)
 
     def has(self, block: str, kind: str) -> bool:
         return self.layout.has(block, kind)
 
     def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
-        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on, before reads that are not
-        urgent if this ``is_urgent``. Drafts are read where there are some.
+        """Start to fill ``out`` [numel] with the record's elements from ``start_numel`` on; drafts where there are any.
+        An urgent read passes reads that are not.
 
-        Waiting for it, or verifying parts of it, fails with `CorruptionError` if they are not what was written.
+        Waiting for the read or verifying parts of it raises `CorruptionError` if the bytes are not what was written.
         """
-        return self._read(block, kind, self.layout.place_in(block, kind, start_numel), out, is_urgent)
+        return self._read(block, kind, self.layout.offset_in(block, kind, start_numel), out, is_urgent)
 
     def _read(self, block: str, kind: str, place: int, out: Tensor, is_urgent: bool = False) -> RecordRead:
         span = self._span(block, kind, place, out)
@@ -115,10 +115,10 @@ class RecordFiles:
         copy = self.ram.copies.get((block, kind))
         fill: Callable[[int, int], None] | None = None
         if copy is not None:
-            if copy.read(span.start_byte, content):
+            if copy.try_read(span.start_byte, content):
                 return RecordRead.of_memory()
             copy.wait_for_writes(span.start_byte, content)
-            fill = copy.filler(span.start_byte, content)  # before the read begins, to tell what changes meanwhile
+            fill = copy.filler(span.start_byte, content)  # before the read begins, to notice changes
         view = sector_view(content)
         homes, expected = self.versions.live(block, kind, span.first, span.stop)
         transfers = []
@@ -127,7 +127,7 @@ class RecordFiles:
             if run.home is Home.NOWHERE:
                 content[part].zero_()
             elif run.home is Home.RAM:
-                self.ram.read(block, kind, run.first, content[part])
+                self.ram.read_granules(block, kind, run.first, content[part])
             else:
                 transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, view[part])
 
@@ -148,36 +148,36 @@ class RecordFiles:
     def write(
         self, block: str, kind: str, start_numel: int, source: Tensor, *, checksums: Checksums | None = None
     ) -> IoRequest:
-        """Start to put ``source`` [numel] at the record's elements from ``start_numel`` on.
+        """Start to write ``source`` [numel] at the record's elements from ``start_numel`` on.
 
-        ``checksums`` are those of ``source``, if they are known already. If the request fails, these elements must be
-        written again, or dropped, before a commit.
+        ``checksums`` of ``source`` are computed unless given. If the request fails, these elements must be written
+        again, or dropped, before a commit.
         """
-        place = self.layout.place_in(block, kind, start_numel)
+        place = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
         if copy is None:
             return self._write(block, kind, place, source, checksums)
         start_byte, content = place * source.element_size(), byte_tensor(source)
         if self.ram.keeps_new:
             span = self._span(block, kind, place, source)
-            self.ram.put(block, kind, span.first, span.stop, content)
+            self.ram.store_granules(block, kind, span.first, span.stop, content)
             return IoRequest.finished()
-        copy.put(start_byte, content)
+        copy.store(start_byte, content)
         try:
             request = self._write(block, kind, place, source, checksums)
         except BaseException:
             copy.forget(start_byte, content)
             raise
-        copy.follow(start_byte, content, request)
+        copy.track_write(start_byte, content, request)
         return request
 
     def write_back(self) -> None:
-        """Write what is in RAM only; return when that is in the files, if not on the medium. Nobody else may write
-        meanwhile. Raises `CapacityError` or `StorageError`; it is in RAM then as before."""
+        """Write everything that exists in RAM only, and wait until it is in the files (not yet synced). Nobody else may
+        write meanwhile. Raises `CapacityError` or `StorageError`; the data then stays in RAM."""
         under_way: deque[IoRequest] = deque()
-        for block, kind, place, values in self.ram.only_here():
+        for block, kind, place, values in self.ram.unwritten():
             under_way.append(self._write(block, kind, place, values, None))
-            if len(under_way) > _WRITE_BACK_DEPTH:  # leave room for those who read weights
+            if len(under_way) > _WRITE_BACK_DEPTH:  # leave room for reads of weights
                 under_way.popleft().wait()
         while under_way:
             under_way.popleft().wait()
@@ -189,7 +189,7 @@ class RecordFiles:
         tears = False
         if self.versions.overwrites(block, kind, span.first, span.stop):
             checksums = self.checksums(block, kind, source) if checksums is None else checksums
-            # What overwrites committed bytes with the same ones, as loading frozen weights again does, harms no commit.
+            # Writing the same bytes again, as when frozen weights are reloaded, does not tear the commit.
             tears = self.versions.tears(block, kind, span.first, checksums)
         self._before_write(tears)
         if tears:
@@ -200,36 +200,36 @@ class RecordFiles:
             part = view[span.bytes_of(run.first, run.stop)]
             transfers += self._homes[run.home].transfers(block, kind, run.first * span.granule_bytes, part)
 
-        def note() -> None:
+        def end_write() -> None:
             of_source = self.checksums(block, kind, source) if checksums is None else checksums
             self.versions.end_write(block, kind, span.first, targets, of_source)
 
-        return self._requests.add(self._engine.write(transfers, note, of=Content(block, kind)))
+        return self._requests.add(self._engine.write(transfers, end_write, of=Content(block, kind)))
 
     def checksums(self, block: str, kind: str, source: Tensor) -> Checksums:
-        """Of each granule of ``source`` [numel], of that record. To be given to `write`, by who has it in his cache
-        just now."""
+        """Checksum of each granule of ``source`` [numel], an argument for `write`. Best computed while ``source`` is in
+        the cache."""
         assert source.is_contiguous() and source.device.type == "cpu"
         return self._hash_granules(source, self.layout.record(block, kind).granule_bytes)
 
     def read_unaligned(self, block: str, kind: str, start_numel: int, out: Tensor, bounce: Tensor) -> None:
-        """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; return when done."""
-        place = self.layout.place_in(block, kind, start_numel)
+        """Fill ``out`` [numel], at any address and from any element on, through ``bounce``; blocking."""
+        place = self.layout.offset_in(block, kind, start_numel)
         copy = self.ram.copies.get((block, kind))
         start_byte, content = place * out.element_size(), byte_tensor(out)
-        if copy is not None and copy.read(start_byte, content):
+        if copy is not None and copy.try_read(start_byte, content):
             return
         for low, high, first, staged in self._windows(block, kind, place, out, bounce):
             self._read(block, kind, first, staged).wait()
             out[low - place : high - place].copy_(staged[low - first : high - first])
 
     def write_unaligned(self, block: str, kind: str, start_numel: int, source: Tensor, bounce: Tensor) -> None:
-        """Write ``source`` [numel] from any address to any element, through ``bounce``; return when done.
+        """Write ``source`` [numel] from any address to any element, through ``bounce``; blocking.
 
-        Granules that are only partly covered are read, changed and written, so nothing else may write to them. It is
-        for loading: a copy in RAM takes it over when it is read.
+        Partly covered granules are read, changed and written, so nothing else may write to them. Used for loading. A
+        copy in RAM is filled by the next read.
         """
-        place = self.layout.place_in(block, kind, start_numel)
+        place = self.layout.offset_in(block, kind, start_numel)
         granule_numel, copy = self.layout.record(block, kind).granule_numel, self.ram.copies.get((block, kind))
         for low, high, first, staged in self._windows(block, kind, place, source, bounce):
             last = (staged.numel() - 1) // granule_numel * granule_numel
@@ -244,52 +244,52 @@ class RecordFiles:
                     copy.forget(first * source.element_size(), byte_tensor(staged))
 
     def extents(self, block: str, kind: str) -> list[tuple[str, Extent]] | None:
-        """Files and places of a whole record as it is now; None if some of it is being written, or never was."""
+        """Files and extents of a whole record as it is now; None if parts are being written or never were."""
         record = self.layout.record(block, kind)
         if not self.versions.is_written(block, kind, 0, record.num_granules):
             return None
-        found: list[tuple[str, Extent]] = []
+        extents: list[tuple[str, Extent]] = []
         for run in self.versions.live(block, kind, 0, record.num_granules)[0]:
             start, stop = run.first * record.granule_bytes, min(run.stop * record.granule_bytes, record.num_bytes)
-            found += self._homes[run.home].extents(block, kind, start, stop - start)
-        return found
+            extents += self._homes[run.home].extents(block, kind, start, stop - start)
+        return extents
 
     def draft(self) -> tuple[Homes, Checksums]:
-        """Make all that was written durable; returns its versions, for `Versions.commit`.
+        """Make all writes durable and return their versions for `Versions.commit`.
 
-        Raises as `sync`, and `StorageError` where a write failed and was not repeated.
+        Raises as `sync`, and `StorageError` if a write failed and was not repeated.
         """
         self.sync()
-        if found := self.versions.first_in_flux():
-            block, kind, granule = found
-            path, offset, element = self._place(block, kind, Home.FIRST, granule)
+        if incomplete := self.versions.first_in_flux():
+            block, kind, granule = incomplete
+            path, offset, element = self._locate(block, kind, Home.FIRST, granule)
             raise StorageError(
-                f"{kind} of {block} was not written whole, from element {element} on, to",
+                f"{kind} of {block} is incomplete from element {element} on, after a failed write, in",
                 path=path,
                 offset=offset,
-                advice="write it again before you commit, or resume from a checkpoint",
+                advice="check the drive and resume from the last step or a checkpoint",
             )
         return self.versions.draft()
 
     def sync(self) -> None:
-        """Return when every write started before is on the medium.
+        """Wait until every write started before is on the medium.
 
-        Raises `CapacityError` or `StorageError`, also that of a request under way that fails; one that failed before
-        told whoever waits for it.
+        Raises `CapacityError` or `StorageError`, also for a request in progress that fails. The error of a request that
+        failed earlier was raised to its waiter.
         """
         self._requests.wait()
         for home in self._homes:
             home.sync()
 
-    def settle(self) -> None:
-        """Return when no request is under way any more. Errors are for whoever waits for it."""
-        self._requests.settle()
+    def wait_until_idle(self) -> None:
+        """Wait until no request is in progress. Errors are raised to the waiters of each request."""
+        self._requests.wait_ignoring_errors()
 
     def close(self) -> None:
-        """Close the files once no request touches them, and delete scratch files; then do nothing. Nor in a forked
-        child, which has no thread that would end a request."""
+        """Wait for requests, close the files and delete scratch files. Idempotent. Does nothing in a forked child,
+        which has no I/O threads."""
         if self._owner.is_here:
-            self.settle()
+            self.wait_until_idle()
             for home in self._homes:
                 home.close()
 
@@ -299,16 +299,16 @@ class RecordFiles:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _span(self, block: str, kind: str, place: int, tensor: Tensor) -> _Span:
-        """The granules that the tensor's elements fill, which lie in the record from ``place`` on."""
+    def _span(self, block: str, kind: str, place: int, tensor: Tensor) -> _GranuleSpan:
+        """The granules filled by ``tensor``, whose elements start at ``place`` in the record."""
         record = self._checked(block, kind, place, tensor)
         granule_numel, stop = record.granule_numel, place + tensor.numel()
         if place == stop:
-            return _Span(0, 0, record.granule_bytes)
-        assert place % granule_numel == 0, f"element {place} of {kind} of {block} begins no granule"
+            return _GranuleSpan(0, 0, record.granule_bytes)
+        assert place % granule_numel == 0, f"element {place} of {kind} of {block} is not the start of a granule"
         is_whole = stop == record.numel or stop % granule_numel == 0
-        assert is_whole, f"element {stop} of {kind} of {block} ends no granule"
-        return _Span(place // granule_numel, granules_of(stop, granule_numel), record.granule_bytes)
+        assert is_whole, f"element {stop} of {kind} of {block} is not the end of a granule"
+        return _GranuleSpan(place // granule_numel, granules_of(stop, granule_numel), record.granule_bytes)
 
     def _checked(self, block: str, kind: str, place: int, tensor: Tensor) -> RecordSpec:
         assert not self.closed, "the files are closed"
@@ -321,8 +321,8 @@ class RecordFiles:
     def _windows(
         self, block: str, kind: str, place: int, tensor: Tensor, bounce: Tensor
     ) -> Iterator[tuple[int, int, int, Tensor]]:
-        """What fits the bounce buffer at a time: elements [low, high) of the record, the first of the whole granules
-        that hold them, and where in the buffer those are."""
+        """Split a range to fit the bounce buffer. Yields elements [low, high) of the record, the first element of the
+        granules that cover them, and these granules' part of the buffer."""
         record = self._checked(block, kind, place, tensor)
         granule_numel, stop = record.granule_numel, place + tensor.numel()
         staging = bounce[: bounce.numel() // record.itemsize * record.itemsize].view(tensor.dtype)
@@ -335,24 +335,23 @@ class RecordFiles:
             last = min(first + granules_of(high - first, granule_numel) * granule_numel, record.numel)
             yield low, high, first, staging[: last - first]
 
-    def _place(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int, int]:
+    def _locate(self, block: str, kind: str, home: Home, granule: int) -> tuple[str, int, int]:
         """Path and offset of the first byte of a granule, and the number of its first element."""
         record = self.layout.record(block, kind)
         path, extent = self._homes[home].extents(block, kind, granule * record.granule_bytes, 1)[0]
         return path, extent.file_offset, record.first + granule * record.granule_numel
 
     def _corruption(self, block: str, kind: str, home: Home, granule: int) -> CorruptionError:
-        path, offset, element = self._place(block, kind, home, granule)
+        path, offset, element = self._locate(block, kind, home, granule)
         return CorruptionError(
-            f"{kind} of {block} is damaged: the checksum of its elements from {element} on is not that of what was "
-            "written to",
+            f"{kind} of {block} is damaged from element {element} on (wrong checksum) in",
             path=path,
             offset=offset,
-            advice="check the drive and the memory; resume from a checkpoint",
+            advice="check the drive and the memory, and resume from a checkpoint",
         )
 
 
-class _Span(NamedTuple):
+class _GranuleSpan(NamedTuple):
     """Granules [first, stop) of a record."""
 
     first: int
@@ -364,5 +363,5 @@ class _Span(NamedTuple):
         return self.first * self.granule_bytes
 
     def bytes_of(self, first: int, stop: int) -> slice:
-        """Where in the span's bytes those granules are."""
+        """Where these granules are in the span's bytes."""
         return slice((first - self.first) * self.granule_bytes, (stop - self.first) * self.granule_bytes)

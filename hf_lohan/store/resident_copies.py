@@ -1,4 +1,4 @@
-"""Records in RAM: copies of what the drives have, or the only place of their newest version until a commit."""
+"""Copies of records in RAM: of what the drives hold, or the only newest version until a commit."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from hf_lohan.store.layout import RecordSpec
 NumChanges = npt.NDArray[np.uint32]
 
 
-def take_copies(
+def allocate_copies(
     records: Sequence[RecordSpec], host_empty: Callable[[int], Tensor]
 ) -> dict[tuple[str, str], ResidentCopy]:
-    """Copies of these records by block and kind, with all the memory that they will use. They hold nothing yet.
-    `host_empty` makes a page-aligned uint8 tensor [num_bytes]."""
+    """Allocate an empty copy of each record, by block and kind. `host_empty` returns a page-aligned uint8 tensor
+    [num_bytes]."""
     if not records:
         return {}
     sizes = [record.num_bytes for record in records]
@@ -32,31 +32,32 @@ def take_copies(
 
 
 class ResidentCopy:
-    """What a store asks when it reads a record and tells when it writes it. Holds a granule if its bytes here are the
-    newest: those that the store has, has under way, or will have by the next commit.
+    """A record's copy in RAM. It holds a granule if its bytes here are the newest: on the drive, being written, or to
+    be written by the next commit.
 
-    `Versions` knows which of them are here only. All others may be forgotten at any time. A drop forgets what was
-    written since the last commit, be it here only or not, and the next read brings back what is committed, verified.
-    Ranges are bytes of the record; they begin at granules and end at them or with the record, where it is not said
-    otherwise. Used by several threads; no lock is held while anything else is waited for.
+    `Versions` knows which granules exist in RAM only. All others may be forgotten at any time. `drop_drafts` forgets
+    everything written since the last commit; the next read fetches the committed bytes and verifies them. Ranges are
+    bytes of the record. They begin and end at granules, or end with the record, unless stated otherwise. Thread-safe;
+    no lock is held during a wait.
     """
 
     def __init__(self, memory: Tensor, granule_bytes: int) -> None:
-        """`memory` is uint8 [bytes of the record]; it holds nothing yet."""
+        """`memory` is uint8 [bytes of the record] and holds nothing yet."""
         self._memory = memory
         self._granule_bytes = granule_bytes
         num_granules = -(-memory.numel() // granule_bytes)
         self._is_held = np.zeros(num_granules, bool)
         self._is_draft = np.ones(num_granules, bool)
-        """Written since the last commit, for all we know: a drop makes them something else."""
+        """Possibly written since the last commit: dropping drafts changes these granules."""
         self._num_changes: NumChanges = np.zeros(num_granules, np.uint32)
         self._writes: list[tuple[slice, IoRequest]] = []
         self._lock = Lock()
         self.num_bytes_read = 0
-        """Bytes that were read from here so far, and not from the SSD."""
+        """Bytes that were read from RAM so far in place of the SSD."""
 
-    def read(self, start: int, out: Tensor) -> bool:
-        """Fill `out` (uint8, any range) if all granules that it touches are held; else touch nothing and say so."""
+    def try_read(self, start: int, out: Tensor) -> bool:
+        """Fill `out` (uint8, any range) and return True if all granules that it touches are held; otherwise return
+        False."""
         part = self._granules(start, out)
         with self._lock:
             self._forget_failed_writes()
@@ -66,62 +67,62 @@ class ResidentCopy:
             self.num_bytes_read += out.numel()
         return True
 
-    def put(self, start: int, source: Tensor) -> None:
-        """Take over what is about to be written to the store: call `follow` or `forget` then; or what stays here.
-        ``source`` may be what was `lent`."""
+    def store(self, start: int, source: Tensor) -> None:
+        """Copy bytes that are about to be written to the store, or stay here only. In the first case call `track_write`
+        or `forget` next. ``source`` may be borrowed memory."""
         part = self._granules(start, source)
         with self._lock:
             self._forget_failed_writes()
             self._change(part)
-            self._is_held[part] = False  # an interrupt may leave half of it
-            own = self._memory[start : start + source.numel()]
-            if own.data_ptr() != source.data_ptr():
-                own.copy_(source)
+            self._is_held[part] = False  # an interrupt may leave it half copied
+            memory = self._memory[start : start + source.numel()]
+            if memory.data_ptr() != source.data_ptr():
+                memory.copy_(source)
             self._is_held[part] = True
 
-    def lend(self, start: int, num_bytes: int) -> Tensor | None:
-        """Its own memory of that range, to be changed in place and then `put`; None where it does not hold all of it.
-        Until then it holds nothing of it."""
-        own = self._memory[start : start + num_bytes]
-        part = self._granules(start, own)
+    def borrow(self, start: int, num_bytes: int) -> Tensor | None:
+        """Return the memory of the range, to be changed in place and then passed to `store`; None unless all of it is
+        held. Until then the range is not held."""
+        memory = self._memory[start : start + num_bytes]
+        part = self._granules(start, memory)
         with self._lock:
             self._forget_failed_writes()
             if not self._is_held[part].all():
                 return None
             self._change(part)
             self._is_held[part] = False
-        return own
+        return memory
 
     def held(self, start: int, num_bytes: int) -> Tensor | None:
-        """Its own memory of that range, to be read only; None where it does not hold all of it."""
-        own = self._memory[start : start + num_bytes]
+        """Return the memory of the range, read-only; None unless all of it is held."""
+        memory = self._memory[start : start + num_bytes]
         with self._lock:
-            return own if self._is_held[self._granules(start, own)].all() else None
+            return memory if self._is_held[self._granules(start, memory)].all() else None
 
-    def follow(self, start: int, source: Tensor, request: IoRequest) -> None:
-        """`request` writes to the store what was `put`: if it fails, that is not held."""
+    def track_write(self, start: int, source: Tensor, request: IoRequest) -> None:
+        """Watch the request that writes stored bytes to the drive: if it fails, they are no longer held."""
         with self._lock:
             self._writes.append((self._granules(start, source), request))
 
     def forget(self, start: int, source: Tensor) -> None:
-        """The granules that this range (any) touches have been changed in the store, or may have been."""
+        """Forget the granules that this range (any) touches: the drive has, or may have, other bytes."""
         part = self._granules(start, source)
         with self._lock:
             self._change(part)
             self._is_held[part] = False
 
     def wait_for_writes(self, start: int, out: Tensor) -> None:
-        """Return when no write of the granules that this range (any) touches is under way."""
+        """Wait for writes of the granules that this range (any) touches."""
         part = self._granules(start, out)
         with self._lock:
             writes = [request for written, request in self._writes if _overlap(written, part)]
         for request in writes:
-            with contextlib.suppress(Exception):  # for whoever wrote
+            with contextlib.suppress(Exception):  # the writer gets it
                 request.wait()
 
     def filler(self, start: int, out: Tensor) -> Callable[[int, int], None]:
-        """To be asked for before a read of the store into ``out`` begins. Called with granules [first, stop) of it once
-        they are verified, it holds them, unless they have changed since."""
+        """Return a function to call with granules [first, stop) of ``out`` once they are read and verified: it copies
+        those that have not changed since `filler` was called, which must be before the read begins."""
         part = self._granules(start, out)
         with self._lock:
             before = self._num_changes[part].copy()
@@ -137,20 +138,20 @@ class ResidentCopy:
         return fill
 
     def commit(self) -> None:
-        """All that was written is committed."""
+        """Everything written so far is committed."""
         with self._lock:
             self._is_draft[:] = False
 
-    def drop(self) -> None:
-        """The store has gone back to its last commit; no request is under way."""
+    def drop_drafts(self) -> None:
+        """The store has returned to its last commit; no request is in progress."""
         with self._lock:
             self._is_held &= ~self._is_draft
             self._is_draft[:] = False
             self._num_changes += 1
             self._writes.clear()
 
-    def begin_anew(self) -> None:
-        """The store's records are other ones from now on, and not committed."""
+    def clear(self) -> None:
+        """The store's records have been replaced by uncommitted ones."""
         with self._lock:
             self._is_held[:] = False
             self._is_draft[:] = True

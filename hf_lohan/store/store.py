@@ -1,4 +1,4 @@
-"""The on-disk home of all records of one model, over one or several SSD paths."""
+"""All records of one model on disk, over one or several SSD paths."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import logging
 import os
 import re
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import datetime, timezone
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from hf_lohan.files import ForeignStoreError, IoEngine, StorePath, TornStoreError
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import CorruptionError, ForeignStoreError, IoEngine, StorageError, StorePath, TornStoreError
 from hf_lohan.files.directories import resolve_capacities, validate_directories
 from hf_lohan.files.durable_file import read_whole
 from hf_lohan.files.lock import DirectoryLock
@@ -51,14 +53,14 @@ from hf_lohan.store.versions import Versions
 
 logger = logging.getLogger(__name__)
 
-Durability = Literal["auto", "step", "checkpoint"]
+_VERIFIED_AT_ONCE_BYTES = 4 << 20
 
 
 class Store(RecordFiles):
-    """Preallocated records under a lock, until `close`; make one with `create`, `open` or `open_or_create`.
+    """Preallocated records under a lock, until `close`. Use `create`, `open` or `open_or_create`.
 
-    With two homes, what is written is a draft until `commit`: a run that is killed leaves its last commit. With one
-    home records are changed in place: once a committed one is, and until the next commit, the store is torn.
+    With two homes, writes are drafts until `commit`, and a killed run leaves its last commit. With one home, records
+    are changed in place: from the first change of a committed record to the next commit, the store is torn.
     """
 
     def __init__(
@@ -72,7 +74,7 @@ class Store(RecordFiles):
         committed: Commit | None,
         held: ExitStack,
     ) -> None:
-        """``paths``, with capacities in bytes, are in their order in the store; ``held`` closes files, then locks."""
+        """``paths``, with capacities in bytes, are in store order; ``held`` closes the files, then the locks."""
         self._commits = CommitSequence(manifest.store_id, manifest.layout_id, paths[0].path, committed)
         super().__init__(homes, versions, engine, before_write=self._commits.before_write)
         self.paths = paths
@@ -91,10 +93,10 @@ class Store(RecordFiles):
         stripe_bytes: int = DEFAULT_STRIPE_BYTES,
         num_homes: int = 1,
     ) -> Store:
-        """A new store of zeros over ``paths``; one of the same model that is there is replaced.
+        """Create a store of zeros over ``paths``, replacing one of the same model.
 
         Raises before anything is written: ValueError and `StorageError` for unusable paths, `CapacityError`,
-        `ForeignStoreError`, `StoreInUseError`. If it fails later, no records are left behind.
+        `ForeignStoreError`, `StoreInUseError`. A later failure leaves no records behind.
         """
         validate_directories(paths)
         resolved = resolve_capacities(paths, DATA_NAMES)
@@ -106,7 +108,7 @@ class Store(RecordFiles):
         refuse_foreign(directories, model)
         with ExitStack() as held:
             _lock(directories, held)
-            refuse_foreign(directories, model)  # again: now nobody else can change it
+            refuse_foreign(directories, model)  # again, under the lock
             if any(os.path.lexists(os.path.join(directory, MANIFEST_NAME)) for directory in directories):
                 logger.warning("replacing the store of the same model in %s", ", ".join(directories))
             remove_store(directories)
@@ -136,14 +138,15 @@ class Store(RecordFiles):
         allow_torn: bool = False,
         records: Sequence[RecordSpec] | None = None,
     ) -> Store:
-        """The store in ``paths``, given in any order; ``model=None`` takes any model's, ``records=None`` any.
+        """Open the store in ``paths``, given in any order. ``model=None`` accepts any model, ``records=None`` any
+        records.
 
-        Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError`
-        if it is larger than a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless
-        ``allow_torn`` (for whoever writes everything anew).
+        Raises ValueError and `StorageError` for unusable paths or a missing or damaged store, `CapacityError` if it
+        exceeds a given capacity, `ForeignStoreError`, `StoreInUseError`, and `TornStoreError` unless ``allow_torn``
+        (for callers that write everything anew).
         """
         validate_directories(paths)
-        assemble(paths)  # before the lock, which would leave a file where no store is
+        assemble(paths)  # first, because the lock creates a file
         with ExitStack() as held:
             _lock([path.path for path in paths], held)
             manifest, ordered = assemble(paths)
@@ -158,8 +161,8 @@ class Store(RecordFiles):
             if committed is not None and committed.is_torn and not allow_torn:
                 checkpoint = committed.facts.get("last_checkpoint") or "a checkpoint"
                 raise TornStoreError(
-                    f"the store in {directories[0]} keeps one version (durability: checkpoint) and its run ended in "
-                    f"the middle of a step, so it holds no whole state: resume from {checkpoint}"
+                    f"the store in {directories[0]} keeps one version (durability: checkpoint) and its run ended "
+                    f"during a step, so its state is incomplete: resume from {checkpoint}"
                 )
             homes: list[HomeFiles] = []
             for layout, name in zip(manifest.home_layouts, HOME_NAMES, strict=False):
@@ -177,30 +180,31 @@ class Store(RecordFiles):
         *,
         model: ModelIdentity,
         engine: IoEngine,
-        durability: Durability = "auto",
+        durability: Literal["auto", "step", "checkpoint"] = "auto",
         scratch: Sequence[RecordSpec] = (),
     ) -> Store:
-        """The model's store in ``paths``, with what is committed in it; where there is none, a new one.
+        """Open the model's store in ``paths`` with its last commit, or create one.
 
         ``durability`` "step" asks for two homes, "checkpoint" for one; "auto" is "step" if both fit beside ``scratch``.
-        Raises as `create` and `open`, and `ForeignStoreError` if the store there has other homes than asked for.
+        Raises as `create` and `open`, and `ForeignStoreError` if the existing store has another number of homes.
         """
         validate_directories(paths)
         manifests = [read_manifest(path.path) for path in paths]
-        found = next((manifest for manifest in manifests if manifest is not None), None)
+        existing = next((manifest for manifest in manifests if manifest is not None), None)
         num_homes = 1 if durability == "checkpoint" else 2
-        if found is not None and found.model.fingerprint == model.fingerprint and not is_half_made(paths, manifests):
-            if durability != "auto" and found.num_homes != num_homes:
+        is_ours = existing is not None and existing.model.fingerprint == model.fingerprint
+        if existing is not None and is_ours and not is_half_made(paths, manifests):
+            if durability != "auto" and existing.num_homes != num_homes:
                 raise ForeignStoreError(
-                    f"{paths[0].path} holds a store of this model with durability {_durability(found.num_homes)!r}, "
+                    f"{paths[0].path} holds a store of this model with durability {_durability(existing.num_homes)!r}, "
                     f"not {durability!r}: keep that setting, delete the store or choose another directory"
                 )
             return cls.open(paths, model=model, engine=engine, allow_torn=True, records=records)
         if durability == "auto" and not fits(paths, records, num_homes, scratch):
             num_homes = 1
             logger.warning(
-                "%s: no room for two versions of this model's state, so the store keeps one (durability: checkpoint): "
-                "a run that dies goes on from its last checkpoint, not from its last step",
+                "%s: two versions of this model's state do not fit, so the store keeps one (durability: checkpoint): "
+                "a run that dies resumes from its last checkpoint, not from its last step",
                 " and ".join(path.path for path in paths),
             )
         return cls.create(paths, records, model=model, engine=engine, num_homes=num_homes)
@@ -211,7 +215,7 @@ class Store(RecordFiles):
 
     @property
     def scratch_bytes(self) -> int:
-        """Exact size of its open scratch files."""
+        """Exact size of the open scratch files."""
         return sum(files.size_bytes for files in self._open_scratches().values())
 
     @property
@@ -220,65 +224,64 @@ class Store(RecordFiles):
 
     @property
     def durability(self) -> Literal["step", "checkpoint"]:
-        """What the configuration calls so many homes: "step" is two, "checkpoint" one."""
+        """The setting for this number of homes: "step" for two, "checkpoint" for one."""
         return _durability(self.num_homes)
 
     @property
     def committed(self) -> Commit | None:
-        """What the last commit wrote down; None before the first."""
+        """The last commit; None before the first."""
         return self._commits.last
 
     @property
     def kept_commits(self) -> list[Commit]:
-        """Those that the store can be at: the last one, and the one before if it was kept for other ranks."""
+        """The commits that the store can return to: the last one, and the one before if it was kept for other ranks."""
         return [commit for commit in (self._commits.last, self._commits.previous) if commit is not None]
 
     def agree_on_commits(self, agreement: Agreement) -> None:
-        """Commit together with other ranks from now on: nothing that one of them may go back to is overwritten before
-        all have what took its place. A store that keeps one version can go back to nothing, so it waits for nobody."""
+        """Commit together with other ranks from now on: a commit that a rank may return to is not overwritten before
+        all ranks have the next one. A store with one home cannot return to a commit, so it waits for nobody."""
         if self.num_homes > 1:
-            self._commits.agree(agreement)
+            self._commits.set_agreement(agreement)
 
     def count_commits_from(self, number: int) -> None:
-        """The first commit of all has this number, not 1: it is one that other stores had before."""
+        """Number the first commit ``number`` in place of 1, to continue the count of other stores."""
         self._commits.count_from(number)
 
-    def go_back_to(self, commit: Commit | None) -> None:
-        """Be at ``commit``, one of `kept_commits`, and forget what came after it; None: nothing is committed. Not once
+    def restore_commit(self, commit: Commit | None) -> None:
+        """Return to ``commit``, one of `kept_commits`, and forget later ones; None: nothing is committed. Only before
         records have copies in RAM."""
-        assert not self.ram.copies, "copies are of the last commit"
-        self.settle()
+        assert not self.ram.copies, "copies in RAM belong to the last commit"
+        self.wait_until_idle()
         for files in self._homes:
             files.forget_failures()
         if commit is not self._commits.last:
-            self._commits.go_back(commit)
-        nothing = Versions(self.layout.records, num_homes=self.num_homes)
-        home, checksum = nothing.draft() if commit is None else (commit.home, commit.checksum)
+            self._commits.restore_commit(commit)
+        empty = Versions(self.layout.records, num_homes=self.num_homes)
+        home, checksum = empty.draft() if commit is None else (commit.home, commit.checksum)
         self.versions.restore(home, checksum, is_torn=commit is not None and commit.is_torn)
 
-    def look_at(self, commit: Commit) -> None:
-        """Read what ``commit``, one of `kept_commits`, committed. The disk stays as it is: nothing may be written from
-        here on, and nothing is kept in RAM."""
-        assert not self.ram.copies, "copies are of the last commit"
-        self._commits.look_at(commit)
+    def view_commit(self, commit: Commit) -> None:
+        """Read the records of ``commit``, one of `kept_commits`, without changing the disk. Afterwards nothing may be
+        written or kept in RAM."""
+        assert not self.ram.copies, "copies in RAM belong to the last commit"
+        self._commits.view_commit(commit)
         self.versions.restore(commit.home, commit.checksum, is_torn=commit.is_torn)
 
     @property
     def log(self) -> bytes:
-        """The lines that were appended to the log up to the last commit. Raises `StorageError` if they are lost."""
+        """The log up to the last commit. Raises `StorageError` if it is missing or damaged."""
         return self.committed.read_log(self.paths[0].path) if self.committed is not None else b""
 
     @property
     def model_folder(self) -> str | None:
-        """Where the model's files of the last commit lie; None if it has none. Raises `StorageError` if they are not as
-        they were written."""
+        """The folder of the last commit's model files, or None. Raises `StorageError` if they are damaged."""
         if self.committed is None or not self.committed.model_folder:
             return None
         return self.committed.check_model_files(self.paths[0].path)
 
     @property
     def model_files(self) -> dict[str, bytes] | None:
-        """The content of those files, by name; None and raises as `model_folder`."""
+        """The content of the model files by name, or None. Raises as `model_folder`."""
         folder = self.model_folder
         if folder is None or self.committed is None:
             return None
@@ -290,21 +293,20 @@ class Store(RecordFiles):
         return self.versions.has_drafts
 
     def keep_copies(self, names: Iterable[tuple[str, str]], host_empty: Callable[[int], Tensor]) -> None:
-        """Keep copies in RAM of the records with these (block, kind) ``names``; once. Raises as ``host_empty``: see
-        `take_copies`."""
-        self.ram.take(names, host_empty)
+        """Allocate copies in RAM of the records of these (block, kind) ``names``; once. Raises as ``host_empty``."""
+        self.ram.allocate_copies(names, host_empty)
 
     def keep_new_in_ram(self, is_wanted: bool) -> None:
-        """Whether what is written from now on to records with a copy in RAM stays there alone, until the next commit
-        writes it back. To be changed while no write is under way."""
+        """Whether writes to records with a copy in RAM stay there alone until the next commit writes them back. Call it
+        while no write is in progress."""
         self.ram.keep_new(is_wanted)
 
-    def begin_anew(self) -> None:
-        """Every record is zeros until it is written. What is committed stays so until the next commit, as long as no
-        committed record that has one home is overwritten."""
-        self.settle()
-        self.versions.begin_anew()
-        self.ram.begin_anew()
+    def clear_records(self) -> None:
+        """Make every record zeros until it is written. The last commit stays valid until the next one, unless a
+        committed record with one home is overwritten."""
+        self.wait_until_idle()
+        self.versions.clear()
+        self.ram.clear()
 
     def commit(
         self,
@@ -315,42 +317,73 @@ class Store(RecordFiles):
         keep_log: bool = True,
         model_files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """Make all that was written count: it is durable, and current, when this returns.
+        """Make all writes durable and current.
 
-        ``facts`` (JSON's types) and ``journal`` (small files by name) are found again in `committed`; ``log_lines``
-        follow the log (``keep_log=False`` begins it anew); ``model_files`` take the place of those of the last commit,
-        if they are given. The caller sees to it that no write is under way. Raises `CapacityError` or `StorageError`;
-        what was committed before is then still so, and `commit` may be tried again, unless the drive lost what was
-        written.
+        ``facts`` (JSON types) and ``journal`` (small files by name) can be read from `committed`. ``log_lines`` are
+        appended to the log (``keep_log=False`` starts a new one). ``model_files``, if given, replace those of the last
+        commit. No write may be in progress. Raises `CapacityError` or `StorageError`; the last commit then stays, and
+        `commit` may be called again unless the drive lost written data.
         """
         self.write_back()
         home, checksum = self.draft()
-        self._commits.follow(
+        self._commits.write_next(
             home, checksum, facts or {}, journal or {}, log_lines, keep_log=keep_log, model_files=model_files
         )
         self.versions.commit(home, checksum)
         self.ram.commit()
-        self._commits.tell_others()
+        self._commits.announce_last()
 
-    def drop(self) -> None:
-        """Forget what was written since the last commit, once no request is under way. Raises `TornStoreError` where it
-        was written over what is committed."""
-        self.settle()
+    def drop_drafts(self) -> None:
+        """Forget all writes since the last commit. Raises `TornStoreError` if committed bytes were overwritten."""
+        self.wait_until_idle()
         if self.versions.is_torn:
             raise TornStoreError(
-                f"the last commit of the store in {self.paths[0].path} is gone: records that are kept in one version "
-                "have been overwritten since; resume from a checkpoint, or use durability='step'"
+                f"the last commit of the store in {self.paths[0].path} has been overwritten, because the store keeps "
+                "one version; resume from a checkpoint, or use durability='step'"
             )
         for home in self._homes:
             home.forget_failures()
-        self.versions.drop()
-        self.ram.drop()
+        self.versions.drop_drafts()
+        self.ram.drop_drafts()
+
+    def verify_records(self) -> Iterator[tuple[RecordSpec, list[CorruptionError]]]:
+        """Read one record after the other, and yield each with one error per damaged granule. Raises `StorageError` if
+        a drive cannot be read."""
+        memory = mapped_empty(_VERIFIED_AT_ONCE_BYTES)
+        for record in self.records:
+            errors: list[CorruptionError] = []
+            granule_numel, end = record.granule_numel, record.first + record.numel
+            piece_numel = _VERIFIED_AT_ONCE_BYTES // record.granule_bytes * granule_numel
+            for start in range(record.first, end, piece_numel):
+                stop = min(start + piece_numel, end)
+                if self._damage_in(record, start, stop, memory) is not None:
+                    for first in range(start, stop, granule_numel):
+                        error = self._damage_in(record, first, min(first + granule_numel, stop), memory)
+                        errors += [error] if error is not None else []
+            yield record, errors
+
+    def _damage_in(self, record: RecordSpec, start: int, stop: int, memory: Tensor) -> CorruptionError | None:
+        out = memory[: (stop - start) * record.itemsize].view(getattr(torch, record.dtype))
+        try:
+            self.read(record.block, record.kind, start, out).wait()
+        except CorruptionError as error:
+            return error
+        return None
+
+    def verify_files(self) -> list[StorageError]:
+        """The errors of the other files of the last commit: its log and its model files."""
+        errors: list[StorageError] = []
+        for read in (lambda: self.log, lambda: self.model_folder):
+            try:
+                read()
+            except StorageError as error:
+                errors.append(error)
+        return errors
 
     def scratch(self, records: Sequence[RecordSpec], name: str = SCRATCH_NAME) -> RecordFiles:
-        """More preallocated records, in ``<name>.bin`` on the same paths, deleted when closed.
+        """Create more preallocated records in ``<name>.bin`` on the same paths. `close` deletes them.
 
-        Raises ValueError for a name that is taken or no plain word, `CapacityError` if they do not fit beside
-        the store's own.
+        Raises ValueError if the name is taken or not a plain word, `CapacityError` if they do not fit beside the store.
         """
         scratches = self._open_scratches()
         if name in scratches or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
@@ -365,8 +398,8 @@ class Store(RecordFiles):
         return files
 
     def close(self) -> None:
-        """Delete the scratch files, close the rest and let the directories go; a second time does nothing, nor does a
-        forked child."""
+        """Delete the scratch files, close all others and release the directories. Idempotent; does nothing in a forked
+        child."""
         if self._owner.is_here:
             for files in self._open_scratches().values():
                 files.close()

@@ -1,4 +1,4 @@
-"""What lies in a store's directories: which files, whether they fit, what is committed there. Needs no open store."""
+"""The files in a store's directories: their names, whether they fit, the last commit. Opens no store."""
 
 from __future__ import annotations
 
@@ -41,68 +41,68 @@ def scratch_file_name(name: str) -> str:
 
 
 DATA_NAMES = (*HOME_NAMES, *map(scratch_file_name, SCRATCH_NAMES))
-"""What takes room."""
+"""The large files."""
 
 
 def last_commit(paths: Sequence[str]) -> Commit | None:
-    """The last commit of the store in ``paths``; None if there is no store, or nothing committed in it.
+    """Return the last commit of the store in ``paths``; None if there is no store or no commit.
 
-    Takes no lock and changes nothing, so a run may go on meanwhile. Raises `StorageError` or `ForeignStoreError` where
-    what is there is damaged, of several stores, or only a part of one.
+    Takes no lock and changes nothing, so a run may go on meanwhile. Raises `StorageError` or `ForeignStoreError` if the
+    files are damaged, belong to several stores, or are only a part of one.
     """
-    found = _committed(paths)
-    return None if found is None else found[0]
+    committed = _committed(paths)
+    return None if committed is None else committed[0]
 
 
 def kept_commits(paths: Sequence[str]) -> list[Commit]:
-    """The last commit, and the one before if it was kept for other ranks. See `last_commit`."""
-    found = _committed(paths)
-    if found is None:
+    """The last commit, and the one before if it was kept for other ranks. Raises as `last_commit`."""
+    committed = _committed(paths)
+    if committed is None:
         return []
-    last, directory = found
+    last, directory = committed
     return [commit for commit in (last, previous_commit(directory, last)) if commit is not None]
 
 
 def committed_log(paths: Sequence[str], commit: Commit | None = None) -> bytes:
-    """The lines that were appended to the log of the store in ``paths`` up to its last commit, or to one that is kept.
-    Raises as `last_commit`, and `StorageError` if they are damaged."""
-    found = _committed(paths)
-    return b"" if found is None else (commit or found[0]).read_log(found[1])
+    """The log of the store in ``paths`` up to its last commit, or up to ``commit``. Raises as `last_commit`, and
+    `StorageError` if the log is damaged."""
+    committed = _committed(paths)
+    return b"" if committed is None else (commit or committed[0]).read_log(committed[1])
 
 
 def _committed(paths: Sequence[str]) -> tuple[Commit, str] | None:
-    """The last commit, and the directory that holds it."""
+    """The last commit and the directory that holds it."""
     manifests = [read_manifest(path) for path in paths]
-    given = [StorePath(path) for path in paths]
-    if not any(manifests) or is_half_made(given, manifests):
+    store_paths = [StorePath(path) for path in paths]
+    if not any(manifests) or is_half_made(store_paths, manifests):
         return None
-    manifest, ordered = assemble(given)
+    manifest, ordered = assemble(store_paths)
     directories = [path.path for path in ordered]
     commit = committed_in(directories, manifest)
     return None if commit is None else (commit, directories[0])
 
 
 def committed_in(directories: Sequence[str], manifest: Manifest) -> Commit | None:
-    """The last commit of the store in ``directories`` (in the store's order), which need not be locked.
+    """Return the last commit of the store in ``directories`` (in store order), which need not be locked.
 
-    Raises `StorageError` if it is damaged, `ForeignStoreError` if it is another store's.
+    Raises `StorageError` if it is damaged, `ForeignStoreError` if it belongs to another store.
     """
     commit = read_commit(directories[0])
     if commit is not None and commit.store_id != manifest.store_id:
         raise ForeignStoreError(
             f"{COMMIT_NAME} in {directories[0]} belongs to another store than its manifest: "
-            "put the right one back, or delete the store and resume from a checkpoint"
+            "restore the right file, or delete the store and resume from a checkpoint"
         )
     if commit is not None and commit.layout_id != manifest.layout_id:
         raise ForeignStoreError(
-            f"{MANIFEST_NAME} in {directories[0]} is not that of the run that wrote {COMMIT_NAME}: "
-            "put the right one back, or delete the store and resume from a checkpoint"
+            f"{MANIFEST_NAME} in {directories[0]} does not belong to {COMMIT_NAME}: "
+            "restore the right file, or delete the store and resume from a checkpoint"
         )
     return commit
 
 
 def versions_in(directories: Sequence[str], manifest: Manifest, committed: Commit | None) -> Versions:
-    """As they are committed. Raises `ForeignStoreError` where the commit is of other records."""
+    """The versions of the last commit. Raises `ForeignStoreError` if it has other records."""
     versions = Versions(manifest.layout.records, num_homes=manifest.num_homes)
     if committed is not None:
         try:
@@ -116,9 +116,9 @@ def versions_in(directories: Sequence[str], manifest: Manifest, committed: Commi
 
 
 def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None]) -> bool:
-    """Whether this is what a run left that died while it made the store: there is nothing in it to lose.
+    """Whether a run died while it created this store, so that it holds nothing to lose.
 
-    Manifests are written in the order of the paths and removed in reverse, after the commit, which lies in the first.
+    Manifests are written in path order, and removed in reverse order after the commit, which lies on the first path.
     """
     if None not in manifests:
         return False
@@ -127,7 +127,7 @@ def is_half_made(paths: Sequence[StorePath], manifests: Sequence[Manifest | None
 
 
 def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> None:
-    """Raise `CapacityError` naming every path whose capacity files of these ``layouts`` exceed."""
+    """Raise `CapacityError` naming every path whose capacity the files of ``layouts`` exceed."""
     shortfalls = [
         Shortfall(path.path, needed, path.capacity_bytes, "capacity")
         for path, needed in zip(paths, _sum_over_files(layouts), strict=True)
@@ -138,7 +138,8 @@ def check_sizes(paths: Sequence[StorePath], layouts: Sequence[StoreLayout]) -> N
 
 
 def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names: Sequence[str] = DATA_NAMES) -> None:
-    """Raise `CapacityError` also if a file system lacks room for them, in place of those of these ``names``."""
+    """Like `check_sizes`, and raise `CapacityError` if a file system lacks space for them in place of the files
+    ``names``."""
     check_sizes(paths, layouts)
     check_free_space(paths, _sum_over_files(layouts), names)
 
@@ -146,7 +147,7 @@ def check_room(paths: Sequence[StorePath], layouts: Sequence[StoreLayout], names
 def fits(
     paths: Sequence[StorePath], records: Sequence[RecordSpec], num_homes: int, scratch: Sequence[RecordSpec]
 ) -> bool:
-    """Whether a new store of these ``records`` has room beside ``scratch``."""
+    """Whether a new store of ``records`` fits beside ``scratch``."""
     resolved = resolve_capacities(paths, DATA_NAMES)
     layouts = home_layouts(StoreLayout(tuple(records), resolved), num_homes)
     with suppress(CapacityError):
@@ -156,15 +157,15 @@ def fits(
 
 
 def names_in(directory: str) -> list[str]:
-    """Of the files and folders there that belong to a store."""
+    """The store's files and folders that exist in the directory."""
     names = (MANIFEST_NAME, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *DATA_NAMES, *MODEL_NAMES)
     return [name for name in names if os.path.lexists(os.path.join(directory, name))]
 
 
 def remove_store(directories: Sequence[str]) -> None:
-    """Remove all but the locks. Only called where lock and model are ours. Raises `StorageError`.
+    """Remove everything but the locks, whose holder the caller must be. Raises `StorageError`.
 
-    The commit goes first, then the manifests: whatever is left if this is cut short has nothing in it to lose.
+    The commit goes first, then the manifests: an interrupted removal leaves nothing to lose.
     """
     for directory in directories:
         remove_durably(os.path.join(directory, COMMIT_NAME))
@@ -177,22 +178,22 @@ def remove_store(directories: Sequence[str]) -> None:
 
 
 def remove_scratch(directories: Sequence[str]) -> None:
-    """Remove what a killed run could not delete. Only called where lock and model are ours. Raises `StorageError`."""
+    """Remove scratch files left by a killed run. The caller holds the lock. Raises `StorageError`."""
     for directory in directories:
         for name in SCRATCH_NAMES:
             remove_durably(os.path.join(directory, scratch_file_name(name)))
 
 
 def refuse_foreign(directories: Sequence[str], model: ModelIdentity) -> None:
-    """Raise `ForeignStoreError` where something else lives that a new store would destroy."""
+    """Raise `ForeignStoreError` if a new store would destroy something else."""
     for directory in directories:
         if manifest := read_manifest(directory):
             manifest.refuse_other(model, directory)
             continue
-        ours = os.path.exists(os.path.join(directory, LOCK_NAME))  # a store whose creation was cut short
+        is_ours = os.path.exists(os.path.join(directory, LOCK_NAME))  # left by an interrupted creation
         names = (*DATA_NAMES, COMMIT_NAME, PREVIOUS_NAME, LOG_NAME, *MODEL_NAMES)
         stray = [name for name in names if os.path.lexists(os.path.join(directory, name))]
-        if stray and not ours:
+        if stray and not is_ours:
             raise ForeignStoreError(
                 f"{directory} holds {stray[0]} but no store: choose another directory or move that file away"
             )

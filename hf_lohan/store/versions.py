@@ -1,4 +1,4 @@
-"""Which home holds each granule, and what its bytes hash to: as committed, and as the step in progress left it."""
+"""The version of every granule: its home and its checksum, as committed and as the current step left it."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ Homes = npt.NDArray[np.uint8]
 
 
 class Home(IntEnum):
-    """Where a granule's bytes are."""
+    """Where the current bytes of a granule are. FIRST and SECOND are the two copies of the record files."""
 
     FIRST = 0
     SECOND = 1
     NOWHERE = 2
-    """Never written: it reads as zeros and takes no I/O."""
+    """Never written: reads as zeros without I/O."""
     RAM = 3
-    """Its newest version is in RAM only. None is there when a commit is made, so no commit ever says so."""
+    """The newest version is in RAM only. No commit contains this value."""
 
 
 _FIRST, _SECOND, _NOWHERE, _RAM = map(np.uint8, Home)
-"""As the arrays hold them: looking a member up in its enum is slow where each request does it."""
+"""As stored in arrays. Enum lookups are too slow for every request."""
 
 
 class HomeRun(NamedTuple):
-    """Neighbouring granules [first, stop) of a record that share a home."""
+    """Consecutive granules [first, stop) of a record with the same home."""
 
     home: Home
     first: int
@@ -41,30 +41,31 @@ class HomeRun(NamedTuple):
 
 
 class Versions:
-    """Home and checksum of every granule of some records, twice: committed, and live.
+    """Home and checksum of every granule of the records, committed and live.
 
-    What is written goes to the home that is not committed, and is live from then on; `commit` makes all that is live
-    committed, `drop` goes back. With one home, or where a record has only one (`RecordSpec.versioned_numel`), writes go
-    in place: once they have changed what is committed (`mark_torn`), there is nothing to go back to.
+    A write goes to the home that is not committed and becomes live. `commit` makes all live granules committed,
+    `drop_drafts` returns to the committed ones. With one home, or where a record has only one
+    (`RecordSpec.versioned_numel`), writes go in place. Once they change committed bytes (`mark_torn`), the commit
+    cannot be restored.
     """
 
     def __init__(self, records: Sequence[RecordSpec], *, num_homes: int) -> None:
-        """Raises ValueError where only a part of a granule would have a second home."""
+        """Raises ValueError if only a part of a granule would have a second home."""
         self.num_homes = num_homes
         starts = list(accumulate((record.num_granules for record in records), initial=0))
         self._names = [(record.block, record.kind) for record in records]
         self._first = dict(zip(self._names, starts, strict=False))
         self._live_home: Homes = np.full(starts[-1], _NOWHERE)
         self._live_checksum: Checksums = np.zeros(starts[-1], np.uint64)
-        # These two are replaced, never changed: a `Commit` holds them too.
+        # These two are replaced, never changed, because a `Commit` holds them too.
         self._committed_home, self._committed_checksum = self._live_home.copy(), self._live_checksum.copy()
         self._has_second = np.zeros(starts[-1], bool)
         self._is_in_flux = np.zeros(starts[-1], bool)
-        """Being written, or left half written by a write that failed."""
+        """Being written, or left half written by a failed write."""
         self._is_frozen = np.ones(starts[-1], bool)
         has_two = (record for record in records if num_homes > 1 and record.versioned_numel == record.numel)
         self._is_always_beside = {(record.block, record.kind) for record in has_two}
-        """Records that are never written over what is committed."""
+        """Records whose writes never overwrite committed bytes."""
         for record, start in zip(records, starts, strict=False):
             if num_homes > 1:
                 _refuse_half_versioned_granule(record)
@@ -74,23 +75,23 @@ class Versions:
         self.has_drafts = False
         """Whether anything was written since the last commit."""
         self.is_torn = False
-        """Whether something committed was overwritten with something else, so that one cannot go back."""
+        """Whether committed bytes were changed, so that the commit cannot be restored."""
         self._lock = Lock()
 
     def live(self, block: str, kind: str, first: int, stop: int) -> tuple[list[HomeRun], Checksums]:
-        """Where granules [first, stop) of a record are to be read, and their checksums."""
+        """Where to read granules [first, stop) of a record, and their checksums."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             return _runs(self._live_home[part], first), self._live_checksum[part].copy()
 
     def is_written(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Whether granules [first, stop) are on disk as they are read now: none is in flux or was never written."""
+        """Whether granules [first, stop) are on disk: none is in flux, in RAM only, or was never written."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             return not ((self._live_home[part] >= _NOWHERE).any() or self._is_in_flux[part].any())
 
     def overwrites(self, block: str, kind: str, first: int, stop: int) -> bool:
-        """Whether a write to granules [first, stop) goes over committed bytes, not known to be torn yet."""
+        """Whether a write to granules [first, stop) overwrites committed bytes of a commit not yet torn."""
         if (block, kind) in self._is_always_beside:
             return False
         part = self._part(block, kind, first, stop)
@@ -98,18 +99,18 @@ class Versions:
             return not self.is_torn and bool(self._is_in_place(part).any())
 
     def tears(self, block: str, kind: str, first: int, checksums: Checksums) -> bool:
-        """Whether writing granules of these ``checksums`` from ``first`` on would change committed bytes."""
+        """Whether writing granules with these ``checksums`` from ``first`` on changes committed bytes."""
         part = self._part(block, kind, first, first + len(checksums))
         with self._lock:
             return bool((self._is_in_place(part) & (self._committed_checksum[part] != checksums)).any())
 
     def mark_torn(self) -> None:
-        """Committed bytes are about to be changed."""
+        """Committed bytes are about to change."""
         self.is_torn = True
 
     def begin_write(self, block: str, kind: str, first: int, stop: int) -> list[HomeRun]:
-        """Where granules [first, stop) of a record are to be written: not over what is committed, where there is a
-        second home. Until `end_write` they are in flux."""
+        """Where to write granules [first, stop) of a record: not over committed bytes if there is a second home. They
+        are in flux until `end_write`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
@@ -118,7 +119,7 @@ class Versions:
         return _runs(np.where(to_second, _SECOND, _FIRST), first)
 
     def end_write(self, block: str, kind: str, first: int, targets: Sequence[HomeRun], checksums: Checksums) -> None:
-        """The granules from ``first`` on are in ``targets`` now."""
+        """The granules from ``first`` on are written to ``targets``."""
         part = self._part(block, kind, first, first + len(checksums))
         with self._lock:
             for run in targets:
@@ -127,24 +128,24 @@ class Versions:
             self._is_in_flux[part] = False
 
     def begin_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """Granules [first, stop) of a record are being changed in RAM. Until `end_change` they are in flux."""
+        """Granules [first, stop) are changed in RAM. They are in flux until `end_change`."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self.has_drafts = True
             self._is_in_flux[part] = True
 
     def end_change(self, block: str, kind: str, first: int, stop: int) -> None:
-        """They are new, and in RAM only."""
+        """The granules are new, and in RAM only."""
         part = self._part(block, kind, first, stop)
         with self._lock:
             self._live_home[part] = _RAM
             self._is_in_flux[part] = False
 
-    def begin_anew(self) -> None:
-        """All records are zeros from now on, until written; what is committed stays so. No write may be under way.
+    def clear(self) -> None:
+        """Make all records zeros until they are written; the committed versions stay. No write may be in progress.
 
-        Frozen parts stay as they are committed: small parameters share granules, and are loaded one after the other,
-        which must not pass through contents that overwrite the only version there is.
+        Frozen parts stay as committed: small parameters share granules and are loaded one after the other, and an
+        intermediate content must not overwrite the only copy.
         """
         with self._lock:
             stays = self._is_frozen & (self._committed_home == _FIRST) & (not self.is_torn)
@@ -153,9 +154,9 @@ class Versions:
             self._is_in_flux[:] = False
             self.has_drafts = True
 
-    def drop(self) -> None:
-        """Forget all that is not committed. Nothing may be torn, and no write under way."""
-        assert not self.is_torn, "what is committed has been overwritten"
+    def drop_drafts(self) -> None:
+        """Return to the committed versions. The commit must not be torn, and no write in progress."""
+        assert not self.is_torn, "the commit has been overwritten"
         with self._lock:
             self._live_home[:] = self._committed_home
             self._live_checksum[:] = self._committed_checksum
@@ -163,31 +164,31 @@ class Versions:
             self.has_drafts = False
 
     def first_in_flux(self) -> tuple[str, str, int] | None:
-        """Block, kind and granule of the first one that is in flux, None if none is."""
+        """Block, kind and granule of the first one in flux, or None."""
         with self._lock:
-            found = np.flatnonzero(self._is_in_flux)
-        if not len(found):
+            in_flux = np.flatnonzero(self._is_in_flux)
+        if not len(in_flux):
             return None
-        index = int(found[0])
+        index = int(in_flux[0])
         block, kind = max((name for name in self._names if self._first[name] <= index), key=self._first.__getitem__)
         return block, kind, index - self._first[block, kind]
 
     def draft(self) -> tuple[Homes, Checksums]:
-        """Home and checksum of all granules as they are now, to be written down and then given to `commit`."""
+        """Home and checksum of all granules as they are now, to be written to a commit and then passed to `commit`."""
         with self._lock:
-            assert not (self._live_home == _RAM).any(), "what is in RAM only is written before a commit"
+            assert not (self._live_home == _RAM).any(), "RAM is written back before a commit"
             return self._live_home.copy(), self._live_checksum.copy()
 
     def commit(self, home: Homes, checksum: Checksums) -> None:
-        """What `draft` returned is committed. No write may have begun since."""
+        """The result of `draft` is committed. No write may have begun since."""
         with self._lock:
             self._committed_home, self._committed_checksum = home, checksum
             self.has_drafts = self.is_torn = False
 
     def restore(self, home: Homes, checksum: Checksums, *, is_torn: bool = False) -> None:
-        """Take over what was written down. Raises ValueError if it is of other records.
+        """Take over the versions of a commit. Raises ValueError if they belong to other records.
 
-        If it ``is_torn``, what has one home only is in flux: nobody knows what became of it.
+        If it ``is_torn``, granules with one home are in flux: their content is unknown.
         """
         if home.shape != self._live_home.shape or checksum.shape != self._live_checksum.shape:
             raise ValueError(f"versions of {home.size} granules, not of {self._live_home.size}")
@@ -196,12 +197,12 @@ class Versions:
         if (home > _NOWHERE).any() or ((home == _SECOND) & ~self._has_second).any():
             raise ValueError("versions in homes that do not exist")
         self.commit(home, checksum)
-        self.drop()
+        self.drop_drafts()
         self.is_torn = is_torn
         self._is_in_flux[:] = is_torn & self._is_in_place(slice(None))
 
     def _is_in_place(self, part: slice) -> npt.NDArray[np.bool_]:
-        """Where a write would go over what is committed."""
+        """Where a write would overwrite committed bytes."""
         in_place: npt.NDArray[np.bool_] = (self._committed_home[part] == _FIRST) & ~self._has_second[part]
         return in_place
 
@@ -225,7 +226,7 @@ def _runs(homes: Homes, first: int) -> list[HomeRun]:
 def runs(values: npt.NDArray[np.uint8]) -> Iterator[tuple[int, int, int]]:
     """(value, start, stop) of each run of equal neighbours."""
     content = values.tobytes()
-    if content and content.count(content[0]) == len(content):  # nearly always, and then much cheaper
+    if content and content.count(content[0]) == len(content):  # the common case, and much cheaper
         yield content[0], 0, len(content)
         return
     edges = [0, *(np.flatnonzero(np.diff(values)) + 1).tolist(), len(values)]

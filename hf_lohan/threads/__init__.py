@@ -11,8 +11,7 @@ from hf_lohan.threads.cpu_policies import (
 from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner, close_in_children, close_object_in_children, closing
 from hf_lohan.threads.task_threads import KernelThreads, TaskThreads
-from hf_lohan.threads.thread_settings import ThreadSettings
-from hf_lohan.threads.uninterrupted import uninterrupted
+from hf_lohan.threads.thread_settings import ThreadSettings, uninterrupted
 from hf_lohan.threads.work_thread import Command, WorkThread
 
 __all__ = [

@@ -16,7 +16,7 @@ class FirstFailure:
         self.error: BaseException | None = None
         self._told = told
 
-    def note(self, error: BaseException) -> None:
+    def record_error(self, error: BaseException) -> None:
         """From any thread."""
         if self.error is None:
             self.error = error

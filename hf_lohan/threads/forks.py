@@ -8,14 +8,14 @@ from contextlib import suppress
 from typing import Protocol
 
 
-class Closable(Protocol):
+class _Closable(Protocol):
     """Has a file of its own."""
 
     def close(self) -> None: ...
 
 
 _closed_in_children: set[int] = set()
-_objects_closed_in_children: weakref.WeakSet[Closable] = weakref.WeakSet()
+_objects_closed_in_children: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(fd: int) -> None:
@@ -29,7 +29,7 @@ def closing(fd: int) -> None:
     _closed_in_children.discard(fd)
 
 
-def close_object_in_children(closable: Closable) -> None:
+def close_object_in_children(closable: _Closable) -> None:
     """Have every child close ``closable``, as long as there is one: the other end of a socket does not see that this
     process ended while a child of it has the socket, too."""
     _objects_closed_in_children.add(closable)

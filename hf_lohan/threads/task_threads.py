@@ -13,8 +13,8 @@ from hf_lohan.threads.forks import Owner
 
 _Part = TypeVar("_Part")
 _Result = TypeVar("_Result")
-Task = Callable[[], object]
-_Tasks = queue.SimpleQueue[Task | None]
+_Task = Callable[[], object]
+_Tasks = queue.SimpleQueue[_Task | None]
 
 
 class TaskThreads:
@@ -22,7 +22,7 @@ class TaskThreads:
     transfer. Runs tasks in the order they come. They must not raise; what becomes of them is theirs to tell. The
     threads end with this object at the latest. A forked child has none of them, and does nothing."""
 
-    def __init__(self, num_threads: int, name: str, *, begin: Task = lambda: None) -> None:
+    def __init__(self, num_threads: int, name: str, *, begin: _Task = lambda: None) -> None:
         """Each thread calls ``begin`` before its first task."""
         self._owner = Owner()
         self._tasks: _Tasks = queue.SimpleQueue()
@@ -33,7 +33,7 @@ class TaskThreads:
         for thread in self._threads:
             thread.start()
 
-    def put(self, task: Task) -> None:
+    def submit(self, task: _Task) -> None:
         """Run ``task`` when a thread is free."""
         self._tasks.put(task)
 
@@ -55,7 +55,7 @@ class TaskThreads:
             self._end()
 
 
-def _run(tasks: _Tasks, begin: Task) -> None:
+def _run(tasks: _Tasks, begin: _Task) -> None:
     """A function, so that a thread does not keep alive the object that ends it."""
     begin()
     while True:
@@ -97,7 +97,7 @@ class KernelThreads:
             done.put(None)
 
         for index, part in enumerate(parts):
-            self._threads.put(partial(run, index, part))
+            self._threads.submit(partial(run, index, part))
         for _ in parts:
             done.get()
         if errors:

@@ -1,11 +1,19 @@
-"""What torch keeps by thread, taken along to another one."""
+"""torch's settings of one thread applied to another, and work on such a thread that no signal handler interrupts."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
+
+_Result = TypeVar("_Result")
+_LOOK_S = 1.0
+"""An interrupt may take away the word that the work has ended: then it shows this much later."""
 
 
 class ThreadSettings:
@@ -36,3 +44,53 @@ class ThreadSettings:
             for kind, dtype in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, dtype=dtype, cache_enabled=self._caches_casts))
             yield
+
+
+def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Result:
+    """What ``work`` returns or raises. It runs under ``settings`` on a thread of its own, where Python calls no handler
+    of a signal. What one raises meanwhile (an interrupt) is raised when the work has ended, so keep that short.
+
+    For work in which torch calls Python where it cannot bear an exception, and would end the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[_Result] = []
+    errors: list[BaseException] = []
+    may_begin: SimpleQueue[bool] = SimpleQueue()
+    ended = threading.Lock()
+    ended.acquire()
+
+    def run() -> None:
+        if not may_begin.get():
+            return
+        try:
+            with settings.applied():
+                results.append(work())
+        except BaseException as error:
+            errors.append(error)
+        ended.release()
+
+    context = contextvars.copy_context()
+    thread = threading.Thread(target=context.run, args=(run,), name="lohan-uninterrupted", daemon=True)
+    try:
+        thread.start()
+    except BaseException:
+        may_begin.put(False)  # there may be a thread, but nobody would wait for it
+        raise
+    interrupt: BaseException | None = None
+    is_told = False
+    # Not `Thread.join`, which takes the thread for ended when it was interrupted itself (Python 3.10 to 3.12).
+    while not (results or errors):
+        try:
+            if not is_told:
+                is_told = True
+                may_begin.put(True)
+            while not (results or errors):
+                ended.acquire(timeout=_LOOK_S)
+        except BaseException as error:
+            interrupt = interrupt or error
+    if interrupt is not None:
+        raise interrupt
+    if errors:
+        raise errors.pop()
+    return results[0]

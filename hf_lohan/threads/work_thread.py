@@ -12,7 +12,7 @@ from hf_lohan.threads.failures import FirstFailure, raised_anew
 from hf_lohan.threads.forks import Owner
 
 Command = Callable[[], object]
-Result = TypeVar("Result")
+_Result = TypeVar("_Result")
 _LOOK_S = 1.0
 """How often who waits for the thread looks whether it is still there."""
 
@@ -36,7 +36,7 @@ class WorkThread:
         self._idle = idle
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
-    def put(self, command: Command) -> None:
+    def submit(self, command: Command) -> None:
         """Run `command` after those before it."""
         self._commands.put(command)
 
@@ -50,10 +50,10 @@ class WorkThread:
         if self._failure.error is not None:
             raise raised_anew(self._failure.error)
 
-    def call(self, command: Callable[[], Result]) -> Result:
+    def call(self, command: Callable[[], _Result]) -> _Result:
         """Run `command` after those before it, and return what it returns. Raises what failed."""
-        results: list[Result] = []
-        self.put(lambda: results.append(command()))
+        results: list[_Result] = []
+        self.submit(lambda: results.append(command()))
         self.barrier()
         return results[0]
 
@@ -88,9 +88,9 @@ class WorkThread:
                 break
         return self._commands.get()
 
-    def _try(self, work: Callable[[], Result]) -> Result | None:
+    def _try(self, work: Callable[[], _Result]) -> _Result | None:
         try:
             return work()
         except BaseException as error:
-            self._failure.note(error)
+            self._failure.record_error(error)
             return None

@@ -1,51 +1,52 @@
 """Gradients in, updated records out.
 
-Follow one gradient from the top down. `arrival` takes it to the host, and `norms` measures it on the way. `pipeline` is
-what the computing thread talks to, `worker` what then happens on a thread of its own: it keeps the gradient until the
-norm is known (`held`), or applies it. `queue` orders the reads, updates and writes of one chunk after another,
-`chunk_update` does a chunk's, and `handover` brings the new weights to whoever needs their block. `step` knows the norm
-and makes the step count or undoes it. `groups` says which hyperparameters a parameter has, and `setup` what all this is
-built from. Steps with a gradient of zeros may be taken later: `missed_steps` knows of them, and `caught_up` reads what
-lacks them. Two refinements have a file each: a `loan` of the weights that backward uses, and `speculation` about the
-norm. Knows no model and no slots.
+The files, from the top down, in the order of a gradient's way:
+
+- `arrival`: a gradient goes to the host.
+- `pipeline`: what the computing thread talks to.
+- `worker`: on a thread of its own, a gradient waits for the norm or is applied, one chunk after another.
+- `gradient_reduction`: with several ranks, a chunk's gradient is averaged first.
+- `chunk_update`: reads, updates and writes one chunk.
+- `handover`: new weights go to readers of their block; updates in backward borrow old weights from the device.
+- `step`: hyperparameters, norm, clipping, and whether a step counts.
+- `gradients`: the gradient of a chunk, norms, and gradients that wait.
+- `missed_steps`: steps with a gradient of zeros that are taken later.
+- `setup`: the parts that all this is built from.
+
+The room knows no model and no slots.
 """
 
-from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.caught_up import CaughtUpRecords
-from hf_lohan.updates.chunk_gradient import ArrivedChunk
-from hf_lohan.updates.groups import ParamGroups
-from hf_lohan.updates.handover import Delivery, UpdatesDroppedError
-from hf_lohan.updates.loan import WeightLoan
-from hf_lohan.updates.means import GradientMeans, OwnGradients
-from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps
-from hf_lohan.updates.norms import GradientNorms, NonFiniteGradientError
-from hf_lohan.updates.pipeline import GradientPipeline
-from hf_lohan.updates.rank_means import RankMeans
-from hf_lohan.updates.setup import StepCounts, UpdateSetup
-from hf_lohan.updates.speculation import ClipHistory, ClipWay
-from hf_lohan.updates.step import SkippedSteps, StepResult, StepTransaction
+from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
+from hf_lohan.updates.gradient_reduction import GradientReduction
+from hf_lohan.updates.gradients import ArrivedChunk, NonFiniteGradientError
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, DeliveryListener, UpdatesDroppedError, WeightSlots
+from hf_lohan.updates.missed_steps import MISSED_STEPS_NAME, MissedSteps, StepCounts, UpToDateRecords
+from hf_lohan.updates.pipeline import GradientPipeline, RankGradientPipeline
+from hf_lohan.updates.setup import UpdateSetup
+from hf_lohan.updates.step import ClipHistory, ClipWay, ParamGroups, SkippedSteps, StepResult, StepTransaction
 
 __all__ = [
     "MISSED_STEPS_NAME",
     "ArrivedChunk",
-    "CaughtUpRecords",
+    "BackwardContext",
+    "BorrowedSlot",
     "ClipHistory",
     "ClipWay",
     "Delivery",
+    "DeliveryListener",
     "GradientArrivals",
-    "GradientMeans",
-    "GradientNorms",
     "GradientPipeline",
+    "GradientReduction",
     "MissedSteps",
     "NonFiniteGradientError",
-    "OwnGradients",
     "ParamGroups",
-    "RankMeans",
+    "RankGradientPipeline",
     "SkippedSteps",
     "StepCounts",
     "StepResult",
     "StepTransaction",
+    "UpToDateRecords",
     "UpdateSetup",
     "UpdatesDroppedError",
-    "WeightLoan",
+    "WeightSlots",
 ]

@@ -1,8 +1,7 @@
-"""One chunk's optimizer step: read its states, update them, hand over the new weights, write all back.
+"""One chunk's optimizer step: read its states, update them, hand over the new weights, write everything back.
 
-A chunk is updated in as many parts as there are threads; each thread verifies, updates and hashes its own. Parts are
-large. Smaller ones, that fit a core's cache, make the second look at what was updated cheap, but their calls cost more
-than that saves.
+A chunk is updated in as many parts as there are threads; each thread verifies, updates and hashes its own part. Smaller
+parts that fit a core's cache would make hashing cheaper, but their calls cost more than that saves.
 """
 
 from __future__ import annotations
@@ -10,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,36 +22,35 @@ from hf_lohan.optim import Aside, MasterFormat, Segment, Steps, here, replay_, u
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.threads import KernelThreads, use_all_cores
 from hf_lohan.timeline import CPU_OPTIMIZER, UPDATES_WAIT
-from hf_lohan.updates.chunk_gradient import ChunkGradient
-from hf_lohan.updates.handover import IN_RAM, Handover, HoldsParams, NewParams
-from hf_lohan.updates.loan import WeightLoan, give_back
-from hf_lohan.updates.missed_steps import Settings, segments_of
-from hf_lohan.updates.setup import GroupOf, StepCounts, UpdateSetup
+from hf_lohan.updates.gradients import ChunkGradient
+from hf_lohan.updates.handover import IN_RAM, BorrowedSlot, Handover, HoldsParams, NewParams, give_back
+from hf_lohan.updates.missed_steps import GroupOf, StepCounts, StepSettings, segments_of
+from hf_lohan.updates.setup import UpdateSetup
 
 MIN_PART_NUMEL = 16 * GRANULE_NUMEL
 
 
 @dataclass(eq=False)
 class ChunkUpdate:
-    """A chunk's update on its way."""
+    """A chunk's update in progress."""
 
     gradient: ChunkGradient
     records: dict[str, Tensor]
     """Views by kind into the buffers, of the chunk's elements."""
     buffer_of: dict[str, Buffer]
-    """By kind; some kinds share one. Those that are changed where they live in RAM have none."""
+    """By kind; some kinds share one. Records that are updated in place in RAM have none."""
     private: list[Buffer]
-    """Buffers that hold nothing that is written (see `MasterFormat.num_private_buffers`)."""
+    """Scratch buffers, which are not written (see `MasterFormat.num_private_buffers`)."""
     reads: list[RecordRead]
     is_guess: bool
-    """The update may have to be done over: its gradient stays in its buffer, and nobody sees its result."""
+    """The update may be undone: its gradient stays in its buffer, and no reader gets its result."""
 
 
 class ChunkUpdater:
     """Issues the reads of a chunk's records, runs the optimizer on them and issues the writes. Used by one thread."""
 
-    def __init__(self, setup: UpdateSetup, handover: Handover, failed: Callable[[BaseException], None]) -> None:
-        """``failed`` is told on I/O threads what went wrong with a write."""
+    def __init__(self, setup: UpdateSetup, handover: Handover, on_failure: Callable[[BaseException], None]) -> None:
+        """``on_failure`` is called on I/O threads with the error of a write."""
         self._store = setup.store
         self._step_counts = setup.step_counts
         self._states = setup.states
@@ -60,33 +59,33 @@ class ChunkUpdater:
         self._aside = setup.device.compute_aside
         self._missed = setup.missed
         self._handover = handover
-        self._failed = failed
+        self._on_failure = on_failure
         self._threads = KernelThreads(torch.get_num_threads())
 
     def free_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """The buffers that its update takes, if they are free now."""
+        """The buffers for the chunk's update, if they are free now."""
         return self._states.try_acquire(chunk.block.master.num_state_buffers_per_chunk)
 
     def borrowed_buffers(self, chunk: Chunk) -> list[Buffer] | None:
-        """As many of those in which gradients arrive, if they are free now."""
+        """As many buffers of the pool in which gradients arrive, if they are free now."""
         num_buffers = chunk.block.master.num_state_buffers_per_chunk
         return self._gradients.try_acquire(num_buffers, leave=self._num_arrival_buffers)
 
-    def begin(
+    def begin_update(
         self,
         gradient: ChunkGradient,
         reads: list[RecordRead],
         *,
-        loan: WeightLoan | None,
+        borrowed: BorrowedSlot | None,
         is_guess: bool,
         buffers: list[Buffer] | None,
     ) -> ChunkUpdate:
-        """Issue the reads. `reads` are those that bring the gradient back, if it was away; with a `loan` the weights
-        come from the device, unless they were caught up on their way there. Without `buffers`, wait for some."""
+        """Issue the reads. `reads` bring back a spilled gradient; weights come from the `borrowed` slot, if there is
+        one, unless missed steps were applied to them on their way there. Without `buffers`, wait for some."""
         chunk = gradient.chunk
         if self._missed.is_behind(chunk):
-            give_back(loan)
-            loan = None
+            give_back(borrowed)
+            borrowed = None
         master = chunk.block.master
         if buffers is None:
             with self._timeline.task(UPDATES_WAIT, "state buffers", block=chunk.block.name):
@@ -102,12 +101,12 @@ class ChunkUpdater:
                 update.records[kind], update.buffer_of[kind] = view, buffer
         for kind, view in update.records.items():
             start, stop = master.elements(kind, chunk.start, chunk.stop)
-            in_ram = self._store.ram.lend(chunk.block.name, kind, start, stop - start)
+            in_ram = self._store.ram.borrow(chunk.block.name, kind, start, stop - start)
             if in_ram is not None:
                 update.records[kind] = in_ram
                 del update.buffer_of[kind]
-            elif kind == "param" and loan is not None:
-                reads.append(loan.read(chunk.start, view))
+            elif kind == "param" and borrowed is not None:
+                reads.append(borrowed.start_read(chunk.start, view))
             else:
                 reads.append(self._store.read(chunk.block.name, kind, start, view))
         for buffer in buffers[:num_written]:
@@ -115,14 +114,14 @@ class ChunkUpdater:
                 buffer.release()
         return update
 
-    def finish(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
-        """Wait for the reads, update, hand over the new parameters and issue the writes. Each buffer is given back when
-        what is in it has been written and copied."""
+    def finish_update(self, update: ChunkUpdate, group_of: GroupOf, clip_coefficient: float) -> list[IoRequest]:
+        """Wait for the reads, update, hand over the new parameters and issue the writes. Each buffer is released when
+        its contents have been written and copied."""
         gradient, block = update.gradient, update.gradient.chunk.block.name
         form = gradient.chunk.block.master
         with self._timeline.task(UPDATES_WAIT, "reads", block=block):
             for read in update.reads:
-                read.arrive()
+                read.wait_for_bytes()
         num_bytes = torch.float32.itemsize * gradient.chunk.numel
         with self._timeline.task(CPU_OPTIMIZER, form.rule.name, block=block, num_bytes=num_bytes):
             checksums = update_in_parts(
@@ -136,13 +135,13 @@ class ChunkUpdater:
                 clip_coefficient=clip_coefficient,
                 private=[buffer.bytes for buffer in update.private],
                 checksums_of=partial(self._store.checksums, block),
-                unhashed=[kind for kind in update.records if self._store.ram.keeps(block, kind)],
+                unhashed=[kind for kind in update.records if self._store.ram.keeps_write(block, kind)],
                 granule_numel=gradient.chunk.block.granule_numel,
                 aside=self._aside,
                 missed=self._missed.steps_before(gradient.chunk),
             )
         if not update.is_guess:
-            self._missed.catch_up(gradient.chunk)  # before anybody is told that the store has it
+            self._missed.catch_up(gradient.chunk)  # before a reader can find it in the store
         if gradient.buffer is not None and not update.is_guess:
             gradient.buffer.release()
         for buffer in update.private:
@@ -160,7 +159,7 @@ class ChunkUpdater:
             buffer: HoldsParams = update.buffer_of.get(kind, IN_RAM)
             buffer.retain()
             request = self._store.write(chunk.block.name, kind, start, view, checksums=checksums.get(kind))
-            request.add_done_callback(partial(self._written, buffer, new if kind == "param" else None))
+            request.add_done_callback(partial(self._on_written, buffer, new if kind == "param" else None))
             writes.append(request)
         if copied is not None:
             copied.synchronize()
@@ -168,16 +167,16 @@ class ChunkUpdater:
             buffer.release()
         return writes
 
-    def _written(self, buffer: HoldsParams, new: NewParams | None, request: IoRequest) -> None:
-        """On the thread that moved the last of it."""
+    def _on_written(self, buffer: HoldsParams, new: NewParams | None, request: IoRequest) -> None:
+        """On the I/O thread that finished the write."""
         try:
             if request.error is not None:
-                self._failed(request.error)
+                self._on_failure(request.error)
             elif new is not None:
-                self._handover.written(new)
+                self._handover.note_written(new)
         except BaseException as error:  # the request would log and forget it
-            self._failed(error)
-        finally:  # else whoever waits for the buffer would wait for ever
+            self._on_failure(error)
+        finally:  # otherwise a thread that waits for the buffer would wait for ever
             buffer.release()
 
 
@@ -199,13 +198,13 @@ def update_in_parts(
     missed: Steps = (),
 ) -> dict[str, Checksums]:
     """Update a chunk's ``records``, by kind, in place from its ``gradient`` [numel], scaled by ``clip_coefficient`` as
-    `update_records_` does, or from one of zeros, if there is none. ``reads`` filled these; they have arrived, and are
-    verified here. Returns checksums of the records' granules by kind, but of the ``unhashed``.
+    `update_records_` does. None is a gradient of zeros. ``reads`` filled the records; they have arrived, and are
+    verified here. Returns checksums of the records' granules by kind, except for ``unhashed`` kinds.
 
-    ``position``: of the chunk in its block's records; ``private``: `MasterFormat.num_private_buffers`, each with
-    4 * numel bytes, or more: uint8; ``granule_numel``: parameters that go with a granule; ``aside``: see `UpdateRule`;
-    ``missed``: what each of the steps before updates, which had gradients of zeros and are not in the records yet.
-    Raises CorruptionError; what the records hold then is of no use.
+    ``position``: the chunk's offset in its block's records; ``private``: `MasterFormat.num_private_buffers` uint8
+    tensors of at least 4 * numel bytes; ``granule_numel``: parameters per granule; ``aside``: see `UpdateRule`;
+    ``missed``: the segments of each earlier step with gradients of zeros that the records lack. Raises CorruptionError;
+    the records are undefined then.
     """
     numel = records["param"].numel()
 
@@ -223,26 +222,18 @@ def update_in_parts(
     def update(part: tuple[int, int]) -> dict[str, Checksums]:
         verify(part)
         start, stop = part
-        of_part, inside, at = records_of(part), within(segments, start, stop), position + start
-        # What is left of the buffers is the last part's.
-        own = [buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private]
-        before = [of_step for step in missed if (of_step := within(step, start, stop))]
-        of_gradient = gradient[start:stop] if gradient is not None else None
-        if of_gradient is None:
-            replay_(of_part, [*before, inside], form, position=at, private=own)
-        elif before:
-            replay_(
-                of_part,
-                before,
-                form,
-                position=at,
-                private=own,
-                gradient=of_gradient,
-                segments=inside,
-                scale=clip_coefficient,
-            )
+        part_records, inside, offset = records_of(part), within(segments, start, stop), position + start
+        # The last part gets the rest of the buffers.
+        scratch = [buffer[4 * start : None if stop == numel else 4 * stop] for buffer in private]
+        earlier = [in_part for step in missed if (in_part := within(step, start, stop))]
+        if gradient is None:
+            replay_(part_records, [*earlier, inside], form, position=offset, private=scratch)
+            return hash_(part)
+        settings: dict[str, Any] = {"position": offset, "private": scratch, "scale": clip_coefficient}
+        if earlier:
+            replay_(part_records, earlier, form, gradient=gradient[start:stop], segments=inside, **settings)
         else:
-            update_records_(of_part, of_gradient, inside, form, position=at, scale=clip_coefficient, private=own)
+            update_records_(part_records, gradient[start:stop], inside, form, **settings)
         return hash_(part)
 
     part_numel = max(MIN_PART_NUMEL, round_up(-(-numel // threads.num_threads), granule_numel))
@@ -261,27 +252,27 @@ def update_in_parts(
             private=private,
             aside=aside,
         )
-        found = threads.map(hash_, parts)
+        checksums = threads.map(hash_, parts)
     else:
-        found = threads.map(update, parts)
+        checksums = threads.map(update, parts)
     assert all(read.is_verified for read in reads)
-    return {kind: np.concatenate([of_part[kind] for of_part in found]) for kind in records if kind not in unhashed}
+    return {kind: np.concatenate([by_kind[kind] for by_kind in checksums]) for kind in records if kind not in unhashed}
 
 
 def merge_segments(gradient: ChunkGradient, group_of: GroupOf, step_counts: StepCounts) -> list[Segment]:
     """Runs of neighbouring parameters with equal hyperparameters and step. Parameters without a gradient are left out,
-    as torch's optimizers leave them out: no decay, no decay of moments, no step."""
+    as torch's optimizers do: no weight decay, no decay of moments, no step."""
     if gradient.chunk.block.needs_whole:
         pieces = [piece for piece in gradient.chunk.pieces if piece.param_slice in gradient.slices]
-        return [_whole(piece, group_of, step_counts) for piece in pieces]
+        return [_whole_segment(piece, group_of, step_counts) for piece in pieces]
 
-    def settings_of(part: ParamSlice) -> Settings | None:
+    def settings_of(part: ParamSlice) -> StepSettings | None:
         return (group_of(part), step_counts[part] + 1) if part in gradient.slices else None
 
     return segments_of(gradient.chunk, settings_of)
 
 
-def _whole(piece: ChunkPiece, group_of: GroupOf, step_counts: StepCounts) -> Segment:
+def _whole_segment(piece: ChunkPiece, group_of: GroupOf, step_counts: StepCounts) -> Segment:
     part = piece.param_slice
     assert piece.numel == part.shape.numel(), f"{part.name} does not lie in one chunk"
     return Segment(piece.start_in_chunk, piece.stop_in_chunk, group_of(part), step_counts[part] + 1, tuple(part.shape))

@@ -1,29 +1,40 @@
-"""New parameters go to whoever needs their block while they are in RAM: nobody has to wait for the SSD."""
+"""Weights that are not read from the SSD: updated weights go from RAM to whoever needs the block, and an update in
+backward borrows the old weights from the slot."""
 
 from __future__ import annotations
 
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from torch import Tensor
 
 from hf_lohan.device import Buffer, Device, Event, Lane
+from hf_lohan.files import IoRequest
 from hf_lohan.model import Block, Chunk
+from hf_lohan.store import RecordRead
 from hf_lohan.threads import raised_anew
 
-Ended = Callable[[BaseException | None], None]
+
+class DeliveryListener(ABC):
+    """Learns that a delivery has ended."""
+
+    @abstractmethod
+    def on_delivered(self, error: BaseException | None) -> None:
+        """All copies are enqueued on the device's H2D lane, or ``error`` made that impossible. Called once: at once, on
+        the thread that updates, or on the thread on which an update failed."""
 
 
 class UpdatesDroppedError(RuntimeError):
-    """The step was dropped whose updates were to bring weights: those of the step before are in the store."""
+    """Weights were to come from a step's updates, and the step was dropped. The store has those of the step before."""
 
 
-class InRam:
-    """In the place of a buffer: where parameters live in RAM, their memory is nobody else's before the block's next
-    update, and that comes behind every copy to a slot."""
+class RamResidentBuffer:
+    """Takes the place of a buffer if parameters live in RAM: nothing else uses that memory before the block's next
+    update, which runs after every copy to a slot."""
 
     def retain(self) -> None:
         """Nothing to count."""
@@ -32,39 +43,39 @@ class InRam:
         """Nothing to give back."""
 
 
-IN_RAM = InRam()
-HoldsParams: TypeAlias = "Buffer | InRam"
+IN_RAM = RamResidentBuffer()
+HoldsParams: TypeAlias = "Buffer | RamResidentBuffer"
 
 
 @dataclass(frozen=True, eq=False)
 class NewParams:
-    """What one update makes of a chunk's parameters."""
+    """A chunk's parameters after its update."""
 
     chunk: Chunk
     param: Tensor | None = None
-    """[chunk.numel], in RAM until it is written; None while it is still to come."""
+    """[chunk.numel], in RAM until it is written; None before the update."""
     buffer: HoldsParams | None = None
-    """Where that lies."""
+    """Holds `param`."""
 
 
 class Delivery:
     """New parameters on their way from their updates into a slot."""
 
     def __init__(self, weights: Tensor, chunks: Sequence[Chunk] = (), to_come: Collection[Chunk] = ()) -> None:
-        """``weights``: the slot's [block.numel]; ``chunks``: what is delivered, in order; ``to_come``: those of them
+        """``weights``: the slot's [block.numel]; ``chunks``: the delivered chunks, in order; ``to_come``: those of them
         that are still to be updated."""
         self.weights = weights
         self.chunks = chunks
         self.to_come = set(to_come)
         self.copying: list[tuple[Event, HoldsParams]] = []
-        """What is copied to the slot out of buffers from which it is being written."""
+        """Copies to the slot from buffers that are being written to the store."""
         self._lock = threading.Lock()
         self._has_ended = not self.to_come
         self._error: BaseException | None = None
-        self._ended: Ended | None = None
+        self._listener: DeliveryListener | None = None
 
     def ranges_to_read(self) -> Iterator[tuple[int, int]]:
-        """[start, stop) of the block's elements that do not come: they are current in the store."""
+        """[start, stop) of the block's elements that are not delivered: the store has them."""
         start = 0
         for chunk in self.chunks:
             if start < chunk.start:
@@ -73,21 +84,20 @@ class Delivery:
         if start < self.weights.numel():
             yield start, self.weights.numel()
 
-    def when_ended(self, ended: Ended) -> None:
-        """Call ``ended`` once, when the copies of all of it are enqueued on the device's H2D lane, with None, or with
-        what made that impossible: at once, or on the thread that updates, or on the one on which an update failed."""
+    def set_listener(self, listener: DeliveryListener) -> None:
+        """Tell ``listener`` when this has ended."""
         self._free_copied()
         with self._lock:
             if not self._has_ended:
-                self._ended = ended
+                self._listener = listener
                 return
-        ended(self._error)
+        listener.on_delivered(self._error)
 
     def wait(self) -> None:
-        """Return when it has ended. Raises what made it impossible."""
-        errors: SimpleQueue[BaseException | None] = SimpleQueue()
-        self.when_ended(errors.put)
-        error = errors.get()
+        """Return when it has ended. Raises the error that made it impossible."""
+        end = _DeliveryEnd()
+        self.set_listener(end)
+        error = end.errors.get()
         if error is not None:
             raise error
 
@@ -97,18 +107,28 @@ class Delivery:
             buffer.release()
         self.copying.clear()
 
-    def end(self, error: BaseException | None) -> None:
-        """For who delivers: no more will come."""
+    def end_delivery(self, error: BaseException | None) -> None:
+        """Called by the updates: no more chunks will come."""
         with self._lock:
             self._has_ended, self._error = True, error
-            ended = self._ended
-        if ended is not None:
-            ended(error)
+            listener = self._listener
+        if listener is not None:
+            listener.on_delivered(error)
+
+
+class _DeliveryEnd(DeliveryListener):
+    """For a thread that waits for it."""
+
+    def __init__(self) -> None:
+        self.errors: SimpleQueue[BaseException | None] = SimpleQueue()
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.errors.put(error)
 
 
 class Handover:
-    """Knows of each chunk whose update is outstanding, and of each whose new parameters are in RAM until they are
-    written. Whoever reads a block asks here first, and reads only the rest from the store."""
+    """Knows which chunks are still to be updated, and which new parameters are in RAM until they are written. A reader
+    of a block asks here first, and reads only the rest from the store."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -120,24 +140,24 @@ class Handover:
         """Those that have not ended."""
         self._cause: BaseException | None = None
 
-    # Whoever updates.
+    # For updates.
 
     def announce(self, chunks: Iterable[Chunk]) -> None:
-        """These will be updated: from here on, who reads them waits for that."""
+        """These chunks will be updated. From here on, their readers wait for that."""
         with self._lock:
             for chunk in chunks:
                 self._new.setdefault(chunk.block, {})[chunk] = NewParams(chunk)
 
     def hand_over(self, chunk: Chunk, param: Tensor, buffer: HoldsParams) -> tuple[NewParams, Event | None]:
-        """The chunk's new parameters are ``param`` [chunk.numel], in ``buffer``. They must not change before they are
-        `written`, nor before the event is reached, if somebody waits for them."""
+        """The chunk's new parameters are ``param`` [chunk.numel], in ``buffer``. They must not change before
+        `note_written`, nor before the returned event is reached, if there is one."""
         new = NewParams(chunk, param, buffer)
         with self._lock:
             self._new.setdefault(chunk.block, {})[chunk] = new
             delivery = self._deliveries.get(chunk.block)
             if delivery is None or chunk not in delivery.to_come:
                 return new, None
-        # Nobody else writes to this part of the slot, and who waits for it waits on.
+        # Nothing else writes to this part of the slot, and readers still wait.
         self._device.copy(Lane.H2D, delivery.weights[chunk.start : chunk.stop], param)
         copied = self._device.record(Lane.H2D)
         with self._lock:
@@ -145,30 +165,30 @@ class Handover:
             is_last = not delivery.to_come and self._deliveries.pop(chunk.block, None) is not None
             self._changed.notify_all()
         if is_last:
-            delivery.end(None)
+            delivery.end_delivery(None)
         return new, copied
 
-    def written(self, new: NewParams) -> None:
-        """They are in the store. May be told late: when the chunk is in its next update already."""
+    def note_written(self, new: NewParams) -> None:
+        """Written to the store. May be called after the chunk's next update has begun."""
         with self._lock:
-            of_block = self._new.get(new.chunk.block, {})
-            if of_block.get(new.chunk) is new:
-                del of_block[new.chunk]
+            chunks = self._new.get(new.chunk.block, {})
+            if chunks.get(new.chunk) is new:
+                del chunks[new.chunk]
 
     def forget_written(self) -> None:
-        """All that was handed over is in the store, even if `written` was not told yet."""
+        """All new parameters are in the store, even if `note_written` was not called yet."""
         with self._lock:
-            for of_block in self._new.values():
-                for chunk in [chunk for chunk, new in of_block.items() if new.param is not None]:
-                    del of_block[chunk]
+            for chunks in self._new.values():
+                for chunk in [chunk for chunk, new in chunks.items() if new.param is not None]:
+                    del chunks[chunk]
 
     def call_off(self) -> None:
-        """No update is outstanding any more. On the thread that updates, which no interrupt ends half-way."""
+        """No chunk will be updated any more. On the thread that updates, which no interrupt ends half-way."""
         with self._lock:
             self._new.clear()
         self._end_all(
             lambda: UpdatesDroppedError(
-                "the step whose updates were to bring these weights was dropped; read them again"
+                "these weights were to come from the updates of a step that was dropped; read them again"
             )
         )
 
@@ -180,7 +200,7 @@ class Handover:
         self._end_all(lambda: raised_anew(cause))
 
     def _is_outstanding(self, block: Block) -> bool:
-        """Whether some of it is still to be updated."""
+        """Whether a chunk of the block is still to be updated."""
         with self._lock:
             return any(new.param is None for new in self._new.get(block, {}).values())
 
@@ -189,22 +209,22 @@ class Handover:
             deliveries, self._deliveries = list(self._deliveries.values()), {}
             self._changed.notify_all()
         for delivery in deliveries:
-            delivery.end(error())
+            delivery.end_delivery(error())
 
-    # Whoever reads.
+    # For readers.
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
-        """Have what is still to be updated of the block put into ``weights`` as it becomes new, and what waits to be
-        written at once; not before ``free``, when compute has last read them. What is copied to them from now on by the
-        device's H2D lane comes behind that, too. Raises what made that impossible."""
+        """Copy the block's new parameters to ``weights``: at once those that wait to be written, the others when they
+        are updated. No copy runs before ``free``, when compute has last read ``weights``. Later copies to them on the
+        device's H2D lane run after ``free``, too. Raises the error that made updates impossible."""
         if free is not None:
             if self._is_outstanding(block):
-                # The lane must not wait for compute: updates bring others what that compute waits for, by the same one.
+                # The lane must not wait for compute: that compute may wait for new weights, which use the same lane.
                 free.synchronize()
             else:
                 self._device.wait(Lane.H2D, free)
         with self._lock:
-            # One may be under way to a slot that has been forgotten: what it was to have goes there first.
+            # A delivery to a slot that was forgotten may still run. It ends first.
             self._changed.wait_for(lambda: self._cause is not None or block not in self._deliveries)
             if self._cause is not None:
                 raise raised_anew(self._cause)
@@ -220,3 +240,60 @@ class Handover:
             self._device.copy(Lane.H2D, weights[chunk.start : chunk.stop], param)
             delivery.copying.append((self._device.record(Lane.H2D), buffer))
         return delivery
+
+
+class BorrowedSlot:
+    """The weights of a block for the optimizer, from the slot that backward uses. The slot is not overwritten until it
+    is given back, or until the copy from it has arrived."""
+
+    def __init__(self, device: Device, weights: Tensor, give_back: Callable[[], None]) -> None:
+        """``weights``: the block's [numel], on the device."""
+        self._device = device
+        self._weights = weights
+        self._give_back: Callable[[], None] | None = give_back
+
+    def start_read(self, start_numel: int, out: Tensor) -> RecordRead:
+        """Fill ``out`` [numel], on the host, with the elements from ``start_numel`` on. May be called once, after a
+        gradient of the block has arrived: then the block's weights have arrived, too."""
+        give_back, self._give_back = self._give_back, None
+        assert give_back is not None, "the slot was given back"
+        self._device.copy(Lane.D2H_ASIDE, out, self._weights[start_numel : start_numel + out.numel()])
+        return _SlotRead(self._device.record(Lane.D2H_ASIDE), give_back)
+
+    def give_back(self) -> None:
+        """The weights are not needed, or were read already."""
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()
+
+
+class WeightSlots(Protocol):
+    """The weights on the device, as updates need them."""
+
+    def borrow_slot(self, block: Block) -> BorrowedSlot | None:
+        """The slot with a block's weights that backward uses, so that the update need not read them again. None if
+        compute needs all slots."""
+
+    def forget(self, blocks: Iterable[Block]) -> None:
+        """The weights of these blocks on the device differ from the store."""
+
+
+def give_back(borrowed: BorrowedSlot | None) -> None:
+    if borrowed is not None:
+        borrowed.give_back()
+
+
+class _SlotRead(RecordRead):
+    """A copy from a slot, whose content was verified when it was loaded."""
+
+    def __init__(self, copied: Event, give_back: Callable[[], None]) -> None:
+        super().__init__(IoRequest.finished())
+        self._copied = copied
+        self._give_back: Callable[[], None] | None = give_back
+
+    def wait_for_bytes(self) -> None:
+        """See `RecordRead.wait_for_bytes`. Called by one thread."""
+        self._copied.synchronize()
+        give_back, self._give_back = self._give_back, None
+        if give_back is not None:
+            give_back()

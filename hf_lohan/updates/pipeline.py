@@ -2,94 +2,97 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from functools import partial
 
 from torch import Tensor
 
 from hf_lohan.device import Event
 from hf_lohan.model import Block, Chunk, ParamSlice
+from hf_lohan.ranks import StepAgreement
 from hf_lohan.threads import FirstFailure, WorkThread
-from hf_lohan.updates.chunk_gradient import ArrivedChunk
-from hf_lohan.updates.handover import Delivery, Handover
-from hf_lohan.updates.loan import WeightLoan
-from hf_lohan.updates.means import GradientMeans
-from hf_lohan.updates.norms import GradientNorms
-from hf_lohan.updates.setup import GroupOf, UpdateSetup
-from hf_lohan.updates.speculation import GuessedBlocks
-from hf_lohan.updates.worker import Applied, UpdateWorker
+from hf_lohan.updates.gradient_reduction import GradientReduction
+from hf_lohan.updates.gradients import ArrivedChunk, GradientNorms
+from hf_lohan.updates.handover import BorrowedSlot, Delivery, Handover
+from hf_lohan.updates.missed_steps import GroupOf
+from hf_lohan.updates.setup import UpdateSetup
+from hf_lohan.updates.worker import Applied, SpeculativeBlocks, UpdateWorker
 
 
 class GradientPipeline:
-    """What the computing thread talks to; what then happens stands in `UpdateWorker`, which has a thread of its own.
+    """What the computing thread talks to. The work runs on a thread of its own, by `UpdateWorker`.
     `deliver` and `undo_guesses` may be called on any thread.
 
     A step updates in backward where nothing has to be known first. Where the norm decides about clipping, gradients are
-    held. Updates are then deferred until the norm is known; or they run in backward on a guess, into a draft, and are
-    dropped and done over from the held gradients if the norm clips. Without drafts to drop, nothing is guessed. Nobody
-    ever reads a guess: whoever needs a block that holds one (a second backward, an evaluation) has all undone first.
+    held. Updates are then deferred until the norm is known. Or they run in backward on a guess, into a draft; if the
+    norm clips, the draft is dropped and the updates run again from the held gradients. A store without drafts allows no
+    guess. Nobody ever reads a guess: a reader of a block that holds one (a second backward, an evaluation) first undoes
+    all guesses.
     """
 
-    def __init__(self, setup: UpdateSetup) -> None:
+    def __init__(self, setup: UpdateSetup, exchange: GradientReduction | None = None) -> None:
+        """`exchange`: sums each chunk's gradient over all ranks (see `RankGradientPipeline`)."""
         self.holds_gradients = setup.holds_gradients
-        self.norms = GradientNorms(setup.slices)
-        """Of the step in progress; whoever sends gradients measures them, where there is one rank."""
+        self._norms = GradientNorms(setup.slices)
+        """Of the step in progress."""
         self._can_guess = setup.holds_gradients and setup.schedule != "serial" and setup.store.num_homes > 1
-        self._agreement = setup.agreement
-        self._is_agreed = False
-        """Whether all ranks know the norms of the step in progress, and apply it."""
         self._waits_for_updates = setup.schedule != "optimized"
         self._has_groups = setup.has_groups
         self._announced: set[Chunk] = set()
-        self._reached: dict[Chunk, None] = {}
-        """What the step's backwards came by, whether or not it got a gradient."""
+        self._passed: dict[Chunk, None] = {}
+        """Chunks that the step's backwards passed, with or without a gradient."""
         self._block_of = {part: block for block in setup.blocks for part in block.slices}
-        self._handover = handover = Handover(setup.copies_new_weights or setup.device)
-        made: list[GradientMeans] = []
-
-        def cannot_finish_step(error: BaseException) -> None:
-            """Whoever waits for a buffer or a block is told, and the other ranks are. Another rank may fail before
-            the means are made."""
-            setup.gradients.abort(error)
-            handover.abort(error)
-            for means in made:
-                means.fail(error)
-
-        self._failure = FirstFailure(cannot_finish_step)
+        self._gradient_buffers = setup.gradients
+        self._handover = Handover(setup.copies_new_weights or setup.device)
+        self._failure = FirstFailure(self._abort)
         self._thread = WorkThread("lohan-gradients", self._failure, beside_kernels=setup.device.shares_cores)
-        self._means = setup.means(self._thread.put, self._failure.note)
-        made.append(self._means)
-        self._worker = UpdateWorker(setup, self.norms, handover, self._failure.note, self._means)
-        self._guesses = GuessedBlocks(self._thread)
-        self._thread.start(idle=self._worker.work_off)
+        self._worker = UpdateWorker(setup, self._norms, self._handover, self._failure.record_error, exchange)
+        self._guesses = SpeculativeBlocks(self._thread)
+        self._thread.start(idle=self._worker.finish_pending)
+
+    def _abort(self, error: BaseException) -> None:
+        """The step cannot be finished: wake everyone who waits for a buffer or a block."""
+        self._gradient_buffers.abort(error)
+        self._handover.abort(error)
 
     # In backward.
 
-    def submit(self, arrived: ArrivedChunk, *, is_final: bool, loan: WeightLoan | None = None) -> None:
-        """Take over an arrived chunk. `is_final`: no later backward of this step adds to it; `loan`: of the block's
-        weights, if the optimizer is to have them from the device."""
-        self._announced.add(arrived.chunk)
-        may_guess = is_final and self.speculates and self._can_guess
-        accept = partial(self._worker.accept, arrived, is_final=is_final, may_guess=may_guess, loan=loan)
-        if may_guess:
-            self._guesses.order(arrived.chunk.block, accept)
-        else:
-            self._thread.put(accept)
-
-    def reach(self, chunks: Iterable[Chunk]) -> None:
-        """A backward has come by these. What of them gets no gradient in the whole step, as that of an expert that no
-        token went to, has a gradient of zeros, and takes its step. Not with several ranks."""
-        assert not self._means.are_of_many, "other ranks may have a gradient of it"
-        self._reached.update(dict.fromkeys(chunks))
+    def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
+        """Note the norm of a gradient as backward made it."""
+        self._norms.set_first(part, gradient)
 
     @property
-    def while_waiting(self) -> Callable[[float], object] | None:
-        """See `GradientMeans`."""
-        return self._means.while_waiting
+    def updates_in_backward(self) -> bool:
+        """Whether gradients of a final backward may be applied as they arrive."""
+        return not self.holds_gradients or self.speculates
+
+    def updates_chunk(self, chunk: Chunk) -> bool:
+        """Whether this rank updates the chunk."""
+        return True
+
+    def submit(self, arrived: ArrivedChunk, *, is_final: bool, borrowed: BorrowedSlot | None = None) -> None:
+        """Take over an arrived chunk. `is_final`: no later backward of this step adds to it; `borrowed`: the slot with
+        the block's weights, if the update is to copy them from the device."""
+        self._announced.add(arrived.chunk)
+        may_guess = is_final and self.speculates and self._can_guess
+        accept = partial(self._worker.accept, arrived, is_final=is_final, may_guess=may_guess, borrowed=borrowed)
+        if may_guess:
+            self._guesses.order_guess(arrived.chunk.block, accept)
+        else:
+            self._thread.submit(accept)
+
+    def note_passed(self, chunks: Iterable[Chunk]) -> None:
+        """A backward passed these chunks. Those that get no gradient in this step (experts without tokens) are updated
+        with zeros. Not with several ranks."""
+        self._passed.update(dict.fromkeys(chunks))
+
+    def check_while_waiting(self, since_s: float) -> None:
+        """Called now and then while a gradient waits for a buffer, with the time at which the wait began. Raises if the
+        wait is in vain."""
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any of the step in progress have come."""
+        """Whether gradients of the step in progress have arrived."""
         return bool(self._announced)
 
     @property
@@ -110,39 +113,42 @@ class GradientPipeline:
     # At the step's end.
 
     def wait_for_norms(self) -> None:
-        """Wait until the norms of all gradients of the step so far are known. Where there are several ranks, none adds
-        to the step's gradients from here on. Raises RanksDisagreeError where one drops them."""
-        if self._agreement is None:
-            self._thread.call(self._worker.measure_rest)
-        elif not self._is_agreed:
-            self._thread.call(self._worker.give_rest)
-            self._means.finish()
-            self._thread.call(self._worker.measure_rest)
-            self.norms.take(self._agreement.apply_gradients(self.norms.measured()))
-            self._is_agreed = True
+        """Wait until the norms of all gradients of the step so far are known. With several ranks, none adds to the
+        step's gradients from here on. Raises RanksDisagreeError if one drops them."""
+        self._thread.call(self._worker.measure_rest)
+
+    def total_norm(self) -> Tensor:
+        """The 2-norm over all gradients of the step: a float32 scalar on the host. Call `wait_for_norms` before."""
+        return self._norms.total()
+
+    def first_not_finite(self) -> str | None:
+        """The name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
+        return self._norms.first_not_finite()
 
     def finish_step(self, clip_coefficient: float, group_of: GroupOf) -> tuple[set[Block], Applied]:
-        """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records are others than
-        before, or will be, and how the step was applied.
+        """Apply the step's gradients, scaled by `clip_coefficient`. Returns the blocks whose records change, and how
+        the step was applied.
 
-        Under the optimized schedule nobody waits for updates but those who read their block (`deliver`): held gradients
-        are applied while the next forward runs, block by block in its order. `group_of` must give the hyperparameters
-        of this step also then. Call `wait_for_norms` before.
+        Under the optimized schedule this does not wait for updates: held gradients are applied while the next forward
+        runs, in its order, and a reader of a block waits for that block (`deliver`). `group_of` must keep giving the
+        hyperparameters of this step. Call `wait_for_norms` before.
         """
-        of_zeros = [chunk for chunk in self._reached if chunk not in self._announced]
+        of_zeros = [chunk for chunk in self._passed if chunk not in self._announced]
+        of_others = self._updated_by_others()
         changed = {chunk.block for chunk in (*self._announced, *of_zeros)}
-        of_others: set[ParamSlice] = set()
-        if self._agreement is not None:
-            of_others = self.norms.with_gradient
-            changed |= {self._block_of[part] for part in of_others}
-        applied = self._thread.call(lambda: self._worker.decide(clip_coefficient, group_of, of_zeros))
-        self._guesses.forget()
-        self._thread.put(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
+        changed |= {self._block_of[part] for part in of_others}
+        applied = self._thread.call(lambda: self._worker.decide_step(clip_coefficient, group_of, of_zeros))
+        self._guesses.forget_guesses()
+        self._thread.submit(lambda: self._worker.apply_held(clip_coefficient, group_of, of_others))
         # Only now: if an interrupt ends this method before, `abandon_step` still finds what there is to abandon.
         self._begin_next()
         if self._waits_for_updates:
-            self.settle()
+            self.wait_for_updates()
         return changed, applied
+
+    def _updated_by_others(self) -> Set[ParamSlice]:
+        """Parameters that other ranks may update in this step."""
+        return frozenset()
 
     def abandon_step(self) -> tuple[set[Block], bool]:
         """Forget the step's gradients, and undo its updates if the store can. Returns the blocks whose records were
@@ -150,25 +156,21 @@ class GradientPipeline:
         if not self._announced:
             self._begin_next()
             return set(), False  # and do not wait for the last step's updates
-        if self._agreement is not None and not self._is_agreed:
-            self._thread.call(self._worker.give_rest)
-            self._means.drop()
-            self._agreement.drop_gradients()
+        self._drop_gradients()
         self._thread.call(self._worker.abandon_step)
-        self._guesses.forget()
+        self._guesses.forget_guesses()
         # Only now: if an interrupt ends this method before, it is called again, and finds nothing held any more.
         self._begin_next()
-        touched, remains = self._worker.abandoned
-        if self._agreement is not None:  # each has updated others, and what all have to load again must not differ
-            touched = {block for block in self._block_of.values() if block.state_numel}
-        return touched, remains
+        return self._worker.abandoned
+
+    def _drop_gradients(self) -> None:
+        """Tell other ranks that the step's gradients are dropped."""
 
     def _begin_next(self) -> None:
-        self._announced, self._reached = set(), {}
-        self._means.end_step()
-        self._is_agreed = False
+        self._announced, self._passed = set(), {}
+        self._norms.clear()
 
-    # For who reads weights, or the store.
+    # For readers of weights and of the store.
 
     def deliver(self, block: Block, weights: Tensor, free: Event | None = None) -> Delivery:
         """Wait until the block's parameters can be read as the last finished step leaves them, except for those that
@@ -177,27 +179,28 @@ class GradientPipeline:
             self.undo_guesses()
         return self._handover.deliver(block, weights, free)
 
-    def settle(self) -> None:
-        """Wait until every update of the finished steps is in the store, and no guess about the one in progress."""
+    def wait_for_updates(self) -> None:
+        """Wait until the store holds every update of the finished steps, and no guess about the one in progress."""
         self.undo_guesses()
-        self._thread.call(self._worker.settle)
+        self._thread.call(self._worker.wait_for_writes)
 
-    def when_written(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread when all is as after `settle`, without waiting. Its failure is the
-        pipeline's: whoever waits next is told. Raises RuntimeError where a step in progress has changed the store."""
+    def run_when_written(self, action: Callable[[], None]) -> None:
+        """Run `action` on the worker's thread when all is as after `wait_for_updates`, without waiting here. If it
+        fails, the pipeline fails: the next wait raises. Raises RuntimeError if a step in progress has changed the
+        store."""
         if self.has_begun_updates:
             raise RuntimeError(
-                "the step in progress has updated blocks in backward, so the store is of no step; finish it with "
-                "step(), or drop it with zero_grad(), before committing"
+                "the step in progress has updated blocks in backward, so the store is between two steps; finish it "
+                "with step(), or drop it with zero_grad(), before committing"
             )
         self.undo_guesses()
-        self._thread.put(self._worker.settle)
-        self._thread.put(action)
+        self._thread.submit(self._worker.wait_for_writes)
+        self._thread.submit(action)
 
-    def when_reached(self, action: Callable[[], None]) -> None:
-        """Run `action` on the worker's thread: after the updates of all that was sent before, before those of what is
-        sent from now on. Does not wait, nor does `action` find them written."""
-        self._thread.put(action)
+    def run_between_updates(self, action: Callable[[], None]) -> None:
+        """Run `action` on the worker's thread: after the updates of all chunks submitted so far, before those of later
+        ones. Does not wait, and the writes of those updates may still run."""
+        self._thread.submit(action)
 
     # Guesses.
 
@@ -206,18 +209,18 @@ class GradientPipeline:
         """Whether steps guess, if they can."""
         return self._guesses.are_wanted and self._has_groups()
 
-    def speculate(self, is_wanted: bool) -> None:
-        """Whether the steps from now on are to guess. To be called between two of them."""
-        self._guesses.want(is_wanted)
+    def set_speculation(self, is_wanted: bool) -> None:
+        """Whether the steps from now on are to guess. To be called between two steps."""
+        self._guesses.want_guesses(is_wanted)
 
     def undo_guesses(self) -> set[Block]:
         """Undo what the step in progress has updated on a guess: its weights are needed as they were. Returns the
         blocks whose records go back."""
-        return self._guesses.undo(self._worker.undo_guesses)
+        return self._guesses.undo_guesses(self._worker.undo_guesses)
 
     @property
     def undone_s(self) -> float:
-        """How long all updates took that were undone."""
+        """Seconds spent on updates that were undone."""
         return self._worker.undone_s
 
     # The thread.
@@ -229,4 +232,66 @@ class GradientPipeline:
 
     def close(self) -> None:
         self._thread.close()
-        self._means.close()
+
+
+class RankGradientPipeline(GradientPipeline):
+    """The pipeline of one of several ranks: each chunk is summed over all ranks and updated by its owner. All ranks
+    agree on each step's norms before they apply it."""
+
+    def __init__(self, setup: UpdateSetup, exchange: GradientReduction, agreement: StepAgreement) -> None:
+        self._exchange = exchange
+        self._agreement = agreement
+        self._is_agreed = False
+        """Whether all ranks know the norms of the step in progress, and apply it."""
+        super().__init__(setup, exchange)
+        exchange.start(self._thread.submit, self._failure.record_error, self._worker.apply_unexpected)
+
+    def _abort(self, error: BaseException) -> None:
+        super()._abort(error)
+        self._exchange.fail(error)
+
+    def measure_gradient(self, part: ParamSlice, gradient: Tensor) -> None:
+        """Nothing: norms are of the sums over all ranks."""
+
+    def updates_chunk(self, chunk: Chunk) -> bool:
+        return self._exchange.owns(chunk)
+
+    def note_passed(self, chunks: Iterable[Chunk]) -> None:
+        raise AssertionError("other ranks may have a gradient of these chunks")
+
+    def check_while_waiting(self, since_s: float) -> None:
+        self._exchange.check_while_waiting(since_s)
+
+    def wait_for_norms(self) -> None:
+        if self._is_agreed:
+            return
+        self._thread.call(self._worker.publish_rest)
+        self._exchange.wait_for_sums()
+        self._thread.call(self._worker.measure_rest)
+        self._norms.replace_with(self._agreement.apply_gradients(self._norms.measured()))
+        self._is_agreed = True
+
+    def _updated_by_others(self) -> Set[ParamSlice]:
+        return self._norms.with_gradient
+
+    def abandon_step(self) -> tuple[set[Block], bool]:
+        had_gradients = self.has_gradients
+        touched, remains = super().abandon_step()
+        if had_gradients:  # each rank has updated other chunks, and all must load the same blocks again
+            touched = {block for block in self._block_of.values() if block.state_numel}
+        return touched, remains
+
+    def _drop_gradients(self) -> None:
+        if not self._is_agreed:
+            self._thread.call(self._worker.publish_rest)
+            self._exchange.drop_step()
+            self._agreement.drop_gradients()
+
+    def _begin_next(self) -> None:
+        super()._begin_next()
+        self._exchange.end_step()
+        self._is_agreed = False
+
+    def close(self) -> None:
+        super().close()
+        self._exchange.close()

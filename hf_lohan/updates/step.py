@@ -1,47 +1,103 @@
-"""One optimizer step: its gradient norm, its clipping, and whether it counts."""
+"""One optimizer step: its hyperparameters, its gradient norm, its clipping, and whether it counts."""
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_lohan.model import Block, ParamSlice
-from hf_lohan.updates.norms import NonFiniteGradientError
+from hf_lohan.optim import UpdateRule
+from hf_lohan.planner import MOST_WRONG_GUESSES
+from hf_lohan.updates.gradients import NonFiniteGradientError
+from hf_lohan.updates.handover import WeightSlots
+from hf_lohan.updates.missed_steps import GroupOf
 from hf_lohan.updates.pipeline import GradientPipeline
-from hf_lohan.updates.setup import GroupOf
-from hf_lohan.updates.speculation import ClipHistory, ClipWay
 from hf_lohan.updates.worker import Applied
 
 logger = logging.getLogger(__name__)
 
+WINDOW_STEPS = 16
+"""Older steps say little about the present clip rate."""
+
+ClipWay = Literal["defer", "speculate"]
+
+
+class ClipHistory:
+    """How the next step clips, and the results of the last ones. Used by the computing thread."""
+
+    def __init__(self, way: ClipWay, *, always: bool = False) -> None:
+        """`always`: guess however often the norm clips. Otherwise the first step waits for its norm, and so does each
+        step while more than `MOST_WRONG_GUESSES` of the last steps clipped."""
+        self.way: ClipWay = "speculate" if always else way
+        """As planned. `speculates` says whether the next step guesses."""
+        self._always = always
+        self._may_guess = True
+        self._clipped: deque[bool] = deque(maxlen=WINDOW_STEPS)
+        self.num_speculated = 0
+        self.num_redone = 0
+
+    @property
+    def clip_rate(self) -> float:
+        """Fraction of the last steps that clipped."""
+        return sum(self._clipped) / len(self._clipped) if self._clipped else 0.0
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the next step guesses, if it can be undone."""
+        return self.way == "speculate" and self._may_guess and (self._always or self._rarely_clips)
+
+    @property
+    def _rarely_clips(self) -> bool:
+        return bool(self._clipped) and self.clip_rate <= MOST_WRONG_GUESSES
+
+    def clip_by(self, way: ClipWay) -> None:
+        """From the next step on."""
+        self.way = way
+
+    def never_speculate(self) -> None:
+        """The loop does something between backward and step that undoes guesses every time."""
+        self._may_guess = False
+
+    def note_step(self, applied: str | None, *, clipped: bool) -> None:
+        """Count a step; `applied`: see `StepResult`."""
+        self._clipped.append(clipped)
+        self.num_speculated += applied in ("accepted", "redone")
+        if applied == "redone":
+            self.num_redone += 1
+            if not clipped:
+                self.never_speculate()  # the loop changes hyperparameters between backward and step
+
+
 _SECOND_CLIP_RATIO = 1.01
-"""A second clip changes nothing, however the first was rounded, if its `max_norm` is at least so many times larger."""
+"""A second clip changes nothing, however the first was rounded, if its `max_norm` is larger by at least this factor."""
 _CLIP_EPS = 1e-6
-"""torch.nn.utils.clip_grad_norm_ adds this to the norm; exactness means doing the same."""
+"""torch.nn.utils.clip_grad_norm_ adds this to the norm."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What became of a step."""
+    """The outcome of a step."""
 
     changed: set[Block]
-    """Blocks whose records are others than before."""
+    """Blocks whose records have changed."""
     applied: Applied | None
-    """How; None if it was skipped."""
+    """None if it was skipped."""
     clipped: bool
     not_finite: str | None = None
-    """The parameter because of which it was skipped."""
+    """The parameter whose gradient caused the skip."""
 
 
 class StepTransaction:
-    """The step in progress, from its first gradient to the end of `finish`. It counts whole or not at all.
+    """The step in progress, from its first gradient to the end of `finish_step`. It counts as a whole or not at all.
 
-    Used by the computing thread, on which an interrupt may end any method: `recover` then starts clean.
+    Used by the computing thread. An interrupt may end any method: `recover` then starts clean.
     """
 
     def __init__(
@@ -49,39 +105,37 @@ class StepTransaction:
         pipeline: GradientPipeline,
         clip_history: ClipHistory,
         blocks: Sequence[Block],
-        *,
-        forget_weights: Callable[[Iterable[Block]], None],
+        slots: WeightSlots,
     ) -> None:
-        """`forget_weights` is told of blocks whose weights on the device are not those of the store any more."""
         self._pipeline = pipeline
-        self._norms = pipeline.norms
         self._clip_history = clip_history
         self._blocks = blocks
-        self._forget_weights = forget_weights
+        self._slots = slots
         self._clip_coefficient = 1.0
         self._max_norm: float | None = None
-        """What the step's gradients have been clipped to."""
+        """The norm to which the step's gradients have been clipped."""
         self._has_taken_gradients = False
-        """Whether the last step took them, and zero_grad() was not called since: torch would still have them."""
+        """Whether the last step took the gradients, and zero_grad() was not called since: torch would still have
+        them."""
         self._is_ending = False
         self._leaves_updates = False
         self.last: StepResult | None = None
-        """What became of the last step."""
-        pipeline.speculate(clip_history.speculates)
+        """The outcome of the last step."""
+        pipeline.set_speculation(clip_history.speculates)
 
     @property
     def is_half_applied(self) -> bool:
-        """Whether the store holds updates of a step that did not count, for good or for all that is known."""
+        """Whether the store holds, or may hold, updates of a step that does not count."""
         return self._is_ending or self._leaves_updates or self._pipeline.has_begun_updates
 
     def clip_by(self, way: ClipWay) -> None:
-        """From the next step on, or from this one, if none of its gradients has come."""
+        """From the next step on, or from this one if none of its gradients has arrived."""
         self._clip_history.clip_by(way)
         if not self._pipeline.has_gradients:
-            self._pipeline.speculate(self._clip_history.speculates)
+            self._pipeline.set_speculation(self._clip_history.speculates)
 
     def refuse_between_updates(self) -> None:
-        """Raises RuntimeError if a part of the step's updates has run, so that no forward can follow."""
+        """Raises RuntimeError if some of the step's updates have run, so no forward can follow."""
         if self._pipeline.has_begun_updates:
             raise RuntimeError(
                 "the model was called between backward and step() of a step whose updates run in backward, so its "
@@ -89,21 +143,26 @@ class StepTransaction:
             )
 
     def refuse_new_weight(self, part: ParamSlice) -> None:
-        """Raises RuntimeError if the store holds a weight as it will be after the step, which is not finished."""
+        """Raises RuntimeError if an unfinished step has updated the weight."""
         if self._pipeline.has_begun_to_update(part):
             raise RuntimeError(
                 f"{part.name} is needed once more in a step whose updates run in backward, and it is new already; read "
-                "it behind step(), or set max_grad_norm > 0 to keep gradients until then"
+                "it after step(), or set max_grad_norm > 0 to keep gradients until then"
             )
 
     @property
     def has_begun_updates(self) -> bool:
-        """See `GradientPipeline.has_begun_updates`."""
+        """Whether backward has updated blocks in the step."""
         return self._pipeline.has_begun_updates
 
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether the gradients of a final backward may be applied as they arrive."""
+        return self._pipeline.updates_in_backward
+
     def begin_backward(self) -> None:
-        """Raises RuntimeError if torch would add the gradients to others: those of this step, which have been clipped,
-        or those of the last step, which are gone."""
+        """Raises RuntimeError if torch would add the gradients to gradients of this step that have been clipped, or to
+        those of the last step, which are gone."""
         if self._max_norm is not None:
             raise RuntimeError(
                 f"backward() was called after clip_grad_norm_ to {self._max_norm:g} in the same step, so the gradients "
@@ -117,18 +176,18 @@ class StepTransaction:
             )
 
     def undo_guesses(self) -> None:
-        """The step needs its weights once more, as they were. As the next one will: none guesses any more."""
+        """The step needs its old weights once more. Later steps probably will, too, so none guesses any more."""
         if undone := self._pipeline.undo_guesses():
             self._clip_history.never_speculate()
-            self._forget_weights(undone)
+            self._slots.forget(undone)
 
-    def clip(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_gradients(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the step's gradients so that their norm is at most `max_norm`. Returns the norm before.
 
-        An infinite `max_norm` only measures. After a clip the norm is the product of what was measured and the clip's
-        coefficient; gradients are not measured twice. Raises ValueError for another norm than the 2-norm, where the
-        updates run in backward and cannot be scaled any more, and for a second clip that may scale, too; RuntimeError
-        if the gradients went with the last step.
+        An infinite `max_norm` only measures. After a clip the norm is the measured norm times the clip's coefficient;
+        gradients are not measured twice. Raises ValueError for a norm other than the 2-norm, for updates in backward,
+        which cannot be scaled any more, and for a second clip that may scale, too; RuntimeError if the last step took
+        the gradients.
         """
         if float(norm_type) != 2.0:
             raise ValueError(f"norm_type={norm_type} is not supported under offload; use the 2-norm")
@@ -144,7 +203,7 @@ class StepTransaction:
                 f"{max_norm:g} would scale them twice; call clip_grad_norm_ once a step, with the smallest max_norm"
             )
         self._pipeline.wait_for_norms()
-        norm = self._norms.total()
+        norm = self._pipeline.total_norm()
         if self._max_norm is not None:
             return norm * self._clip_coefficient
         if not clips:
@@ -158,10 +217,11 @@ class StepTransaction:
         self._clip_coefficient = float(torch.clamp(max_norm / (norm + _CLIP_EPS), max=1.0))
         return norm
 
-    def finish(self, group_of: GroupOf) -> StepResult:
-        """Apply what waits, with this step's hyperparameters, and make the step count; unless a gradient is not
-        finite: then undo what was applied and forget the rest. What was applied for good was finite. Raises
-        RuntimeError if there are no gradients since the last step, and torch would apply those of that one again."""
+    def finish_step(self, group_of: GroupOf) -> StepResult:
+        """Apply the held gradients with this step's hyperparameters, and make the step count. If a gradient is not
+        finite, undo the step's updates and forget its gradients instead. (Updates that cannot be undone had finite
+        gradients.) Raises RuntimeError if there are no gradients since the last step, and torch would apply those of
+        that step again."""
         if self._has_taken_gradients:
             raise RuntimeError(
                 "step() was called a second time with the same gradients, which the first one has taken; call it once "
@@ -170,40 +230,40 @@ class StepTransaction:
         has_gradients = self._pipeline.has_gradients
         self._is_ending = True
         self._pipeline.wait_for_norms()  # no gradient of this step may be on its way when its norms are forgotten
-        if math.isfinite(self._norms.total()) or self._pipeline.is_past_undoing:
+        if math.isfinite(self._pipeline.total_norm()) or self._pipeline.is_past_undoing:
             changed, applied = self._pipeline.finish_step(self._clip_coefficient, group_of)
             result = StepResult(changed, applied, self._clip_coefficient != 1.0)
         else:
-            not_finite = self._norms.first_not_finite() or "all parameters together"
+            not_finite = self._pipeline.first_not_finite() or "all parameters together"
             changed, _ = self._pipeline.abandon_step()
             result = StepResult(changed, None, clipped=False, not_finite=not_finite)
         self._begin_next()
         self._has_taken_gradients = has_gradients
-        self._forget_weights(result.changed)
+        self._slots.forget(result.changed)
         self._clip_history.note_step(result.applied, clipped=result.clipped)
-        self._pipeline.speculate(self._clip_history.speculates)
+        self._pipeline.set_speculation(self._clip_history.speculates)
         self.last = result
         self._is_ending = self._leaves_updates = False
         return result
 
     def recover(self) -> None:
-        """If an exception ended `finish`, or one of the methods here, abandon what is left of the step."""
+        """If an exception ended a method here, abandon what is left of the step."""
         if self._is_ending:
-            # The pipeline takes a step whole or not at all, but who knows how far we got in telling it.
-            self._pipeline.settle()
+            # The pipeline takes a step as a whole or not at all, but it may or may not have taken this one.
+            self._pipeline.wait_for_updates()
             self._abandon()
             self._is_ending = True
-            self._forget_weights(self._blocks)
+            self._slots.forget(self._blocks)
             self._is_ending = False
 
-    def abandon(self) -> None:
-        """Forget its gradients, and undo its updates if the store can."""
+    def abandon_gradients(self) -> None:
+        """Forget the step's gradients, and undo its updates if the store can."""
         touched, remains = self._abandon()
         if remains:
             logger.warning("gradients were dropped after backward had updated %d blocks with them", len(touched))
 
     def abandon_broken(self) -> None:
-        """Its backward ended with an exception."""
+        """The step's backward ended with an exception."""
         touched, remains = self._abandon()
         logger.warning(
             "the last backward did not finish; its step's gradients are dropped%s",
@@ -211,31 +271,30 @@ class StepTransaction:
         )
 
     def _abandon(self) -> tuple[set[Block], bool]:
-        """Returns the blocks that it had touched, and whether updates remain in them."""
+        """Returns the blocks that the step touched, and whether updates remain in them."""
         self._is_ending = True
         touched, remains = self._pipeline.abandon_step()
         self._begin_next()
         self._leaves_updates = self._leaves_updates or remains
-        self._forget_weights(touched)
+        self._slots.forget(touched)
         self._is_ending = False
         return touched, remains
 
     def _begin_next(self) -> None:
-        self._norms.clear()
         self._clip_coefficient, self._max_norm = 1.0, None
         self._has_taken_gradients = False
 
 
 class SkippedSteps:
-    """Counts steps whose gradients were not finite. Too many in a row end the run."""
+    """Counts steps whose gradients were not finite. Too many of them in a row end the run."""
 
     def __init__(self, max_in_a_row: int) -> None:
         self._max_in_a_row = max_in_a_row
         self._in_a_row = 0
         self.total = 0
 
-    def note(self, result: StepResult) -> None:
-        """A step has ended. Raises NonFiniteGradientError if it was skipped and that was one too many."""
+    def note_step(self, result: StepResult) -> None:
+        """Count a step. Raises NonFiniteGradientError if too many were skipped in a row."""
         if result.not_finite is None:
             self._in_a_row = 0
             return
@@ -249,3 +308,146 @@ class SkippedSteps:
                 f"(max_skipped_steps={self._max_in_a_row}); lower the learning rate or look at the data. The store "
                 "holds the last good step"
             )
+
+
+class HasGroups(Protocol):
+    """An optimizer. Its groups may change at any time."""
+
+    @property
+    def param_groups(self) -> Sequence[Mapping[str, Any]]: ...
+
+
+class ParamGroups:
+    """The hyperparameters of each parameter, from an optimizer's param groups. There is no optimizer at first, and
+    another one may take over later. The groups may change between steps."""
+
+    def __init__(self, rules: Mapping[ParamSlice, UpdateRule]) -> None:
+        """``rules``: of all slices, as their states were laid out."""
+        self._rules = rules
+        self._parts: dict[nn.Parameter, list[ParamSlice]] = {}
+        for part in rules:
+            self._parts.setdefault(part.parameter, []).append(part)
+        self._frozen = {parameter: parts for parameter, parts in self._parts.items() if not parts[0].trainable}
+        """Parameters without states."""
+        self._optimizer: HasGroups | None = None
+        self._taken: tuple[tuple[Mapping[str, Any], ...], dict[ParamSlice, int]] = (), {}
+        """The groups, and the index of each slice's group: updates in backward read them while the loop changes its
+        list."""
+        self._members: list[list[int]] = []
+        self._pairs: set[tuple[int, UpdateRule]] = set()
+        """Each group with the rules of its parameters."""
+        self._in_no_group: dict[nn.Parameter, list[ParamSlice]] = {}
+        self._at_backward: tuple[dict[ParamSlice, int], dict[tuple[int, UpdateRule], Hashable]] | None = None
+
+    def bind_optimizer(self, optimizer: HasGroups) -> None:
+        """Take the groups of an optimizer, in which schedulers change the values. Raises ValueError unless they fit the
+        store: every parameter that requires a gradient is in a group, and every parameter in a group has the states
+        that the group's rule needs."""
+        index, in_no_group = self._placed_in(optimizer.param_groups)
+        self._refuse_thawed()
+        _refuse_without_group(in_no_group)
+        self._optimizer = optimizer
+        self._set_groups(index, in_no_group)
+
+    def follow_optimizer(self, *, may_be_without_group: bool = False) -> None:
+        """Take what has changed since: parameters may have been frozen, thawed, or moved to another group. Raises like
+        `bind_optimizer`, unless parameters ``may_be_without_group``, as long as no step follows."""
+        self._refuse_thawed()
+        if self._optimizer is not None and self._members != _members(self._bound()):
+            self._set_groups(*self._placed_in(self._bound()))
+        if not may_be_without_group:
+            _refuse_without_group(self._in_no_group)
+
+    def _set_groups(self, index: dict[ParamSlice, int], in_no_group: dict[nn.Parameter, list[ParamSlice]]) -> None:
+        groups = tuple(self._bound())
+        self._taken, self._in_no_group = (groups, index), in_no_group
+        self._pairs = {(number, self._rules[part]) for part, number in index.items()}
+        self._members = _members(groups)
+
+    def _placed_in(
+        self, param_groups: Sequence[Mapping[str, Any]]
+    ) -> tuple[dict[ParamSlice, int], dict[nn.Parameter, list[ParamSlice]]]:
+        """The index of each slice's group, for slices with states, and the parameters in no group."""
+        index: dict[ParamSlice, int] = {}
+        in_no_group = {parameter: parts for parameter, parts in self._parts.items() if parts[0].trainable}
+        for number, group in enumerate(param_groups):
+            for parameter in group["params"]:
+                parts = self._parts.get(parameter)
+                if parts is None:
+                    raise ValueError(
+                        f"a parameter of shape {tuple(parameter.shape)} is not in the store; add adapters or new "
+                        "embeddings to the model before it is offloaded"
+                    )
+                if parts[0].trainable:
+                    self._rules[parts[0]].settings_of(group)
+                    index.update(dict.fromkeys(parts, number))
+                    in_no_group.pop(parameter, None)
+        return index, in_no_group
+
+    def note_settings(self) -> None:
+        """A backward begins: note the values that its updates use."""
+        self._at_backward = (self._taken[1], self._settings()) if self._optimizer is not None else None
+
+    def at_step(self, *, has_updates: bool) -> GroupOf:
+        """`follow_optimizer`, and `group_of` with fixed copies of the present values: a scheduler may change them
+        before the last update has run. Raises ValueError if the step ``has_updates`` from backward with other
+        values."""
+        self._bound()
+        self.follow_optimizer()
+        index, settings = self._taken[1], self._settings()
+        if has_updates and self._at_backward is not None and self._at_backward != (index, settings):
+            raise ValueError(
+                "a param group was changed between backward and step() of a step whose updates run in backward, so "
+                "they had the values before; change it before backward(), or set max_grad_norm > 0 to keep gradients "
+                "until step()"
+            )
+        return lambda part: settings[_index_in(index, part), self._rules[part]]
+
+    def has_any(self) -> bool:
+        """Whether there is an optimizer."""
+        return self._optimizer is not None
+
+    def group_of(self, part: ParamSlice) -> Hashable:
+        """A parameter's present hyperparameters. Raises ValueError if it is in no group, RuntimeError if there is no
+        optimizer."""
+        self._bound()
+        groups, index = self._taken
+        return self._rules[part].settings_of(groups[_index_in(index, part)])
+
+    def _settings(self) -> dict[tuple[int, UpdateRule], Hashable]:
+        return {(number, rule): rule.settings_of(self._taken[0][number]) for number, rule in self._pairs}
+
+    def _bound(self) -> Sequence[Mapping[str, Any]]:
+        if self._optimizer is None:
+            raise RuntimeError("the model has no optimizer yet; make an OffloadAdamW over its parameters")
+        return self._optimizer.param_groups
+
+    def _refuse_thawed(self) -> None:
+        for parameter, parts in self._frozen.items():
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{parts[0].name} was frozen when the model was offloaded and has no optimizer state; let every "
+                    "parameter that is ever trained require a gradient when the model is offloaded, and freeze it "
+                    "afterwards by requires_grad_(False), which can be undone between any two steps"
+                )
+
+
+def _refuse_without_group(parameters: Mapping[nn.Parameter, Sequence[ParamSlice]]) -> None:
+    for parameter, parts in parameters.items():
+        if parameter.requires_grad:
+            raise ValueError(
+                f"{parts[0].name} requires a gradient but is in no param group of the optimizer; add it with "
+                "optimizer.add_param_group, or freeze it by requires_grad_(False)"
+            )
+
+
+def _members(param_groups: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """The parameters of each group, by identity."""
+    return [[id(group), *map(id, group["params"])] for group in param_groups]
+
+
+def _index_in(index: Mapping[ParamSlice, int], part: ParamSlice) -> int:
+    number = index.get(part)
+    if number is None:
+        raise ValueError(f"{part.name} got a gradient but is in no param group of the optimizer")
+    return number

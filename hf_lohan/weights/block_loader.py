@@ -1,40 +1,29 @@
-"""What the computing thread says of its passes, and how it waits for a block that another thread brings."""
+"""Bring blocks into slots ahead of their use, on a thread of the loader's own."""
 
 from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from typing import Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from hf_lohan.device import Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.threads import Owner, raised_anew, start_thread
 from hf_lohan.timeline import COMPUTE_WAITS
+from hf_lohan.updates import DeliveryListener
+from hf_lohan.weights.load_order import NextLayer, NextLoad, SlotLoad
+from hf_lohan.weights.schedule import LoadSchedule, PassSchedule
 from hf_lohan.weights.slot_ring import Slot, SlotRing
 
 
-class PassSchedule(Protocol):
-    """Is told of passes and uses, and knows what comes. See `LoadSchedule`."""
-
-    def begin(self, *, is_training: bool) -> None: ...
-
-    def foresee(self, *, is_training: bool) -> None: ...
-
-    def end(self) -> None: ...
-
-    def cancel(self) -> None: ...
-
-    def use(self, block: Block) -> None: ...
-
-    def use_for_operation(self, block: Block) -> None: ...
-
-
 class Loads(Protocol):
-    """What the computing thread says of its passes and asks for, whoever brings it. See `BlockLoader`."""
+    """Brings the blocks of a pass, from one loader or several. See `BlockLoader`."""
 
     def begin_pass(self, *, is_training: bool) -> None: ...
 
-    def foresee(self, *, is_training: bool) -> None: ...
+    def foresee_pass(self, *, is_training: bool) -> None: ...
 
     def end_pass(self) -> None: ...
 
@@ -46,10 +35,9 @@ class Loads(Protocol):
 
 
 class BlockLoader(ABC):
-    """One thread brings blocks into slots, as far as it can ahead of their use. What that means is said by those who
-    derive from this."""
+    """One thread brings blocks into slots. A `PassSchedule` says which of them, and how far ahead of their use."""
 
-    def __init__(self, ring: SlotRing, schedule: PassSchedule, *, thread_name: str = "lohan-prefetch") -> None:
+    def __init__(self, ring: SlotRing, schedule: PassSchedule[Any], *, thread_name: str = "lohan-prefetch") -> None:
         self._ring = ring
         self._schedule = schedule
         self._thread_name = thread_name
@@ -61,39 +49,39 @@ class BlockLoader(ABC):
         self._thread: threading.Thread | None = None
 
     def _start(self) -> None:
-        """To be called when all is built that the thread uses."""
+        """Start the thread, once everything exists that it uses."""
         self._thread = start_thread(self._run, self._thread_name, beside_kernels=self._ring.device.shares_cores)
 
-    # The compute thread's side.
+    # For the computing thread.
 
     def begin_pass(self, *, is_training: bool) -> None:
-        """A forward starts, with its backward if training."""
+        """A forward begins, with its backward if training."""
         with self._ring.lock:
-            self._schedule.begin(is_training=is_training)
-            self._forgive()
+            self._schedule.begin_pass(is_training=is_training)
+            self._reset_failure()
             self._order_loads()
 
-    def foresee(self, *, is_training: bool) -> None:
-        """Start loading what the next such pass will need first."""
+    def foresee_pass(self, *, is_training: bool) -> None:
+        """Begin to load what the next pass of this kind needs first."""
         with self._ring.lock:
-            self._schedule.foresee(is_training=is_training)
+            self._schedule.foresee_pass(is_training=is_training)
             self._order_loads()
 
     def end_pass(self) -> None:
-        """The pass is complete: its order is what the next one will follow."""
+        """The pass is complete. The next one of its kind follows its order."""
         with self._ring.lock:
-            self._schedule.end()
-            self._order_loads()  # a pass may go on that it came in between
+            self._schedule.end_pass()
+            self._order_loads()  # the pass that it interrupted may go on
 
     def cancel_pass(self) -> None:
-        """The pass broke off."""
+        """The pass ended early."""
         with self._ring.lock:
-            self._schedule.cancel()
-            self._forgive()
+            self._schedule.cancel_pass()
+            self._reset_failure()
 
     def acquire(self, block: Block, *, for_operation: bool = False) -> Slot:
-        """Pin `block`, waiting for its load to be enqueued; compute enqueued from now on may use the slot.
-        ``for_operation``: one that reads a weight of it, not a module that owns it."""
+        """Pin a block, and wait until its load is enqueued. Compute enqueued from now on may use the slot.
+        ``for_operation``: an operation reads a weight of the block, not a module that owns it."""
         if not self._owner.is_here:
             raise RuntimeError("backward runs in a forked child, where no thread brings weights; run it in its parent")
         device = self._ring.device
@@ -137,21 +125,19 @@ class BlockLoader(ABC):
             self._ring.changed.notify_all()
         self._thread.join()
 
-    # What the computing thread asks for. It holds the slots' lock.
-
     @abstractmethod
     def _order_loads(self) -> None:
-        """Something is needed, or a slot is free, that was not before."""
+        """Blocks are needed, or slots are free, that were not before. Caller holds the lock, as for the next two."""
 
     @abstractmethod
     def _order_urgent(self, block: Block) -> None:
-        """Return when the block has a slot, though nobody foresaw its use. Raises what made that impossible."""
+        """Return when a block has a slot whose use nobody foresaw. Raises the error that made it impossible."""
 
-    def _forgive(self) -> None:
-        """What has failed may work in another pass."""
+    def _reset_failure(self) -> None:
+        """Loads that failed may work in another pass."""
         self._failure = None
 
-    # The thread's side.
+    # For the loading thread.
 
     def _run(self) -> None:
         try:
@@ -162,5 +148,123 @@ class BlockLoader(ABC):
                 self._ring.changed.notify_all()
 
     @abstractmethod
+    def _load_until_closed(self) -> None: ...
+
+
+class WeightSource(Protocol):
+    """Brings weights of this process into slots. Only the source knows where they lie, and in how many parts."""
+
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Order the reads of a block. ``listener`` is told once all copies are enqueued on the H2D lane, or with the
+        error that made it impossible: within this call, a later one, or on the thread that updates. Called by one
+        thread, in the order of loads. Raises the error that kept the load from beginning."""
+
+    def finish_loads(self) -> None:
+        """Return when all reads have ended, and their copies are enqueued."""
+
+
+class LocalLoader(BlockLoader):
+    """Brings blocks of this process's store. Its thread chooses each load when it begins it (`NextLoad`), so an urgent
+    load is always the next one.
+
+    A block is loaded ahead only into a slot whose own block is needed later than the new one, or not at all.
+    """
+
+    def __init__(
+        self,
+        ring: SlotRing,
+        source: WeightSource,
+        schedule: PassSchedule[Any],
+        next_load: NextLoad,
+        *,
+        overlaps_loads: bool = False,
+        thread_name: str = "lohan-prefetch",
+    ) -> None:
+        """``overlaps_loads``: the reads of a load begin before those of the load before have ended. Copies then wait
+        for a slot that compute still reads; for layers this would delay the copies of the block that comes first."""
+        super().__init__(ring, schedule, thread_name=thread_name)
+        self._source = source
+        self._next_load = next_load
+        self._overlaps_loads = overlaps_loads
+
+    def _order_loads(self) -> None:
+        self._ring.changed.notify_all()  # the thread chooses
+
+    def _order_urgent(self, block: Block) -> None:
+        self._next_load.urgent.append(block)
+        try:
+            self._ring.changed.notify_all()
+            self._ring.changed.wait_for(lambda: self._ring.is_here(block) or self._is_broken)
+            self._raise_failure()
+        finally:
+            self._next_load.urgent.remove(block)
+
     def _load_until_closed(self) -> None:
-        """Bring blocks."""
+        while not self._is_closed:
+            load = self._claim_load(waits=not self._overlaps_loads)
+            if load is None:
+                self._source.finish_loads()
+                load = self._claim_load(waits=True)
+            if load is not None:
+                end = _LoadEnd(self, load)
+                try:
+                    self._source.begin_load(load.block, load.slot, end)
+                    if not self._overlaps_loads:
+                        self._source.finish_loads()
+                except BaseException as error:
+                    end.on_delivered(error)
+        self._source.finish_loads()
+
+    def _claim_load(self, *, waits: bool) -> SlotLoad | None:
+        """The next load, its slot claimed. None if the loader is closed, or if there is none now and this does not
+        wait."""
+        with self._ring.lock:
+            while not self._is_closed:
+                load = self.find_load()
+                if load is not None:
+                    self._next_load.claim_slot(load)
+                    return load
+                if not waits:
+                    break
+                self._ring.changed.wait()
+        return None
+
+    def find_load(self) -> SlotLoad | None:
+        """What to load next. Caller holds the lock."""
+        return self._next_load.find_load() if self._failure is None else None
+
+    def _end_load(self, load: SlotLoad, error: BaseException | None) -> None:
+        """The next load does not wait for this: its block may be needed first."""
+        slot = load.slot
+        ready = self._ring.device.record(Lane.H2D)
+        with self._ring.lock:
+            if error is None:
+                self._ring.publish(slot, ready)
+                if slot.block is load.block:
+                    self._note_arrival(load.block)
+            else:
+                if slot.block is load.block:  # else it was forgotten, and nobody waits for it
+                    self._failure = error
+                self._ring.abandon(slot)
+            self._next_load.end_load(load)
+
+    def _note_arrival(self, block: Block) -> None:
+        """The block's load is enqueued. Caller holds the lock."""
+
+
+class LayerLoader(LocalLoader):
+    """Brings all blocks but experts, in the order of a `LoadSchedule`."""
+
+    def __init__(self, ring: SlotRing, source: WeightSource, forward_order: Sequence[Block]) -> None:
+        schedule = LoadSchedule(forward_order, ring.num_slots, carries_on=True)
+        super().__init__(ring, source, schedule, NextLayer(schedule, ring))
+        self._start()
+
+
+@dataclass(frozen=True, eq=False)
+class _LoadEnd(DeliveryListener):
+    loader: LocalLoader
+    load: SlotLoad
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.loader._end_load(self.load, error)

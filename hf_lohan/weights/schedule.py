@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import heapq
+from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 from hf_lohan.model import Block
 from hf_lohan.planner import SizeClass
 
 NEVER = 1 << 60
-"""A place behind every pass."""
+"""A place after every pass."""
 
 
 class _PassOrder:
-    """One kind of pass: its uses by place, and the places in the order in which their blocks are loaded."""
+    """The order of one kind of pass: its uses by place, and the places in the order in which blocks are loaded."""
 
     def __init__(
         self,
@@ -24,7 +27,7 @@ class _PassOrder:
         max_ahead: int,
         followed_by: Sequence[Block] = (),
     ) -> None:
-        """``followed_by``: uses of the pass that comes behind it, whose loads may begin in this one."""
+        """``followed_by``: uses of the next pass, whose loads may begin in this one."""
         self.own_uses = list(own_uses)
         self.uses = [*own_uses, *followed_by]
         self.places: dict[Block, list[int]] = defaultdict(list)
@@ -33,15 +36,15 @@ class _PassOrder:
         self.loads = self._order_loads(num_slots, max_ahead)
 
     def next_use(self, block: Block, place: int) -> int:
-        """The first use at ``place`` or behind it."""
+        """The first use at ``place`` or after it."""
         places = self.places.get(block, ())
         index = bisect_left(places, place)
         return places[index] if index < len(places) else NEVER
 
     def _order_loads(self, num_slots: Mapping[SizeClass, int], max_ahead: int) -> list[int]:
-        """Each load in its turn: as soon as a slot of its class has been used for the last time before it, but no more
-        than ``max_ahead`` uses ahead of its own. Where several have, the one is given up that is needed last
-        (Belady)."""
+        """The places of all loads, in order. A load comes as soon as a slot of its class is not needed before it, but
+        at most ``max_ahead`` uses ahead of its own. Of several such slots, the one is overwritten whose block is needed
+        last (Belady's rule)."""
         loads: list[tuple[int, int]] = []
         last_used: dict[SizeClass, dict[Block, int]] = defaultdict(dict)
         free_since: dict[SizeClass, int] = defaultdict(int)
@@ -57,11 +60,103 @@ class _PassOrder:
         return [place for _, place in sorted(loads)]
 
 
-class LoadSchedule:
-    """What a pass needs next and what to load next. Another order than foreseen corrects the next pass of its kind.
+@dataclass(eq=False)
+class PassState:
+    """A pass, and how far it has come."""
 
-    Loads follow from the order of uses and the number of slots alone, never from which thread comes first: several
-    ranks load in one order. Only what nobody foresaw is loaded out of turn. Whoever calls holds the slots' lock.
+    is_training: bool
+    has_begun: bool = False
+
+    def expect_backward(self) -> None:
+        """The pass turned out to have a backward."""
+        self.is_training = True
+
+
+PassT = TypeVar("PassT", bound=PassState)
+
+
+class PassSchedule(ABC, Generic[PassT]):
+    """Which pass runs, which one is foreseen, and which one is interrupted. Callers hold the slots' lock."""
+
+    carries_on = False
+    """Whether another evaluation is foreseen after each evaluation, as when a model generates."""
+
+    def __init__(self) -> None:
+        self._pass: PassT | None = None
+        self._interrupted: PassT | None = None
+        """A training pass between its forward and its backward, while an evaluation runs."""
+        self.version = 0
+        """Number of times that a pass began, ended or was foreseen."""
+
+    def foresee_pass(self, *, is_training: bool) -> None:
+        """A training pass (forward and backward) or an evaluation comes next."""
+        self._pass = self._expect_pass(is_training=is_training)
+        self.version += 1
+
+    def begin_pass(self, *, is_training: bool) -> None:
+        """The pass begins. An evaluation may come between a training forward and its backward, if a loss runs the model
+        itself as its reference. The training pass goes on after it."""
+        running = self._pass
+        if not is_training and running is not None and running.is_training and running.has_begun:
+            self._interrupted = running
+        self.foresee_pass(is_training=is_training)
+        assert self._pass is not None
+        self._pass.has_begun = True
+
+    def end_pass(self) -> None:
+        """The pass is complete. The next one of its kind is expected to be like it."""
+        ended, self._pass, self._interrupted = self._pass, self._interrupted, None
+        self.version += 1
+        if ended is not None:
+            self._learn_from(ended)
+        if self._pass is not None:
+            self._resume_pass(self._pass)
+        elif self.carries_on and ended is not None and not ended.is_training:
+            self.foresee_pass(is_training=False)
+
+    def cancel_pass(self) -> None:
+        """The pass ended early. Nothing is learned from it, and nothing is needed."""
+        self._pass = self._interrupted = None
+        self.version += 1
+
+    @abstractmethod
+    def use(self, block: Block) -> None:
+        """Compute needs the block now."""
+
+    @abstractmethod
+    def use_for_operation(self, block: Block) -> None:
+        """A single operation needs the block now."""
+
+    @abstractmethod
+    def _expect_pass(self, *, is_training: bool) -> PassT: ...
+
+    @abstractmethod
+    def _learn_from(self, ended: PassT) -> None: ...
+
+    @abstractmethod
+    def _resume_pass(self, resumed: PassT) -> None:
+        """A pass goes on after an evaluation, which had the slots."""
+
+
+@dataclass(eq=False, kw_only=True)
+class _LayerPass(PassState):
+    order: _PassOrder
+    place: int = 0
+    """Of the next use."""
+    num_loads: int = 0
+    """Loads of the order that were made or skipped."""
+    again: list[int] = field(default_factory=list)
+    """A heap of places whose blocks are loaded out of turn."""
+    used: list[Block] = field(default_factory=list)
+    last_use: dict[Block, int] = field(default_factory=dict)
+
+
+class LoadSchedule(PassSchedule[_LayerPass]):
+    """Which block a pass needs next, and which one to load next. If a pass uses blocks in another order than foreseen,
+    the next pass of its kind follows that order.
+
+    Loads follow from the order of uses and the number of slots alone, not from the timing of threads, so several ranks
+    load in one order. Only unforeseen blocks are loaded out of turn.
     """
 
     def __init__(
@@ -72,113 +167,87 @@ class LoadSchedule:
         max_ahead: int = NEVER,
         carries_on: bool = False,
     ) -> None:
-        """``max_ahead``: how many uses ahead of its own a block's load may come, whatever slots are free.
-        ``carries_on``: behind an evaluation another one is foreseen, as where a model generates: it begins where this
-        one ends, so the last blocks compute while the first ones come."""
+        """``max_ahead``: number of uses that a load may come ahead of its own, whatever slots are free.
+        ``carries_on``: see `PassSchedule.carries_on`; the last blocks compute while the first ones of the next pass
+        are loaded."""
+        super().__init__()
         self._num_slots = num_slots
         self._max_ahead = max_ahead
-        self._carries_on = carries_on
+        self.carries_on = carries_on
         self._orders = {
             True: self._order_of([*forward_order, *reversed(forward_order)], is_training=True),
             False: self._order_of(forward_order, is_training=False),
         }
         self._nothing = self._order_of((), is_training=False)
-        self._order = self._nothing
-        self._is_training = False
-        self._place = 0
-        self._num_loads = 0
-        self._again: list[int] = []
-        self._used: list[Block] = []
-        self._last_use: dict[Block, int] = {}
+        self._no_pass = _LayerPass(is_training=False, order=self._nothing)
         self.num_unforeseen = 0
         """Uses that were not in the order foreseen for their pass."""
-        self._waiting: tuple[_PassOrder, int, list[Block], dict[Block, int]] | None = None
-        """A training pass between its forward and its backward, while one without gradients comes in between."""
 
-    def foresee(self, *, is_training: bool) -> None:
-        """A training pass (forward and backward) or an evaluation comes next."""
-        self._order = self._orders[is_training]
-        self._place = self._num_loads = 0
-        self._again.clear()
-
-    def begin(self, *, is_training: bool) -> None:
-        """It begins. One without gradients may come between a training forward and its backward, for a loss that asks
-        the model itself for its reference: the training pass goes on behind it."""
-        if not is_training and self._is_training and self._used:
-            self._waiting = self._order, self._place, self._used, self._last_use
-        self.foresee(is_training=is_training)
-        self._is_training = is_training
-        self._forget_uses()
+    @property
+    def _now(self) -> _LayerPass:
+        return self._pass if self._pass is not None else self._no_pass
 
     def use(self, block: Block) -> None:
-        """Compute needs the block now."""
-        self._last_use[block] = len(self._used)
-        self._used.append(block)
+        now = self._now
+        now.last_use[block] = len(now.used)
+        now.used.append(block)
         place = self.next_use(block)
-        if place < len(self._order.own_uses):
-            self._place = place + 1
+        if place < len(now.order.own_uses):
+            now.place = place + 1
         else:
             self.num_unforeseen += 1
 
     def use_for_operation(self, block: Block) -> None:
-        """One operation needs the block now; with others of the kind it is one use."""
-        if not self._used or self._used[-1] is not block:
+        """Several operations in a row that read the same block are one use."""
+        used = self._now.used
+        if not used or used[-1] is not block:
             self.use(block)
 
-    def end(self) -> None:
-        """The pass is complete: the next one of its kind follows its order."""
-        if self._used and self._used != self._orders[self._is_training].own_uses:
-            self._orders[self._is_training] = self._order_of(self._used, is_training=self._is_training)
-        waiting = self._waiting
-        self.cancel()
-        if waiting is None and self._carries_on and not self._is_training:
-            self.foresee(is_training=False)
-        if waiting is not None:
-            self._order, self._place, self._used, self._last_use = waiting
-            self._is_training = True
-            # All that it needs from here on, as if it were loaded for the first time: others had the slots.
-            self._num_loads = len(self._order.loads)
-            self._again = list(range(self._place, len(self._order.uses)))
+    def cancel_pass(self) -> None:
+        super().cancel_pass()
+        self._no_pass = _LayerPass(is_training=False, order=self._nothing)
 
-    def cancel(self) -> None:
-        """Nothing is learned from the pass, and nothing is needed for it any more."""
-        self._order = self._nothing
-        self._place = self._num_loads = 0
-        self._again.clear()  # places in an order that is no longer followed
-        self._waiting = None
-        self._forget_uses()
+    def _expect_pass(self, *, is_training: bool) -> _LayerPass:
+        return _LayerPass(is_training=is_training, order=self._orders[is_training])
+
+    def _learn_from(self, ended: _LayerPass) -> None:
+        if ended.used and ended.used != self._orders[ended.is_training].own_uses:
+            self._orders[ended.is_training] = self._order_of(ended.used, is_training=ended.is_training)
+        self._no_pass = _LayerPass(is_training=False, order=self._nothing)
+
+    def _resume_pass(self, resumed: _LayerPass) -> None:
+        # All that it needs from here on, as if it were loaded for the first time.
+        resumed.num_loads = len(resumed.order.loads)
+        resumed.again = list(range(resumed.place, len(resumed.order.uses)))
 
     def _order_of(self, uses: Sequence[Block], *, is_training: bool) -> _PassOrder:
-        followed_by = uses if self._carries_on and not is_training else ()
+        followed_by = uses if self.carries_on and not is_training else ()
         return _PassOrder(uses, self._num_slots, self._max_ahead, followed_by)
 
-    def _forget_uses(self) -> None:
-        self._used = []
-        self._last_use = {}
-
     def next_use(self, block: Block) -> int:
-        """Place in the pass; `NEVER` if it does not need the block any more."""
-        return self._order.next_use(block, self._place)
+        """Place in the pass; `NEVER` if the pass does not need the block any more."""
+        return self._now.order.next_use(block, self._now.place)
 
     def last_use(self, block: Block) -> int:
         """Place among the uses so far, or -1."""
-        return self._last_use.get(block, -1)
+        return self._now.last_use.get(block, -1)
 
-    def lose(self, block: Block) -> None:
-        """The block had to make room out of turn: if the pass needs it again, it is loaded again."""
+    def note_displaced(self, block: Block) -> None:
+        """The block made room out of turn. If the pass needs it again, it is loaded again."""
         place = self.next_use(block)
         if place != NEVER:
-            heapq.heappush(self._again, place)
+            heapq.heappush(self._now.again, place)
 
     def next_load(self, is_here: Callable[[Block], bool]) -> tuple[int, Block] | None:
-        """What to load now, with the place for which it is needed."""
-        uses, loads = self._order.uses, self._order.loads
-        while self._again and (self._again[0] < self._place or is_here(uses[self._again[0]])):
-            heapq.heappop(self._again)
-        while self._num_loads < len(loads):
-            place = loads[self._num_loads]
-            if place >= self._place and not is_here(uses[place]):
+        """The block to load now, with the place that needs it."""
+        now = self._now
+        uses, loads = now.order.uses, now.order.loads
+        while now.again and (now.again[0] < now.place or is_here(uses[now.again[0]])):
+            heapq.heappop(now.again)
+        while now.num_loads < len(loads):
+            place = loads[now.num_loads]
+            if place >= now.place and not is_here(uses[place]):
                 break
-            self._num_loads += 1
-        places = self._again[:1] + loads[self._num_loads : self._num_loads + 1]
+            now.num_loads += 1
+        places = now.again[:1] + loads[now.num_loads : now.num_loads + 1]
         return (min(places), uses[min(places)]) if places else None

@@ -1,8 +1,8 @@
-"""Weights that several ranks bring together: each puts its part of a block into host memory that the ranks of its box
-share, and each copies the whole block from there to its own device.
+"""Weights that several ranks bring together: each rank puts its shard of a block into host memory that the ranks of its
+node share, and each rank copies the whole block from there to its own device.
 
-So a block is read from the drives once for a box, and no byte of it is sent between ranks of one box: messages only say
-what is there. Between boxes each rank sends its part to the one rank of every other box that has its local rank.
+A block is therefore read once per node, and none of it is sent between ranks of one node: messages only announce it.
+Between nodes, each rank sends its shard to the rank with the same local rank on every other node.
 """
 
 from __future__ import annotations
@@ -17,34 +17,63 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import Channel, Kind, Links, PayloadReader, RanksDisagreeError
+from hf_lohan.ranks import CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError
+from hf_lohan.ranks import Lane as LinkLane
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery, UpdatesDroppedError
-from hf_lohan.weights.box_parts import BoxParts
-from hf_lohan.weights.shared_places import SharedPlaces
+from hf_lohan.updates import Delivery, DeliveryListener, UpdatesDroppedError
+from hf_lohan.weights.node_shards import NodeShards
+from hf_lohan.weights.peer_weights import PeerWeightCache
 from hf_lohan.weights.source import RecordReader
+
+_PAGE_BYTES = 4096
+
+
+class SharedRegions:
+    """The regions of blocks in memory that a node's ranks share and that blocks pass through one after the other. They
+    follow from the order of the blocks, so all ranks know them."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes = num_bytes
+        self._next_start = 0
+        self._regions: dict[int, tuple[int, int]] = {}
+
+    def find_start(self, num_bytes: int) -> int | None:
+        """Offset of the next block in bytes; None while another block is there."""
+        start = self._next_start if self._next_start + num_bytes <= self._num_bytes else 0
+        if any(first < start + num_bytes and start < last for first, last in self._regions.values()):
+            return None
+        return start
+
+    def take_region(self, number: int, start: int, num_bytes: int) -> None:
+        """Load ``number`` has this region from here on."""
+        self._next_start = -(-(start + num_bytes) // _PAGE_BYTES) * _PAGE_BYTES
+        self._regions[number] = start, start + num_bytes
+
+    def free_region(self, number: int) -> None:
+        """All ranks have copied the block."""
+        del self._regions[number]
 
 
 @dataclass(eq=False)
-class _Load:
-    """One that has begun, and is not copied yet."""
+class _SharedLoad:
+    """A load that has begun and is not copied to the device yet."""
 
     number: int
     block: Block
     version: int
     entry: Tensor
-    """[block.numel] in the host memory of all."""
+    """[block.numel] in shared host memory."""
     missing: set[int]
-    """Ranks of other boxes whose parts this rank puts there, and that have not come."""
+    """Ranks of other nodes whose shards this rank receives and that have not arrived."""
     is_wanted: Callable[[], bool]
     sends: bool
-    """Whether other boxes get this rank's part."""
+    """Whether this rank's shard is sent to other nodes."""
     has_ended: bool = False
-    """Whether what comes from updates is there, or never will be."""
+    """Whether the delivery from updates has ended."""
     error: BaseException | None = None
-    """What made this rank's part impossible."""
+    """The error that made this rank's shard impossible."""
     has_retried: bool = False
     reads: deque[RecordRead] = field(default_factory=deque)
     is_own_there: bool = False
@@ -52,12 +81,12 @@ class _Load:
 
     @property
     def cause(self) -> str:
-        """What it waits for, of this rank's part."""
+        """What this rank's shard waits for."""
         return "for the SSD" if self.reads else "for updates to be written"
 
 
 class SharedWeights:
-    """A `JointSource`. Reads go into the memory itself, and so do weights that updates have in RAM."""
+    """A `JointSource`. Reads and weights that updates have in RAM go straight into the shared memory."""
 
     def __init__(
         self,
@@ -69,12 +98,12 @@ class SharedWeights:
         blocks: Sequence[Block],
         *,
         read_bytes: int,
-        parts: BoxParts | None = None,
+        parts: NodeShards | None = None,
     ) -> None:
-        """``store`` has this rank's part of each block. ``deliver`` says what comes from updates into host memory, and
-        sees that it does. ``memory``: uint8, page-aligned, shared by the ranks of the box, with room for the largest
-        block; with room for two they come without a pause. ``blocks``: all, in one order on all ranks. ``read_bytes``
-        are asked for and verified at a time. ``parts``: how those of other boxes come, by default as they are."""
+        """``store`` has this rank's shard of each block. ``deliver``: see `LocalWeights`, into host memory. ``memory``:
+        uint8, page-aligned, shared by the ranks of the node, with room for the largest block; with room for two, loads
+        overlap. ``blocks``: all, in one order on all ranks. ``read_bytes``: size of one read. ``parts``: how shards go
+        between nodes, by default unchanged."""
         largest = max(blocks, key=lambda block: block.param_bytes)
         if memory.numel() < largest.param_bytes:
             raise ValueError(
@@ -90,16 +119,16 @@ class SharedWeights:
         self._blocks = blocks
         self._number_of = {block: number for number, block in enumerate(blocks)}
         self._read_bytes = read_bytes
-        self._parts = parts or BoxParts(links.ranks, blocks)
-        self._places = SharedPlaces(memory.numel())
-        self._loads: dict[int, _Load] = {}
-        """In their order. Changed under the links' lock; what has news to tell of them, too."""
+        self._parts = parts or NodeShards(links.ranks, blocks)
+        self._regions = SharedRegions(memory.numel())
+        self._loads: dict[int, _SharedLoad] = {}
+        """In their order. Guarded by the links' lock, as their progress is."""
         self._filled: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By load: the ranks of this box that say that their part is there, and of which block."""
+        """By load: the ranks of this node that have announced their shard, with the block's number."""
         self._not_taken: dict[int, set[int]] = {}
-        """By load: the ranks of this box that have not copied it yet."""
+        """By load: the ranks of this node that have not copied it yet."""
         self._num_uses: dict[int, int] = {}
-        """By load: this rank's copy to its device, and one for each box to which its part is sent."""
+        """By load: this rank's copy to its device, plus one for each node to which its shard is sent."""
         self._has_news = False
         self._wants_room = False
         self._is_closed = False
@@ -108,8 +137,8 @@ class SharedWeights:
         self._sender = TaskThreads(1, "lohan-weights-sender")
 
     def _listen(self) -> None:
-        """Between two barriers nobody sends, so that nothing comes that was meant for a source before this one, and
-        nothing of this one is lost."""
+        """Replace the handlers between two barriers, while no rank sends: no message for an earlier source arrives
+        here, and none for this one is lost."""
         handlers = {
             Kind.FILLED: self._on_filled,
             Kind.TAKEN: self._on_taken,
@@ -122,36 +151,34 @@ class SharedWeights:
         for kind, handler in handlers.items():
             self._links.set_handler(kind, handler)
 
-    # The thread that carries out loads.
+    # For the loading thread.
 
     def begin(self, number: int, block: Block, version: int, is_wanted: Callable[[], bool]) -> bool:
-        """See `JointSource`."""
         self._free_taken()
-        start = self._places.next_start(block.param_bytes)
+        start = self._regions.find_start(block.param_bytes)
         is_coming = any(load.block is block and not self._is_over(load) for load in self._loads.values())
         self._wants_room = start is None
-        if start is None or is_coming:  # updates bring a block to one place at a time
+        if start is None or is_coming:  # updates deliver a block to one place at a time
             return False
-        self._places.take(number, start, block.param_bytes)
+        self._regions.take_region(number, start, block.param_bytes)
         entry = self._memory[start : start + block.param_bytes].view(block.master.working_dtype)
-        is_kept = self._parts.is_kept(block, version)
+        is_kept = self._parts.is_kept(block, version, number)
         missing = set() if is_kept else self._parts.senders(block)
-        load = _Load(number, block, version, entry, missing, is_wanted, sends=not is_kept)
+        load = _SharedLoad(number, block, version, entry, missing, is_wanted, sends=not is_kept)
         with self._links.lock:
             self._loads[number] = load
             self._not_taken[number] = set(self._ranks.on_this_node)
             self._num_uses[number] = 1 + (len(self._parts.recipients(block)) if load.sends else 0)
             self._refuse_other_blocks(load)
-            self._links.notify()  # parts from other boxes may wait for it
+            self._links.notify()  # shards from other nodes may wait for it
         self._begin_own(load)
         return True
 
-    def _is_over(self, load: _Load) -> bool:
+    def _is_over(self, load: _SharedLoad) -> bool:
         """Whether another load of the block may begin."""
         return load.has_ended and (load.has_told or not self._parts.keeps)
 
     def advance(self) -> bool:
-        """See `JointSource`."""
         has_done = False
         for load in list(self._loads.values()):
             while load.reads and load.reads[0].done():
@@ -166,22 +193,19 @@ class SharedWeights:
         return has_done
 
     def is_whole(self, number: int) -> bool:
-        """See `JointSource`."""
         return len(self._filled.get(number, ())) == self._ranks.num_local
 
     def finish(self, number: int, weights: Tensor, free: Event | None) -> Event:
-        """See `JointSource`."""
         if free is not None:
             self._device.wait(Lane.H2D, free)
         self._device.copy(Lane.H2D, weights, self._loads[number].entry)
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
             del self._loads[number], self._filled[number]
-        self._copier.put(lambda: self._await_copied(number, ready))
+        self._copier.submit(lambda: self._await_copied(number, ready))
         return ready
 
     def wait(self) -> None:
-        """See `JointSource`."""
         first = next(iter(self._loads.values()), None)
         if first is not None:
             cause = first.cause if not first.is_own_there else "for other ranks"
@@ -195,17 +219,18 @@ class SharedWeights:
             self._links.wait_for(self._take_news, "loads to carry out", peers=[])
 
     def notify(self) -> None:
-        """See `JointSource`."""
         with self._links.lock:
             self._has_news = True
             self._links.notify()
 
+    def keep_weights(self, first_load: int, kept: PeerWeightCache, changes: CodedTraffic | None) -> None:
+        self._parts.keep_weights(first_load, kept, changes)
+
     def fail(self, error: BaseException) -> None:
-        """See `JointSource`."""
         self._links.fail(error)
 
     def close(self) -> None:
-        """What others still send is not taken any more."""
+        """Messages of other ranks are ignored from here on."""
         with self._links.lock:
             self._is_closed = True
             self._links.notify()
@@ -214,9 +239,9 @@ class SharedWeights:
         self._copier.close()
         self._sender.close()
 
-    # This rank's part.
+    # This rank's shard.
 
-    def _begin_own(self, load: _Load) -> None:
+    def _begin_own(self, load: _SharedLoad) -> None:
         load.has_ended, load.error = False, None
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
@@ -228,34 +253,34 @@ class SharedWeights:
         if not load.sends and self._parts.keeps:
             load.reads.extend(self._parts.begin_read(load.block, load.entry, self._read_numel(load.block)))
         for read in load.reads:
-            read.when_done(self.notify)
-        delivery.when_ended(lambda error: self._end_delivery(load, error))
+            read.add_done_callback(self.notify)
+        delivery.set_listener(_OwnPartEnd(self, load))
 
     def _read_numel(self, block: Block) -> int:
-        """Whole granules."""
+        """Elements of one read: whole granules."""
         numel = self._read_bytes // block.master.working_dtype.itemsize
         return max(1, numel // block.granule_numel) * block.granule_numel
 
-    def _end_delivery(self, load: _Load, error: BaseException | None) -> None:
+    def _end_delivery(self, load: _SharedLoad, error: BaseException | None) -> None:
         with self._links.lock:
             load.error = load.error or error
             load.has_ended = True
         self.notify()
 
-    def _end_read(self, load: _Load, read: RecordRead) -> None:
+    def _end_read(self, load: _SharedLoad, read: RecordRead) -> None:
         try:
             read.wait()
         except StorageError as error:
             with self._links.lock:
                 load.error = load.error or error
 
-    def _end_own(self, load: _Load) -> None:
-        """Nobody writes this rank's part any more. What was forgotten since the load began may have been overwritten
-        while it was read; the others get it all the same, for they have forgotten it as well, or will before they look.
-        """
+    def _end_own(self, load: _SharedLoad) -> None:
+        """Reads and deliveries of this rank's shard have ended. If the block was forgotten since the load began, the
+        data may be stale. It is sent anyway: every receiver drops that load before using it."""
         error = load.error
         if error is None or not (load.is_wanted() or self._parts.matters(load.block, load.version)):
-            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends)
+            keeps = self._parts.keeps_load(load.number)
+            form, message = self._parts.make_own(load.block, load.entry, sends=load.sends, keeps=keeps)
             load.is_own_there = True
             if load.sends:
                 self._send_part(load, form, message)
@@ -265,12 +290,12 @@ class SharedWeights:
             raise error
 
     @staticmethod
-    def _may_retry(load: _Load) -> bool:
-        """Once, for an update that is about to make the load unwanted may have overwritten what was read."""
+    def _may_retry(load: _SharedLoad) -> bool:
+        """Retry once: an update that makes the load unwanted may have overwritten the data while it was read."""
         may_retry, load.has_retried = not load.has_retried, True
         return may_retry
 
-    def _tell_filled(self, load: _Load) -> None:
+    def _tell_filled(self, load: _SharedLoad) -> None:
         block_number = self._number_of[load.block]
         for rank in self._ranks.on_this_node:
             if rank != self._ranks.rank:
@@ -278,7 +303,7 @@ class SharedWeights:
         with self._links.lock:
             self._filled[load.number][self._ranks.rank] = block_number
 
-    # Other ranks of this box.
+    # Other ranks of this node.
 
     def _on_filled(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         number, block_number = numbers
@@ -289,11 +314,11 @@ class SharedWeights:
                 self._refuse_other_blocks(load)
         self.notify()
 
-    def _refuse_other_blocks(self, load: _Load) -> None:
+    def _refuse_other_blocks(self, load: _SharedLoad) -> None:
         for rank, block_number in self._filled[load.number].items():
             self._refuse_other_block(load, rank, block_number)
 
-    def _refuse_other_block(self, load: _Load, rank: int, block_number: int) -> None:
+    def _refuse_other_block(self, load: _SharedLoad, rank: int, block_number: int) -> None:
         other = self._blocks[block_number]
         if other is not load.block:
             raise RanksDisagreeError(
@@ -307,7 +332,7 @@ class SharedWeights:
         self._end_one_use(number)
 
     def _end_one_use(self, number: int) -> None:
-        """Of this rank: it has copied the block, and sent its part to each other box."""
+        """This rank has copied the block, or sent its shard to another node."""
         with self._links.lock:
             self._num_uses[number] -= 1
             if self._num_uses[number]:
@@ -318,7 +343,7 @@ class SharedWeights:
             for rank in self._ranks.on_this_node:
                 if rank != self._ranks.rank:
                     self._links.send(rank, Kind.TAKEN, number)
-        except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
+        except Exception as error:  # a rank must not wait for this for ever
             self._links.fail(error)
             return
         self.notify()
@@ -334,14 +359,14 @@ class SharedWeights:
             taken = [number for number, ranks in self._not_taken.items() if not ranks]
             for number in taken:
                 del self._not_taken[number]
-                self._places.free(number)
+                self._regions.free_region(number)
 
     def _slow_to_copy(self) -> list[int]:
-        """Ranks that keep the next block from beginning. Caller holds the links' lock."""
+        """Ranks whose missing copies delay the next block. Caller holds the links' lock."""
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
-    def _awaited(self, load: _Load) -> list[int]:
-        """Ranks whose parts are missing, once this one's is there. Caller holds the links' lock."""
+    def _awaited(self, load: _SharedLoad) -> list[int]:
+        """Ranks whose shards are missing, once this rank's is complete. Caller holds the links' lock."""
         if not load.is_own_there:
             return []
         if load.missing:
@@ -353,25 +378,25 @@ class SharedWeights:
         had_news, self._has_news = self._has_news, False
         return had_news
 
-    # Other boxes.
+    # Other nodes.
 
-    def _send_part(self, load: _Load, form: int, message: Tensor) -> None:
-        """On a thread of its own: whoever has no room yet keeps nobody else waiting."""
+    def _send_part(self, load: _SharedLoad, form: int, message: Tensor) -> None:
+        """Send on a separate thread: a node without room delays nothing else."""
         for rank in self._parts.recipients(load.block):
-            self._sender.put(partial(self._send_part_to, rank, load, form, message))
+            self._sender.submit(partial(self._send_part_to, rank, load, form, message))
 
-    def _send_part_to(self, rank: int, load: _Load, form: int, message: Tensor) -> None:
+    def _send_part_to(self, rank: int, load: _SharedLoad, form: int, message: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)
         try:
-            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, channel=Channel.WEIGHTS)
-        except Exception as error:  # nobody may wait for this for ever; where ranks have failed already, they are told
+            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, lane=LinkLane.WEIGHTS)
+        except Exception as error:  # a rank must not wait for this for ever
             self._links.fail(error)
             return
         self._parts.count(load.block, message)
         self._end_one_use(load.number)
 
     def _on_part(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
-        """Waits for room: so does, then, the rank that sends."""
+        """Waits for room, which makes the sending rank wait."""
         number, block_number, form = numbers
         assert payload is not None
         self._links.wait_for(lambda: self._is_closed or number in self._loads, "room for weights", peers=[])
@@ -380,14 +405,24 @@ class SharedWeights:
             if load is None:
                 return
             self._refuse_other_block(load, rank, block_number)
-        self._parts.receive(load.block, rank, form, payload, load.entry)
+        keeps = self._parts.keeps_load(load.number)
+        self._parts.receive(load.block, rank, form, payload, load.entry, keeps=keeps)
         with self._links.lock:
             load.missing.discard(rank)
         self.notify()
 
 
+@dataclass(frozen=True, eq=False)
+class _OwnPartEnd(DeliveryListener):
+    source: SharedWeights
+    load: _SharedLoad
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self.source._end_delivery(self.load, error)
+
+
 def _within(parts: Iterable[tuple[int, int]], first: int, last: int) -> Iterator[tuple[int, int]]:
-    """What of the parts lies in [first, last)."""
+    """The parts, cut to [first, last)."""
     for start, stop in parts:
         if max(start, first) < min(stop, last):
             yield max(start, first), min(stop, last)

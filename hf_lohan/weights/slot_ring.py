@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from hf_lohan.absent import AbsentParameter, MovedGradients, StandIns
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.model import Block
 from hf_lohan.planner import MIN_SLOTS_TO_LEND, PoolPlan, SizeClass
-from hf_lohan.updates import WeightLoan
-from hf_lohan.weights.absence import GradientsAway
-from hf_lohan.weights.absent_parameter import AbsentParameter
-from hf_lohan.weights.stand_ins import StandIns
+from hf_lohan.updates import BorrowedSlot, WeightSlots
 
 
 @dataclass(eq=False)
@@ -29,14 +27,14 @@ class Slot:
     ready: Event | None = None
     """Reached when `block` has arrived; None while its load is not enqueued yet."""
     is_loading: bool = False
-    """Whether a load is writing to it, be it of a block that was forgotten meanwhile."""
+    """Whether a load writes to it. Its block may have been forgotten meanwhile."""
     last_use: Event | None = None
     """Reached when the last compute that reads the slot is done."""
     num_pins: int = 0
     num_loans: int = 0
-    """To the optimizer, which copies the weights."""
+    """Borrowed by that many updates, which copy the weights."""
     is_kept: bool = False
-    """Whether its block stays for good."""
+    """Whether its block always stays."""
 
     @property
     def is_claimable(self) -> bool:
@@ -44,19 +42,20 @@ class Slot:
         return not (self.num_pins or self.num_loans or self.is_loading or self.is_kept)
 
 
-class SlotRing:
+class SlotRing(WeightSlots):
     """Puts a block's parameters on the device and takes them off.
 
-    A parameter is either present, `p.data` being a view into a slot, or absent: then whoever reads it is brought the
-    weights, and what gets round that finds one NaN expanded to the right shape, never a quiet wrong number. A released
-    slot keeps its block until it is claimed for another, so what is needed again soon is not read again.
+    A parameter is either present, with `p.data` a view into a slot, or absent. The data of an absent parameter is one
+    NaN, expanded to its shape, so code that goes around `AbsentParameter` never gets a wrong finite number. A released
+    slot keeps its block until the slot is claimed for another one.
 
-    Threads: the compute thread pins and releases, the prefetch thread claims and publishes; `lock` guards them, and
-    `changed` tells them of each other.
+    The computing thread pins and releases, the loading thread claims and publishes. `lock` guards both; `changed` is
+    notified of every change.
     """
 
     def __init__(self, device: Device, plan: PoolPlan, kept: Collection[str] = ()) -> None:
-        """``kept``: names of blocks that stay once they have come; two slots of their class must be left to others."""
+        """``kept``: names of blocks that stay once they are loaded. Two slots of their class must be left to other
+        blocks."""
         self.device = device
         self._kept = frozenset(kept)
         # Entered itself, not through the condition: see `IoEngine`.
@@ -68,7 +67,7 @@ class SlotRing:
             ]
             for size_class in SizeClass
         }
-        self.gradients_away = GradientsAway()
+        self.moved_gradients = MovedGradients()
         self.stand_ins = StandIns(device)
         self._holder: dict[Block, Slot] = {}
         self._by_storage = {slot.weights.untyped_storage().data_ptr(): slot for slot in self._all()}
@@ -85,7 +84,7 @@ class SlotRing:
 
     @property
     def num_slots(self) -> dict[SizeClass, int]:
-        """Of each class."""
+        """Number of slots by size class."""
         return {size_class: len(slots) for size_class, slots in self.slots.items()}
 
     @property
@@ -93,22 +92,22 @@ class SlotRing:
         """The most bytes of slots that ever held a block at once."""
         return self._high_water_bytes
 
-    # The compute thread's side.
+    # For the computing thread.
 
     def pin(self, block: Block) -> Slot | None:
-        """Keep `block` from being overwritten, if it is (about to be) here. Caller holds `lock`."""
+        """Keep a block from being overwritten, if it has a slot. Caller holds `lock`."""
         slot = self._holder.get(block)
         if slot is not None:
             slot.num_pins += 1
         return slot
 
     def pin_arrived(self, block: Block) -> Slot | None:
-        """The same of a block whose load is enqueued; None if that has to be waited for."""
+        """Pin a block whose load is enqueued; None if it is not."""
         with self.lock:
             slot = self._holder.get(block)
             return self.pin(block) if slot is not None and slot.ready is not None else None
 
-    def lend(self, block: Block) -> WeightLoan | None:
+    def borrow_slot(self, block: Block) -> BorrowedSlot | None:
         """The weights of a block that compute has in use, for the optimizer; None where compute needs all slots: two
         must be left to it, and one block at a time is lent."""
         slots = self.slots[block.size_class]
@@ -119,7 +118,7 @@ class SlotRing:
             if any(other.num_loans for other in slots if other is not slot):
                 return None
             slot.num_loans += 1
-            return WeightLoan(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
+            return BorrowedSlot(self.device, slot.weights[: block.numel], lambda: self._take_back(slot))
 
     def _take_back(self, slot: Slot) -> None:
         with self.lock:
@@ -140,18 +139,18 @@ class SlotRing:
             AbsentParameter.show(part.parameter, weights[part.start : part.stop].view(part.shape))
 
     def hide(self, block: Block) -> None:
-        """Make the parameters placeholders. One that lies in several blocks is hidden once, and stays so."""
+        """Make the parameters absent. A parameter in several blocks was hidden at the start, and stays so."""
         for part in block.slices:
             if not part.first:
                 AbsentParameter.hide(part.parameter, self.stand_ins.placeholder(block, part))
 
     def has_room_for(self, block: Block) -> bool:
-        """Whether it can be pinned though nothing is unpinned before."""
+        """Whether the block can be pinned without unpinning another one."""
         with self.lock:
             return block in self._holder or any(not slot.num_pins for slot in self.slots[block.size_class])
 
     def unpin(self, block: Block) -> None:
-        """The compute enqueued so far was the last for now to read the block."""
+        """Compute enqueued so far is the last one to read the block for now."""
         with self.lock:
             slot = self.slot_of(block)
             slot.last_use = self.device.record(Lane.COMPUTE, reads=[slot.weights])
@@ -160,7 +159,7 @@ class SlotRing:
             self.changed.notify_all()
 
     def unpin_all(self) -> None:
-        """After an exception: nobody computes any more, whatever was pinned."""
+        """After an exception: no block is in use any more."""
         with self.lock:
             for slot in self._all():
                 if slot.num_pins:
@@ -169,22 +168,24 @@ class SlotRing:
             self.changed.notify_all()
 
     def num_loads(self, block: Block) -> int:
-        """How often it has come."""
+        """How often the block was loaded."""
         return self._num_loads[block]
 
     def version_of(self, block: Block) -> int:
-        """How often the store had newer parameters of it."""
+        """How often the block was forgotten."""
         return self._num_forgotten[block]
 
     def slot_of(self, block: Block) -> Slot:
         return self._holder[block]
 
-    def slot_behind(self, tensor: Tensor) -> Slot | None:
-        """The slot that a tensor is a view of, if any."""
-        return self._by_storage.get(tensor.untyped_storage().data_ptr())
+    def block_behind(self, tensor: Tensor) -> Block | None:
+        """The block in the slot that ``tensor`` is a view of, if it is one."""
+        slot = self._by_storage.get(tensor.untyped_storage().data_ptr())
+        assert slot is None or slot.block is not None, "a view of an empty slot"
+        return slot.block if slot is not None else None
 
     def forget(self, blocks: Iterable[Block]) -> None:
-        """The store has newer parameters of these blocks: what the slots hold is stale."""
+        """The store has newer parameters of these blocks. Empty their slots."""
         with self.lock:
             self.num_forgets += 1
             for block in blocks:
@@ -195,17 +196,13 @@ class SlotRing:
                     self._empty(slot)
             self.changed.notify_all()
 
-    # The prefetch thread's side; the caller holds `lock`.
+    # For the loading thread. The caller holds `lock`.
 
     def is_here(self, block: Block) -> bool:
         return block in self._holder
 
-    def claimable(self, size_class: SizeClass) -> list[Slot]:
-        """Slots that may be overwritten."""
-        return [slot for slot in self.slots[size_class] if slot.is_claimable]
-
     def claim(self, slot: Slot, block: Block) -> None:
-        """Take `slot` for `block`, whose load comes next."""
+        """Give ``slot`` to ``block``, whose load comes next."""
         self._empty(slot)
         self._num_loads[block] += 1
         slot.block, slot.is_loading, slot.is_kept = block, True, block.name in self._kept

@@ -1,4 +1,4 @@
-"""Where weights come from: one block's parameters into one slot."""
+"""Read one block's parameters into one slot, from this process's store and from updates in RAM."""
 
 from __future__ import annotations
 
@@ -14,23 +14,8 @@ from hf_lohan.device import Buffer, BufferPool, Device, Event, Lane
 from hf_lohan.model import Block, ranges
 from hf_lohan.store import RecordRead
 from hf_lohan.timeline import LOADS_WAIT
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights.slot_ring import Slot
-
-
-class Arrival(Protocol):
-    """Weights on their way into a slot."""
-
-    def when_ended(self, ended: Callable[[BaseException | None], None]) -> None:
-        """Call ``ended`` once the copies of all of them are enqueued on the H2D lane, or with what made that
-        impossible; at once, or on another thread."""
-
-
-class WeightSource(Protocol):
-    """Answers "these weights, into this slot". Nobody else knows where a block's weights lie, or in how many parts."""
-
-    def load(self, block: Block, slot: Slot) -> Arrival:
-        """Called by one thread, one load after the other. Raises what makes it impossible."""
 
 
 class RecordReader(Protocol):
@@ -41,14 +26,14 @@ class RecordReader(Protocol):
 
 @dataclass(eq=False)
 class _Load:
-    """One block's, some of whose reads may be under way."""
+    """The load of one block."""
 
     block: Block
     slot: Slot
     end: Callable[[BaseException | None], None]
     num_reading: int = 0
     is_whole: bool = False
-    """All its reads have been ordered, or as many as will be."""
+    """No more reads will be ordered."""
     error: BaseException | None = None
 
     def end_if_done(self) -> None:
@@ -57,13 +42,13 @@ class _Load:
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
+class _SliceRead:
     """Elements [start, stop) of a block, being read."""
 
     load: _Load
     read: RecordRead
     buffer: Buffer | None
-    """None: straight into the slot."""
+    """None if the read goes straight into the slot."""
     start: int
     stop: int
 
@@ -72,8 +57,8 @@ class LocalWeights:
     """A `WeightSource`: this process's store, and what updates still have in RAM. Reads go through staging buffers, or
     into the slot itself where the device's memory is the host's.
 
-    Loads come one after the other (`load`), or the reads of one begin before those of the last have ended (`begin`,
-    `finish`): then the drive has something to do while weights are verified and copied.
+    The reads of a load may begin before those of the load before have ended. The drive then works while weights are
+    verified and copied.
     """
 
     def __init__(
@@ -83,60 +68,45 @@ class LocalWeights:
         staging: BufferPool,
         deliver: Callable[[Block, Tensor, Event | None], Delivery],
     ) -> None:
-        """``deliver`` says what comes from updates, and sees that it does; nothing is copied before its event."""
+        """``deliver(block, weights, free)`` has updates put their part of the block into ``weights``, not before
+        ``free``."""
         self._device = device
         self._store = store
         self._staging = staging
         self._deliver = deliver
-        self._reading: deque[_Part] = deque()
+        self._reading: deque[_SliceRead] = deque()
         self._copying: deque[tuple[Event, Buffer]] = deque()
 
-    def load(self, block: Block, slot: Slot) -> Arrival:
-        """Read and copy what is to be read; what comes from updates may still come."""
-        delivery = self.deliver(block, slot)
-        errors: list[BaseException | None] = []
-        self._order(block, slot, delivery, errors.append)
-        self.finish()
-        if errors[0] is not None:
-            raise errors[0]
-        return delivery
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
+        """Returns once all reads of this load are ordered and those of earlier loads have ended."""
+        self.begin_rest(block, slot, self.deliver(block, slot), listener)
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
-        """The same, with what `Arrival.when_ended` is to be told. Returns once all reads are ordered and those of the
-        loads before have ended; ``ended`` is called here, in a later call, or as `Delivery` says. Raises what kept the
-        load from beginning."""
-        self.begin_rest(block, slot, self.deliver(block, slot), ended)
-
-    def finish(self) -> None:
-        """Return when all that was begun is read, and its copies are enqueued."""
+    def finish_loads(self) -> None:
         while self._reading:
             self._complete_one()
 
     def deliver(self, block: Block, slot: Slot) -> Delivery:
-        """The first half of a load: what comes from updates is on its way. What the H2D lane copies to the slot from
-        here on comes behind its last use."""
+        """The first half of a load: updates deliver their part. Copies to the slot enqueued on the H2D lane from here
+        on run after its last use."""
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=block.name):
             return self._deliver(block, slot.weights[: block.numel], slot.last_use)
 
-    def begin_rest(
-        self, block: Block, slot: Slot, delivery: Delivery, ended: Callable[[BaseException | None], None]
-    ) -> None:
-        """The second half of `begin`: read and copy what is not delivered."""
+    def begin_rest(self, block: Block, slot: Slot, delivery: Delivery, listener: DeliveryListener) -> None:
+        """The second half of `begin_load`: read and copy what is not delivered."""
 
         def end(error: BaseException | None) -> None:
             if error is None:
-                delivery.when_ended(ended)
+                delivery.set_listener(listener)
             else:
-                ended(error)
+                listener.on_delivered(error)
 
         load = self._order(block, slot, delivery, end)
         while self._reading and self._reading[0].load is not load:
             self._complete_one()
 
     def read_through(self, block: Block, slot: Slot, memory: Tensor) -> None:
-        """The second half where nothing is delivered: read all of the block into ``memory`` [block.numel], which is
-        page-aligned, and copy it from there. When this raises, nobody writes to ``memory`` any more, and copies out of
-        it may be under way."""
+        """The second half if nothing is delivered: read the whole block into page-aligned ``memory`` [block.numel], and
+        copy it from there. After an error, no read writes to ``memory`` any more, but copies may still read it."""
         reads: list[tuple[RecordRead, int, int]] = []
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=block.name):
@@ -149,7 +119,7 @@ class LocalWeights:
         except BaseException:
             for read, _, _ in reads:  # the others still write into the memory
                 with contextlib.suppress(Exception):
-                    read.arrive()
+                    read.wait_for_bytes()
             raise
 
     def _cut(self, block: Block, start: int, stop: int) -> Iterator[tuple[int, int]]:
@@ -160,12 +130,12 @@ class LocalWeights:
     def _order(
         self, block: Block, slot: Slot, delivery: Delivery, end: Callable[[BaseException | None], None]
     ) -> _Load:
-        """Order the reads of a block, completing earlier ones where their buffers are needed. What goes wrong is told
-        by ``end``, once nobody writes into the slot any more."""
+        """Order the reads of a block. Earlier reads are completed if their buffers are needed. ``end`` gets an error
+        once nothing writes to the slot any more."""
 
         def end_safely(error: BaseException | None) -> None:
             if error is not None:
-                with contextlib.suppress(Exception):  # while others write into the slot, nobody may take it
+                with contextlib.suppress(Exception):  # the slot is not free while updates write to it
                     delivery.wait()
             end(error)
 
@@ -195,7 +165,7 @@ class LocalWeights:
                 buffer.release()
             raise
         load.num_reading += 1
-        self._reading.append(_Part(load, read, buffer, start, stop))
+        self._reading.append(_SliceRead(load, read, buffer, start, stop))
 
     def _free_buffer(self) -> Buffer:
         while self._staging.num_free == 0:
@@ -208,12 +178,12 @@ class LocalWeights:
         return self._staging.acquire()
 
     def _complete_one(self) -> None:
-        """The read that was ordered first ends, and is copied."""
+        """Wait for the oldest read, and copy it to its slot."""
         part = self._reading.popleft()
         load, buffer = part.load, part.buffer
         try:
             with self._device.timeline.task(LOADS_WAIT, "for the SSD", block=load.block.name):
-                part.read.arrive() if load.error is not None else part.read.wait()
+                part.read.wait_for_bytes() if load.error is not None else part.read.wait()
             if buffer is not None and load.error is None:
                 part_of_slot = load.slot.weights[part.start : part.stop]
                 dtype = load.block.master.working_dtype

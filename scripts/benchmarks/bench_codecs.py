@@ -1,11 +1,11 @@
-"""How fast codecs for slow links are, and on which links they pay: blocks in 8 and 4 bits, and a step's changes.
+"""The speed of the codecs for slow links, and the links on which they pay: blocks in 8 and 4 bits, step deltas.
 
     python scripts/benchmarks/bench_codecs.py
 
-One thread codes. On a CPU its seconds are those of the core, not of the clock: what else runs on the machine is left
-out. A codec pays on links slower than that on which coding, sending and decoding, one after the other, take as long as
-sending what is not coded: `pays_below_gbit_s`. Where they overlap, it pays up to 16 or 32 bits times the rate of the
-slower of the two (`keeps_up_to_gbit_s`). Beside them is the time of a copy from bfloat16 to float32.
+One thread codes. On a CPU its time is CPU time, which other load does not change. Below `pays_below_gbit_s` coding,
+sending and decoding one after the other are faster than sending uncoded values. If they overlap, a codec pays up to
+`keeps_up_to_gbit_s`, 16 or 32 bits times the rate of the slower of encoding and decoding. The figures also have the
+time of a copy from bfloat16 to float32.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What checksums and commits cost: the same offloaded model with and without them, in one interleaved run.
+"""The cost of checksums and commits: one offloaded model with and without them, in one interleaved run.
 
     python scripts/benchmarks/bench_durability.py  # Llama 151M, batch 2 x 256, float32, max_grad_norm 1.0
     python scripts/benchmarks/bench_durability.py --device cuda --hidden 4096 --layers 8 --bf16
@@ -54,7 +54,7 @@ JOURNAL = Journal(facts={"global_step": 1}, files={"rng_state.pth": bytes(15_000
 
 
 class Hashing:
-    """The function that hashes, timed."""
+    """The hashing function, timed."""
 
     def __init__(self) -> None:
         self.hashed_bytes = 0
@@ -69,12 +69,12 @@ class Hashing:
 
 
 def no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
-    """In its place on the side without: what it would return for every granule, and for any content."""
+    """Replaces the hashing: zeros for every granule."""
     return np.zeros(-(-source.nbytes // granule_bytes), np.uint64)
 
 
 class Contender:
-    """One side: an engine of its own, on a store of its own."""
+    """One side, with its own engine and store."""
 
     def __init__(self, side: Side, shape: Shape, settings: dict[str, Any], folder: Path, device: str) -> None:
         config = OffloadConfig.load({**settings, "ssd": str(folder / side)})
@@ -95,7 +95,7 @@ class Contender:
         return init
 
     def stepping(self, batch: dict[str, torch.Tensor], max_grad_norm: float) -> Callable[[], float]:
-        """A turn of steps, each committed in this side's way; returns seconds a step."""
+        """Return a function that takes a turn of committed steps and returns seconds a step."""
         step = offloaded_step(self.engine, batch, max_grad_norm)
 
         def committed_step() -> None:
@@ -105,7 +105,7 @@ class Contender:
         return lambda: turn(committed_step, self.engine.settle, device=str(self.engine.device.torch_device))
 
     def _only_turn_over(self, *what: object) -> None:
-        """What is left of a commit without durability: the next step writes to the other home."""
+        """A commit without durability: the next step writes to the other home."""
         versions = self.engine.tiers.store.versions
         versions.commit(*versions.draft())
 
@@ -153,7 +153,7 @@ def measure(
 def peak_bytes(
     side: Side, shape: Shape, settings: dict[str, Any], folder: Path, device: str, max_grad_norm: float
 ) -> int:
-    """Anonymous memory that a turn of one side takes at most; call it in a process of its own."""
+    """Peak anonymous memory of a turn of one side. Needs a process of its own."""
     contender = Contender(side, shape, settings, folder, device)
     one_turn = contender.stepping(shape.batch(device), max_grad_norm)
     peak = AnonymousMemoryPeak()

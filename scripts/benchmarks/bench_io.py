@@ -37,7 +37,7 @@ NUM_BUFFERS = 6
 
 
 def moves(pattern: Pattern, num_chunks: int) -> list[tuple[str, int]]:
-    """(verb, chunk) one after the other: all chunks once."""
+    """(verb, chunk) for all chunks, in order."""
     if pattern != "mixed":
         return [(pattern, chunk) for chunk in range(num_chunks)]
     half = num_chunks // 2

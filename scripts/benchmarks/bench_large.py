@@ -1,12 +1,11 @@
-"""A model that memory does not hold: loading it, training steps, saving it, and how much of the drive a step uses.
+"""A model larger than memory: loading, training, saving, and the share of the drive that a step uses.
 
     python scripts/benchmarks/bench_large.py  # 1.1B parameters, 1 x 32 tokens
     python scripts/benchmarks/bench_large.py --hidden 3072 --layers 25 --intermediate 8192 --cpu-memory 4GiB  # 3B
 
-A checkpoint of random weights is written layer by layer and loaded by `from_pretrained`, so that the model never stands
-in memory. Turns of steps and of the I/O engine alone are interleaved: alone, it moves the same records of the same
-files in the run's own chunks, with the step's share of reads, as many under way as there are buffers; what it reads it
-writes back, so that the training goes on.
+A checkpoint of random weights is written layer by layer and loaded by `from_pretrained`. Turns of steps and of the I/O
+engine alone are interleaved. Alone it moves the same records in the run's chunks, with the step's share of reads and
+all buffers in use, and writes back what it reads, so that training can continue.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from hf_lohan.hardware import AnonymousMemoryPeak
 
 
 def write_checkpoint(shape: Shape, folder: Path) -> int:
-    """Random weights as Transformers would save them, a file a layer. Returns their bytes."""
+    """Write random weights as transformers would save them, one file a layer. Returns their bytes."""
     with torch.device("meta"):
         model = shape.model()
     model.config.save_pretrained(folder)
@@ -42,19 +41,19 @@ def write_checkpoint(shape: Shape, folder: Path) -> int:
         layer = name.split(".layers.")[-1].split(".")[0] if ".layers." in name else name
         files.setdefault(layer, {})[name] = parameter
     generator = torch.Generator().manual_seed(0)
-    places, total_bytes = {}, 0
+    weight_map, total_bytes = {}, 0
     for number, named in enumerate(files.values()):
         file_name = f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
         tensors = {}
         for name, parameter in named.items():
-            places[name] = file_name
+            weight_map[name] = file_name
             value = torch.ones(parameter.shape)
             tensors[name] = (value.normal_(0, 0.02, generator=generator) if parameter.dim() > 1 else value).to(
                 parameter.dtype
             )
             total_bytes += tensors[name].nbytes
         save_file(tensors, folder / file_name, metadata={"format": "pt"})
-    index = {"metadata": {"total_size": total_bytes}, "weight_map": places}
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return total_bytes
 
@@ -69,7 +68,7 @@ def train(
     steps_per_turn: int,
     alone_bytes: int,
 ) -> dict[str, Any]:
-    """Turns of steps, each after a turn of the I/O engine alone; the first step of a turn is not timed."""
+    """Take turns of steps, each after a turn of the I/O engine alone. A turn's first step is not timed."""
     model: Any = engine.model
     batch = shape.batch(device)
     step = offloaded_step(engine, batch, max_grad_norm)

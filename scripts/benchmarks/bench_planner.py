@@ -1,12 +1,11 @@
-"""What the planner says against what happens: predicted and measured step times, and a sweep over what is swapped.
+"""Predicted against measured step times, and a sweep over the swapped bytes.
 
     python scripts/benchmarks/bench_planner.py  # three batches: bound by the SSD, in between, bound by compute
     python scripts/benchmarks/bench_planner.py --device cuda --hidden 4096 --layers 8 --bf16
 
-For each batch one engine runs under `activations: auto`: it measures the hardware if that is not known, plans at its
-first forward, and corrects the plan once after its fourth. Its step time is then measured and stands beside both
-predictions. After that the same engine is made to follow other plans, from recomputing everything to swapping
-everything, in turns (A B C A B C ...); medians are quoted, and the planner's own choice is one of them.
+For each batch an engine runs under `activations: auto`: it measures unknown hardware, plans at its first forward and
+corrects the plan after its fourth step. Then the same engine follows the chosen plan and other ones, from recomputing
+everything to swapping everything, in turns (A B C A B C ...). Medians are compared with both predictions.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ BATCHES = ["1x32", "1x256", "4x256"]
 
 @dataclass(frozen=True)
 class Contender:
-    """A plan to follow."""
+    """A plan with a name."""
 
     name: str
     plan: OffloadPlan
@@ -45,7 +44,7 @@ class Contender:
 
 
 def contenders_of(engine: OffloadEngine, num_points: int) -> list[Contender]:
-    """The planner's choice, and the row of forced ones."""
+    """The planner's choice and the forced plans."""
     run = run_plan_of(engine)
     assert run is not None and run.now is not None
     profile, hardware, setup = run.now.profile, run.now.hardware, replace(run.now.setup, activations="auto")
@@ -78,7 +77,7 @@ def measure_shape(
         backward: dict[str, list[float]] = {contender.name: [] for contender in contenders}
         for _ in range(num_turns):
             for contender in contenders:
-                engine.planned_memory.place(contender.plan.activations)
+                engine.planned_memory.set_placements(contender.plan.activations)
                 times[contender.name].append(turn(step, engine.settle, device=device))
                 backward[contender.name].append(engine.last_backward_s)
         figures = spread("step_s", times)

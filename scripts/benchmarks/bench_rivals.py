@@ -4,10 +4,9 @@
     python scripts/benchmarks/bench_rivals.py --deepspeed-python ds/bin/python  # and DeepSpeed
     python scripts/benchmarks/bench_rivals.py --num-experts 16 --set experts=streamed  # a mixture, two experts a token
 
-Each contender lives in a process of its own, so that its memory can be told; they take turns of three steps. DeepSpeed
-wants an environment of its own (`pip install deepspeed transformers`, libaio's headers, a compiler) and, on a CPU,
-`DS_ACCELERATOR=cpu`, which is set here: fp32, parameters in RAM, optimizer states on the drive, reads and writes
-pipelined.
+Each contender has a process, so that its memory can be measured; they take turns of three steps. DeepSpeed needs an
+environment (`pip install deepspeed transformers`, libaio's headers, a compiler). It runs with `DS_ACCELERATOR=cpu` in
+float32, with parameters in RAM, optimizer states on the drive, and pipelined reads and writes.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ WORKER = "--worker"
 
 
 def model_of(shape: dict[str, Any], num_experts: int) -> Any:
-    """A Llama, or a Mixtral whose layers have so many experts; without the library, which DeepSpeed's environment does
-    not have."""
+    """A Llama, or a Mixtral with ``num_experts``. Does not use our library, which DeepSpeed's environment lacks."""
     from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig
 
     heads = max(1, shape["hidden"] // 64)
@@ -63,9 +61,7 @@ def model_of(shape: dict[str, Any], num_experts: int) -> Any:
     return model
 
 
-def deepspeed_step(
-    model: Any, batch: dict[str, Any], folder: str, max_grad_norm: float
-) -> Callable[[], None]:
+def deepspeed_step(model: Any, batch: dict[str, Any], folder: str, max_grad_norm: float) -> Callable[[], None]:
     import deepspeed
 
     batch_size = len(batch["input_ids"])
@@ -119,7 +115,7 @@ def _nothing_left() -> None:
 
 
 def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
-    """As `benchmarking.turn`."""
+    """As `benchmarking.turn`, without our library."""
     step()
     began_s = time.perf_counter()
     for _ in range(STEPS_PER_TURN):
@@ -130,21 +126,21 @@ def turn_s(step: Callable[[], None], settle: Callable[[], None]) -> float:
 
 
 def anonymous_bytes() -> int:
-    """Of this process, now: memory that no file stands behind."""
+    """Current anonymous memory of this process."""
     with open("/proc/self/status", encoding="ascii") as status:
         fields = dict(line.split(":", 1) for line in status)
     return (int(fields["RssAnon"].split()[0]) + int(fields["RssShmem"].split()[0])) * 1024
 
 
 def work(task: dict[str, Any]) -> None:
-    """Take a turn for each line on standard input; answer with seconds a step and bytes."""
+    """Take a turn for each line of standard input, and print seconds a step and bytes."""
     shape = task["shape"]
     generator = torch.Generator().manual_seed(1)
     size = (shape["batch_size"], shape["sequence_length"])
     ids = torch.randint(0, shape["vocabulary"], size, generator=generator)
     batch = {"input_ids": ids, "labels": ids}
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # what libraries print is no answer
+    os.dup2(2, 1)  # keep output of libraries out of the answers
     settle = _nothing_left
     model = model_of(shape, task["num_experts"])
     if task["side"] == "deepspeed":
@@ -166,7 +162,7 @@ def work(task: dict[str, Any]) -> None:
 
 
 class Contender:
-    """A process that takes a turn when it is asked to."""
+    """A process that takes turns on request."""
 
     def __init__(self, python: str, task: dict[str, Any], log: Path) -> None:
         self._log = log
@@ -193,7 +189,7 @@ class Contender:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line or not line.startswith(start):
-            raise RuntimeError(f"a contender ended; its last words:\n{self._log.read_text()[-3000:]}")
+            raise RuntimeError(f"a contender ended; its last output:\n{self._log.read_text()[-3000:]}")
         return line
 
     def close(self) -> None:
@@ -250,10 +246,10 @@ def show(results: list[dict[str, Any]]) -> None:
 
 
 def ask() -> None:
-    """The command. The library is imported here only: DeepSpeed's environment does not have it."""
+    """The command. Imports our library, which DeepSpeed's environment lacks."""
     from benchmarking import Options, benchmark, parsed_settings
 
-    globals()["Options"] = Options  # what annotations below are looked up in
+    globals()["Options"] = Options  # for the annotations below
 
     @benchmark("rivals", num_turns=4)
     def main(
@@ -273,9 +269,7 @@ def ask() -> None:
         for norm in max_grad_norm or [0.0, 1.0]:
             folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=options.store or "."))
             try:
-                results.append(
-                    measure(common, pythons, folder, max_grad_norm=norm, num_turns=options.num_turns)
-                )
+                results.append(measure(common, pythons, folder, max_grad_norm=norm, num_turns=options.num_turns))
             finally:
                 shutil.rmtree(folder, ignore_errors=True)
         show(results)

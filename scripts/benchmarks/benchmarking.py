@@ -1,12 +1,12 @@
-"""What the benchmarks share: options, a model and its steps, timing in turns, tables, and the figures they write.
+"""Options, models, steps, timing and output that the benchmarks share.
 
-A benchmark is a function of `Options` and of options of its own, under `benchmark`:
+A benchmark is a function of `Options` and its own options, decorated with `benchmark`:
 
     @benchmark("step", cpu_memory="1GiB")
     def main(options: Options, *, schedule: str = "optimized") -> dict[str, Any]: ...
 
-`--output FILE.json` writes what it returns, with the command, the commit and the hardware. `--output FOLDER` writes a
-file named by benchmark and hardware there, over the last one: `docs/benchmarks` is such a folder.
+`--output FILE.json` writes its result with command, commit and hardware. `--output FOLDER` writes a file named by
+benchmark and hardware, and replaces the last one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What every benchmark is told."""
+    """Options of every benchmark."""
 
     device: Annotated[str, typer.Option(help="cpu or cuda")] = "cpu"
     hidden: int = 1024
@@ -111,7 +111,7 @@ class Options:
         return Shape(**{field.name: getattr(self, field.name) for field in fields(Shape)})
 
     def shapes(self, batches: list[str] | None) -> list[Shape]:
-        """The model with each of the batches; its own if there are none."""
+        """Shapes with each of the batches, or with the default batch."""
         sizes = [map(int, batch.split("x")) for batch in batches or [f"{self.batch_size}x{self.sequence_length}"]]
         return [replace(self.shape, batch_size=rows, sequence_length=length) for rows, length in sizes]
 
@@ -121,7 +121,7 @@ class Options:
 
 
 def parsed_settings(given: list[str] | None) -> dict[str, Any]:
-    """`name=value` pairs, values as in YAML. Raises BadParameter for what is none."""
+    """Parse `name=value` pairs with YAML values. Raises BadParameter."""
     settings = {}
     for text in given or []:
         name, separator, value = text.partition("=")
@@ -132,7 +132,7 @@ def parsed_settings(given: list[str] | None) -> dict[str, Any]:
 
 
 def benchmark(name: str, **defaults: Any) -> Callable[[Callable[..., dict[str, Any]]], Callable[..., None]]:
-    """Makes a command of a function that measures and shows; `defaults` are for the shared options."""
+    """Make a command from a measuring function; `defaults` are for the shared options."""
 
     def decorate(measure: Callable[..., dict[str, Any]]) -> Callable[..., None]:
         shared, own = get_type_hints(Options, include_extras=True), get_type_hints(measure, include_extras=True)
@@ -194,7 +194,7 @@ def facts_of(device: str) -> dict[str, Any]:
 
 
 def slug(device: str) -> str:
-    """Names hardware in a file's name: "cpu_2cores", "nvidia_geforce_rtx_4090"."""
+    """The hardware in a file name: "cpu_2cores", "nvidia_geforce_rtx_4090"."""
     if device == "cpu":
         return f"cpu_{usable_cpus()}cores"
     return re.sub(r"\W+", "_", device_name(device_for(torch.device(device))).lower()).strip("_")
@@ -245,9 +245,8 @@ def offloaded_step(engine: OffloadEngine, batch: dict[str, torch.Tensor], max_gr
 
 
 def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *, device: str = "cpu") -> float:
-    """Some steps in a row; seconds a step, as in a run: the first step finds nothing that the one before left to be
-    done under it, so it is not timed, and neither is what the last one leaves (`settle`), which must not run under the
-    other side's steps."""
+    """Return seconds a step over a few steps. The first step is not timed, because no updates of an earlier step run
+    under it; nor is `settle`, which finishes the last step's updates."""
     step()
 
     def steps() -> None:
@@ -260,7 +259,7 @@ def turn(step: Callable[[], None], settle: Callable[[], None] = lambda: None, *,
 
 
 def in_turns(sides: Mapping[str, Callable[[], float]], num_turns: int) -> dict[str, list[float]]:
-    """What each side says in each turn: A B C A B C ..."""
+    """The results of each side in turns: A B C A B C ..."""
     values: dict[str, list[float]] = {side: [] for side in sides}
     for _ in range(num_turns):
         for side, take_turn in sides.items():
@@ -269,7 +268,7 @@ def in_turns(sides: Mapping[str, Callable[[], float]], num_turns: int) -> dict[s
 
 
 def spread(name: str, values: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Medians under `name`; beside them the lowest and highest, and all of them."""
+    """Medians under `name`, with the lowest and highest, and all values."""
     return {
         name: {side: statistics.median(of) for side, of in values.items()},
         f"{name}_spread": {side: [min(of), max(of)] for side, of in values.items()},
@@ -278,13 +277,13 @@ def spread(name: str, values: Mapping[str, list[float]]) -> dict[str, Any]:
 
 
 def pairs_ratio(values: Mapping[str, list[float]], over: str, under: str) -> float:
-    """The median of the turns' own ratios: what else the machine does falls on both sides of a turn."""
+    """The median of the turns' ratios, which other load of the machine affects less."""
     return statistics.median(a / b for a, b in zip(values[over], values[under], strict=True))
 
 
 @contextmanager
 def folder_in(store: Path | None) -> Iterator[Path]:
-    """A new folder in `store`, or in the present one; it goes with all that is in it."""
+    """A new folder in `store` or the working directory, deleted afterwards."""
     if store is not None:
         store.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="lohan-bench-", dir=store or "."))
@@ -295,7 +294,7 @@ def folder_in(store: Path | None) -> Iterator[Path]:
 
 
 def table_of(title: str, *headings: str) -> Table:
-    """An empty table, figures to the right."""
+    """An empty table with figures aligned to the right."""
     table = Table(title=title)
     for heading in headings:
         table.add_column(heading, justify="right")

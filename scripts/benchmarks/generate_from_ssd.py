@@ -35,16 +35,16 @@ from benchmarking import Options, benchmark, folder_in, pairs_ratio, spread, tab
 from rich.console import Console
 from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen3MoeConfig
 
-import hf_lohan.engine.memory
+import hf_lohan.engine.tiers
 import hf_lohan.experts.expert_loader
 import hf_lohan.huggingface.attachment
-import hf_lohan.weights.prefetcher
+import hf_lohan.weights.block_loader
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.experts.expert_schedule import ExpertSchedule, Load
+from hf_lohan.experts.expert_schedule import DueExpert, ExpertSchedule
 from hf_lohan.files import IoEngine
 from hf_lohan.huggingface.attachment import attach
-from hf_lohan.huggingface.text_generation import PassClock
+from hf_lohan.huggingface.generate.text_generation import PassClock
 from hf_lohan.planner import KeysAndValues, SizeClass
 from hf_lohan.planning import OffloadLayout, bytes_per_token, lay_out_generation
 from hf_lohan.planning.layout import resolved_here
@@ -57,23 +57,23 @@ LINK_BYTES_PER_S = 20e9
 RING = 3
 EXPERTS_PER_TOKEN = 4
 ROWS_OF_ALL = 8
-"""For each expert on average, where all are to be used."""
+"""Mean rows of an expert if all are to be used."""
 NO_CACHE = KeysAndValues(num_sequences=1, num_tokens=1, num_bytes=0)
-"""Of a few tokens: what slots take is told apart from it."""
+"""A small cache, so that the slots' size is measured apart."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured beside others."""
+    """One of the measured variants."""
 
     name: str
     num_slots: Callable[[int], int]
-    """For layers, of so many."""
+    """Number of slots for a number of layers or experts."""
     compute_over_drive: float
-    """How long compute takes a token, over what the drive needs for what is missing."""
+    """A token's compute time over the drive's time for the missing bytes."""
     carries_on: bool = True
     as_side: str = ""
-    """Whose compute it has, if not its own."""
+    """The side whose compute time it has, if not its own."""
     uses_all: bool = False
     """Whether all experts of a layer are used in each pass."""
 
@@ -106,11 +106,11 @@ SIDES = (
 
 @dataclass(frozen=True)
 class Task:
-    """What generates."""
+    """The model and the sides to measure."""
 
     options: Options
     num_experts: int
-    """Of each layer; 0: the model is dense."""
+    """Experts of each layer; 0 for a dense model."""
 
     @property
     def sides(self) -> tuple[Side, ...]:
@@ -118,7 +118,7 @@ class Task:
 
     @property
     def size_class(self) -> SizeClass:
-        """Of the slots that sides differ in."""
+        """The class of slots in which sides differ."""
         return SizeClass.EXPERT if self.num_experts else SizeClass.LAYER
 
     def num_sequences(self, side: Side) -> int:
@@ -143,12 +143,12 @@ class Task:
         )
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16 if shape.bf16 else torch.float32)
-        # As in a trained model, a layer changes what passes it by about a tenth.
+        # As in a trained model, a layer changes its input by about a tenth.
         torch.nn.init.normal_(model.model.embed_tokens.weight, std=10 * config.initializer_range)
         return model
 
     def flops(self, skeleton: Any, side: Side) -> float:
-        """Of a pass."""
+        """FLOPs of a pass."""
         rows = self.num_sequences(side)
         share = EXPERTS_PER_TOKEN / self.num_experts if self.num_experts else 0.0
         dense = [p for layer in skeleton.model.layers for p in layer.parameters() if p.dim() == 2]
@@ -166,20 +166,20 @@ class Turn:
 
 
 def slots_only(schedule: type[LoadSchedule]) -> Callable[..., LoadSchedule]:
-    """Schedules that foresee nothing behind an evaluation."""
+    """Schedules that expect no pass after an evaluation."""
     return lambda *args, **options: schedule(*args, **(options | {"carries_on": False}))
 
 
 class SureLoads(ExpertSchedule):
-    """Of experts, for calls whose router has spoken."""
+    """Loads experts only after their router has chosen."""
 
-    def next_load(self, is_here: Callable[[Any], bool]) -> Load | None:
+    def next_load(self, is_here: Callable[[Any], bool]) -> DueExpert | None:
         load = super().next_load(is_here)
         return load if load is not None and load.is_sure else None
 
 
 def laid_out(model: Any, task: Task, side: Side, folder: Path) -> tuple[OffloadLayout, OffloadConfig]:
-    """With as many slots as the side wants, and slots for all else."""
+    """A layout with the side's number of slots."""
     config = OffloadConfig.load(
         gpu_memory="1TiB", cpu_memory=task.options.cpu_memory, ssd=str(folder / "store"), resident_records="none",
         activations="keep", durability="checkpoint", prefetch_blocks=RING - 1, expert_cache="off",
@@ -220,10 +220,10 @@ def generating(
         if drive_bytes_per_s is not None:
             backend = PacedBackend(drive_bytes_per_s)
             paced = lambda *args, **kwargs: IoEngine(*args, **kwargs, backend=backend)  # noqa: E731
-            held.enter_context(patch.object(hf_lohan.engine.memory, "IoEngine", paced))
+            held.enter_context(patch.object(hf_lohan.engine.tiers, "IoEngine", paced))
         if not side.carries_on:
             schedule = slots_only(LoadSchedule)
-            held.enter_context(patch.object(hf_lohan.weights.prefetcher, "LoadSchedule", schedule))
+            held.enter_context(patch.object(hf_lohan.weights.block_loader, "LoadSchedule", schedule))
             held.enter_context(patch.object(hf_lohan.experts.expert_loader, "ExpertSchedule", SureLoads))
         if task.num_experts:
             held.enter_context(patch.object(hf_lohan.huggingface.attachment, "compute_expert", paced_expert(device)))
@@ -238,7 +238,7 @@ def generating(
 
 
 def run(task: Task, side: Side, folder: Path, num_tokens: int, **rates: Any) -> Turn:
-    """A turn of a side: so many tokens behind the prompt's and two more."""
+    """A turn of a side: ``num_tokens`` timed tokens after the prompt's and two more."""
     with generating(task, side, folder, **rates) as (model, engine, device):
         clock, computed, loaded = PassClock(engine), [], []
 
@@ -271,7 +271,7 @@ def run(task: Task, side: Side, folder: Path, num_tokens: int, **rates: Any) -> 
 
 
 def drive_alone_bytes_per_s(task: Task, folder: Path) -> float:
-    """What the I/O engine reads with nothing else to do: the records of layers, or experts, twice."""
+    """Rate at which the I/O engine alone reads the records of layers or experts, twice."""
     with generating(task, task.sides[0], folder, drive_bytes_per_s=None, flops_per_s=1e18) as (_, engine, _):
         blocks = [block for block in engine.layout.blocks if block.size_class is task.size_class]
         dtype = engine.layout.master.working_dtype

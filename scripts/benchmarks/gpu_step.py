@@ -1,13 +1,12 @@
-"""A step of a Llama of 8B's width on a GPU, offloaded, against the same step in memory: what nobody can see on a CPU.
+"""A step of a Llama with the width of an 8B model on a GPU, offloaded, against the same step in memory.
 
     python scripts/benchmarks/gpu_step.py --device cuda --output docs/benchmarks
     python scripts/benchmarks/gpu_step.py --hidden 64 --layers 2 --intermediate 128 --vocabulary 128 --num-turns 1
 
-Random weights, few layers, bfloat16. The GPU is held to `--device-gb`, as on a card of that size. The model runs in
-memory first (torch's fused AdamW on bfloat16: less state than the offloaded side keeps), then offloaded, in turns of
-three steps. Beside the times stand: how often a step makes the host wait for the device, whether host memory is pinned,
-and the peak of device memory beside `--gpu-memory`, which bounds the pools and not activations. Both sides' first
-losses must be equal.
+The model has random weights, few layers and bfloat16. `--device-gb` limits the GPU's memory. The model runs in memory
+(torch's fused AdamW on bfloat16, with less state than the offloaded side), then offloaded, in turns of three steps. The
+figures also have the waits of the host for the device in a step, whether host memory is pinned, and the peak of device
+memory. The first losses of both sides must be equal.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from hf_lohan.huggingface import offload_model
 from hf_lohan.wording import format_bytes
 
 IMPLICIT = "synchronizing CUDA operation"
-"""What torch's debug mode says of `.item()` and its like."""
+"""The warning of torch's debug mode for `.item()` and similar calls."""
 
 
 def model_of(shape: Shape, device: str) -> Any:

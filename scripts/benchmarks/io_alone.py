@@ -1,6 +1,6 @@
-"""What an engine's I/O reaches with nothing else to do: on the run's own files, in its own chunks, with its own mix.
+"""The rate of an engine's I/O alone, on the run's files, in its chunks, with its share of reads.
 
-What is read is written back, so the training goes on afterwards.
+What is read is written back, so training can continue.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def moved_bytes(engine: OffloadEngine) -> tuple[int, int]:
 
 
 def moments_of(engine: OffloadEngine) -> Iterator[tuple[str, str, int, int]]:
-    """(block, kind, start, numel) of moments, chunk by chunk, over and over."""
+    """Yield (block, kind, start, numel) of all moments, chunk by chunk, endlessly."""
     while True:
         for chunk in engine.layout.chunks():
             for kind in ("exp_avg", "exp_avg_sq"):
@@ -31,7 +31,7 @@ def moments_of(engine: OffloadEngine) -> Iterator[tuple[str, str, int, int]]:
 def alone_bytes_per_s(
     engine: OffloadEngine, where: Iterator[tuple[str, str, int, int]], write_share: float, *, num_bytes: int
 ) -> float:
-    """What the I/O engine reaches while it moves `num_bytes`, writing back `write_share` of what it reads."""
+    """The rate at which the I/O engine moves `num_bytes` and writes back `write_share` of its reads."""
     engine.settle()
     store, pool = engine.tiers.store, engine.tiers.states
     reading: deque[tuple[Any, tuple[str, str, int], Any, torch.Tensor]] = deque()

@@ -4,16 +4,16 @@
     python scripts/benchmarks/paced_step.py --regime bytes --max-grad-norm 1 --clip defer --clip speculate
     python scripts/benchmarks/paced_step.py --accumulation 4 --vertical --set prefetch_blocks=3
 
-The layers hold all their weights and compute by waiting (`hf_lohan.testing.paced_layers`), on a device whose copies
-take the time of a link (`paced_device`), so the cores are as free as beside a GPU. All else is real: engine, drive,
-optimizer and journal, under `hf_lohan.Trainer`. `--set commit_every=1` has every step committed.
+The layers compute by waiting (`hf_lohan.testing.paced_layers`), on a device whose copies take the time of a link
+(`paced_device`), so the cores are as free as beside a GPU. Engine, drive, optimizer, journal and Trainer are real.
+`--set commit_every=1` commits every step.
 
-A first short run waits for nothing. The bytes of its last steps, moved by the I/O engine alone, say how long the drive
-needs; a regime then has compute take twice that (`compute`), a quarter (`bytes`) or as long (`balanced`), or
-`--compute-s`. Each turn is a run of its own of each side (A B C A B C ...): its first steps are not timed, for the plan
-is corrected in them, and behind its last one the I/O engine alone moves a step's bytes over the run's own files.
+A first short run does not wait. The I/O engine alone then moves the bytes of its last steps, which gives the drive's
+time. A regime makes compute twice as long (`compute`), a quarter (`bytes`) or equally long (`balanced`); or give
+`--compute-s`. Each turn is a run of each side (A B C A B C ...). Its first steps, in which the plan is corrected, are
+not timed. After its last step the I/O engine alone moves a step's bytes on the run's files.
 
-Not as on a GPU: a core moves the bytes of each copy and measures each gradient (`host_copy_s` counts the first).
+Unlike on a GPU, a core moves the bytes of each copy (`host_copy_s`) and computes the norm of each gradient.
 """
 
 from __future__ import annotations
@@ -54,20 +54,20 @@ from hf_lohan.wording import format_bytes
 
 COMPUTE_OVER_DRIVE = {"compute": 2.0, "bytes": 0.25, "balanced": 1.0}
 WARM_UP_STEPS = 9
-"""The plan is corrected behind the fourth; another one may be tried until the eighth is over; the ninth is the first by
-the plan that stays, beside what the eighth left."""
+"""The plan is corrected after the fourth step, and another one may be tried until the eighth. The ninth runs beside the
+eighth's updates."""
 FIRST_RUN_STEPS = 4
 NO_WAIT_FLOPS_PER_S = 1e18
 HEAD_SCALE = 1e-2
-"""Of the head's weights and of the norm before it, so that the gradients' norm stays below 1."""
+"""Scales the head and the norm before it, so that the gradients' norm stays below 1."""
 MAIN_THREAD = "MainThread"
 IMPLICIT_WAITS = {"item", "tolist", "cpu", "__float__", "__bool__", "__int__", "__index__"}
-"""Methods of a tensor that wait for the device, if it is there."""
+"""Methods of a tensor that wait for its device."""
 
 
 @dataclass(frozen=True)
 class Side:
-    """What is measured beside others."""
+    """One of the measured variants."""
 
     regime: str
     max_grad_norm: float
@@ -81,7 +81,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Workload:
-    """What all sides share."""
+    """Settings that all sides share."""
 
     options: Options
     settings: Mapping[str, Any]
@@ -91,7 +91,7 @@ class Workload:
 
     @property
     def rows(self) -> list[dict[str, torch.Tensor]]:
-        """The data: one sequence each, with itself as labels."""
+        """Sequences with themselves as labels."""
         batch = self.options.shape.batches(64, "cpu")
         return [{"input_ids": row, "labels": row} for one in batch for row in one["input_ids"]]
 
@@ -106,7 +106,7 @@ class Workload:
 
 
 class _ImplicitWaits(TorchFunctionMode):
-    """Counts what the thread that entered it may wait for the device by: tensors on the host are counted, too."""
+    """Counts calls of this thread that may wait for the device. Tensors on the host count as well."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _ImplicitWaits(TorchFunctionMode):
 
 @dataclass(frozen=True)
 class _Reading:
-    """Of everything that counts, at the end of a step."""
+    """All counters at the end of a step."""
 
     at_s: float
     cpu_s: float
@@ -127,7 +127,7 @@ class _Reading:
 
 
 class Meter(TrainerCallback):
-    """Reads at the end of each step. A step lasts from the end of the one before to its own."""
+    """Reads the counters at the end of each step. A step lasts from the end of the one before to its own."""
 
     def __init__(self, engine: OffloadEngine, device: PacedDevice) -> None:
         self._engine = engine
@@ -137,7 +137,7 @@ class Meter(TrainerCallback):
         self.implicit_waits = 0
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 1:  # once: it costs time, and the first step is like no other
+        if state.global_step == 1:  # in one untimed step only, because it costs time
             self._implicit.__enter__()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -170,7 +170,7 @@ class Meter(TrainerCallback):
         )
 
     def per_step(self, num_steps: int) -> dict[str, Any]:
-        """Of the last `num_steps` steps: their times, and the mean of the rest."""
+        """Times of the last `num_steps` steps, and means of the other counters."""
         first, last = self.readings[-1 - num_steps], self.readings[-1]
         amounts = {name: (last.amounts[name] - first.amounts.get(name, 0.0)) / num_steps for name in last.amounts}
         times = [b.at_s - a.at_s for a, b in itertools.pairwise(self.readings[-1 - num_steps :])]
@@ -188,7 +188,7 @@ class Meter(TrainerCallback):
 def running(
     work: Workload, side: Side, folder: Path, *, flops_per_s: float, num_steps: int, hardware: HardwareProfile | None
 ) -> Iterator[tuple[hf_lohan.Trainer, OffloadEngine, Meter]]:
-    """A run that has taken its steps. With `hardware` it plans for that, with the device's own rate of FLOPs."""
+    """A run after its steps. With `hardware` it plans for that, at the device's rate of FLOPs."""
     config = OffloadConfig.load({**work.settings, "clip": side.clip, "ssd": str(folder / "store")})
     timeline = Timeline(is_tracing=config.trace)
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=flops_per_s, timeline=timeline)
@@ -234,7 +234,7 @@ def running(
 def keep_for_planner(
     hardware: HardwareProfile, model: Any, config: OffloadConfig, device: PacedDevice, options: Options, folder: Path
 ) -> None:
-    """Have the run find what it would measure, since products that are waited for say nothing about true ones."""
+    """Cache the hardware profile for the run, which cannot measure products that only wait."""
     traced = trace_blocks(model, batch_size=options.batch_size, sequence_length=options.sequence_length)
     known = replace(hardware, device=replace(hardware.device, flops_per_s=device.flops_per_s))
     dtype = torch.bfloat16 if options.bf16 else torch.float32
@@ -249,7 +249,7 @@ def keep_for_planner(
 
 
 def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
-    """Drive, link and cores. The rate of FLOPs is filled in for each run; what else a model computes is not paced."""
+    """Measure drive, link and cores. The rate of FLOPs is set for each run; elementwise operations are not paced."""
     device = PacedDevice(link_bytes_per_s=work.link_bytes_per_s, flops_per_s=NO_WAIT_FLOPS_PER_S)
     options = work.options
     config = resolved_here(OffloadConfig.load({**work.settings, "ssd": str(folder / "store")}), device, folder)
@@ -265,7 +265,7 @@ def measured_hardware(work: Workload, folder: Path) -> HardwareProfile:
 
 
 def drive_alone_s(engine: OffloadEngine, figures: Mapping[str, float]) -> float:
-    """Seconds that the I/O engine alone takes over the bytes of a step."""
+    """Seconds that the I/O engine alone needs for a step's bytes."""
     num_bytes = int(figures["read_bytes"] + figures["write_bytes"])
     if not num_bytes:
         return 0.0
@@ -306,7 +306,7 @@ def take_turn(
 
 
 def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
-    """The FLOPs of a step, and how long the drive needs for its bytes."""
+    """FLOPs of a step, and seconds that the drive needs for its bytes."""
     with running(work, side, folder, flops_per_s=NO_WAIT_FLOPS_PER_S, num_steps=FIRST_RUN_STEPS, hardware=None) as (
         _,
         engine,
@@ -317,14 +317,14 @@ def first_run(work: Workload, side: Side, folder: Path) -> dict[str, float]:
 
 
 def wanted_compute_s(regime: str, drive_s: float) -> float:
-    """Of a step. Raises BadParameter where the drive has nothing to do."""
+    """Compute seconds of a step in a regime. Raises BadParameter if a step does not use the drive."""
     if not drive_s:
         raise typer.BadParameter("a step moves nothing from or to the drive: lower --cpu-memory, or give --compute-s")
     return COMPUTE_OVER_DRIVE[regime] * drive_s
 
 
 def summarize(side: Side, turns: list[dict[str, Any]]) -> dict[str, Any]:
-    """Medians over the turns; the turns themselves are written, too."""
+    """Medians over the turns, and the turns."""
     numbers = [name for name, value in turns[0].items() if isinstance(value, int | float)]
     medians = {name: statistics.median(turn[name] for turn in turns) for name in numbers}
     lanes = turns[0]["lanes_s"]
@@ -387,7 +387,7 @@ def show(results: list[dict[str, Any]]) -> None:
 
 def sides_of(regimes: list[str], norms: list[float], clips: list[str]) -> list[Side]:
     every = [Side(*parts) for parts in itertools.product(regimes, norms, clips)]
-    # Without clipping there is no way to do it.
+    # Without clipping the way to clip does not matter.
     return [side for side in every if side.max_grad_norm or side.clip == clips[0]]
 
 
@@ -446,7 +446,7 @@ def main(
 
 @contextmanager
 def own_cache(folder: Path) -> Iterator[None]:
-    """Profiles of hardware that is not there are kept where they go with the benchmark."""
+    """Cache the hardware profiles of this benchmark in its own folder."""
     before = os.environ.get("XDG_CACHE_HOME")
     os.environ["XDG_CACHE_HOME"] = str(folder.resolve() / "cache")
     try:

@@ -1,8 +1,8 @@
-"""Steps of several boxes over slow links, against plain ZeRO-3 over gloo on the same sockets.
+"""Steps of several nodes over slow links, against plain ZeRO-3 over gloo on the same links.
 
-Each box is a network namespace whose link is shaped both ways, so it needs root. ZeRO-3 here is two all-gathers and a
-reduce-scatter of each unit by torch.distributed's own collectives, with its AdamW in memory; ours is a whole step with
-its records on the drive. The model is small, so that links decide.
+A node is a network namespace whose link is shaped both ways, which needs root. ZeRO-3 here is two all-gathers and a
+reduce-scatter of each unit by torch.distributed, with AdamW in memory. Ours is a whole step with records on the drive.
+The model is small, so that the links decide.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ Step = Callable[[], object]
 
 
 class Unit:
-    """A module that ZeRO-3 gathers at once: each rank keeps its part of the weights, flat."""
+    """A module that ZeRO-3 gathers at once. Each rank keeps a flat shard of its weights."""
 
     def __init__(self, module: nn.Module, rank: int, num_ranks: int) -> None:
         self._parameters = list(module.parameters())
@@ -60,7 +60,7 @@ class Unit:
         dist.all_gather_into_tensor(self._whole, self.part.detach())
 
     def reduce(self) -> None:
-        """Give this rank's part the mean of all ranks' gradients."""
+        """Average all ranks' gradients into this rank's shard."""
         summed, gradients = torch.empty_like(self.part), torch.zeros_like(self._whole)
         for parameter, values in zip(self._parameters, self._views(gradients), strict=True):
             values.copy_(parameter.grad)
@@ -120,12 +120,12 @@ def our_step(options: Options, ranks: Ranks, batch: dict[str, Tensor], store: An
 
 
 def be_rank(
-    ranks: Ranks, box: NetworkBox, options: Options, modes: list[str], folder: Path, result: Connection
+    ranks: Ranks, node: NetworkBox, options: Options, modes: list[str], folder: Path, result: Connection
 ) -> None:
-    """Takes a step of each side in turn, and sends the seconds of each."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this
-    box.enter()
-    os.environ.update(LOHAN_SOCKET_IFNAME=box.interface, GLOO_SOCKET_IFNAME=box.interface)
+    """Take steps of each side in turn; rank 0 sends the seconds and bytes of each."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent kills this process
+    node.enter()
+    os.environ.update(LOHAN_SOCKET_IFNAME=node.interface, GLOO_SOCKET_IFNAME=node.interface)
     torch.set_num_threads(1)
     store = dist.FileStore(str(folder / "meeting"), ranks.num_ranks)
     wait = datetime.timedelta(seconds=HANGS_AFTER_S)
@@ -136,44 +136,44 @@ def be_rank(
         sides[mode] = our_step(options, ranks, batch, store, folder / str(modes.index(mode)), _setting(mode))
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     sent: dict[str, list[int]] = {side: [] for side in sides}
-    for turn in range(1 + options.num_turns):  # the first is not counted
+    for turn in range(1 + options.num_turns):  # the first one warms up
         for side, step in sides.items():
             dist.barrier()
-            before, began_s = box_bytes(box), time.perf_counter()
+            before, began_s = node_bytes(node), time.perf_counter()
             step()
             dist.barrier()
             if turn:
                 seconds[side].append(time.perf_counter() - began_s)
-                sent[side].append(box_bytes(box) - before)
+                sent[side].append(node_bytes(node) - before)
     if ranks.rank == 0:
         result.send((seconds, sent))
     dist.barrier()
     os._exit(0)
 
 
-def box_bytes(box: NetworkBox) -> int:
-    """What went out, as this box counts it."""
+def node_bytes(node: NetworkBox) -> int:
+    """Bytes that this node has sent."""
     for line in Path("/proc/thread-self/net/dev").read_text().splitlines():
         name, _, counts = line.strip().partition(":")
-        if name == box.interface:
+        if name == node.interface:
             return int(counts.split()[8])
-    raise OSError(f"there is no interface {box.interface}")
+    raise OSError(f"there is no interface {node.interface}")
 
 
 def _setting(mode: str) -> Any:
     return json.loads(mode) if mode.startswith("{") else mode
 
 
-def run(options: Options, rate: str, num_boxes: int, num_local: int, modes: list[str], folder: Path) -> Any:
-    """What rank 0 measured, when all have ended."""
+def run(options: Options, rate: str, num_nodes: int, num_local: int, modes: list[str], folder: Path) -> Any:
+    """Start all ranks; return rank 0's measurements."""
     context = multiprocessing.get_context("spawn")
     processes, ours = [], None
-    with network_boxes(num_boxes, rate) as boxes:
+    with network_boxes(num_nodes, rate) as nodes:
         try:
-            for rank in range(num_boxes * num_local):
-                ranks = Ranks(rank, num_boxes * num_local, rank % num_local, num_local)
+            for rank in range(num_nodes * num_local):
+                ranks = Ranks(rank, num_nodes * num_local, rank % num_local, num_local)
                 receiving, sending = context.Pipe()
-                arguments = (ranks, boxes[ranks.node], options, modes, folder, sending)
+                arguments = (ranks, nodes[ranks.node], options, modes, folder, sending)
                 processes.append(context.Process(target=be_rank, args=arguments, daemon=True))
                 processes[-1].start()
                 sending.close()
@@ -200,18 +200,18 @@ def run(options: Options, rate: str, num_boxes: int, num_local: int, modes: list
 def main(
     options: Options,
     *,
-    rate: Annotated[list[str] | None, typer.Option(help="of each link, as tc writes it; may be given often")] = None,
-    boxes: int = 2,
-    ranks_a_box: int = 2,
-    mode: Annotated[list[str] | None, typer.Option(help="of `collectives`, or JSON; may be given often")] = None,
+    rate: Annotated[list[str] | None, typer.Option(help="of each link, in tc's units; repeatable")] = None,
+    nodes: int = 2,
+    ranks_a_node: int = 2,
+    mode: Annotated[list[str] | None, typer.Option(help="of `collectives`, or JSON; repeatable")] = None,
 ) -> dict[str, Any]:
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that namespaces go then, too
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # removes the namespaces, too
     rates, modes = rate or ["50mbit", "200mbit"], mode or ["exact"]
-    figures: dict[str, Any] = {"boxes": boxes, "ranks_a_box": ranks_a_box, "links": {}}
-    table = table_of(f"a step, {boxes} boxes of {ranks_a_box} ranks", "link", "side", "seconds", "MB sent", "speed-up")
+    figures: dict[str, Any] = {"nodes": nodes, "ranks_a_node": ranks_a_node, "links": {}}
+    table = table_of(f"a step, {nodes} nodes of {ranks_a_node} ranks", "link", "side", "seconds", "MB sent", "speed-up")
     for link in rates:
         with folder_in(options.store) as folder:
-            seconds, sent = run(options, link, boxes, ranks_a_box, modes, folder.resolve())
+            seconds, sent = run(options, link, nodes, ranks_a_node, modes, folder.resolve())
         median = {side: statistics.median(of) for side, of in seconds.items()}
         speed_up = {side: median[ZERO_3] / of for side, of in median.items()}
         sent_bytes = {side: statistics.median(of) for side, of in sent.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from come_back import comes_true
 
 from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND, ActivationSwapper
-from hf_lohan.device import BufferPool, CpuDevice, Device
+from hf_lohan.device import BufferPool, CpuDevice, Device, HostStack
 from hf_lohan.files import FileBackend, IoEngine, StorePath
 from hf_lohan.store import GRANULE_NUMEL, RecordFiles, RecordSpec, StoreLayout
 
@@ -29,8 +29,9 @@ class SwapperBench:
         num_buffers: int = NUM_BUFFERS,
     ) -> None:
         self.device = device or CpuDevice()
-        self.swapper = ActivationSwapper(self.device)
-        self.swapper.take_ram(ram_bytes)
+        ram = HostStack(self.device)
+        ram.reallocate(ram_bytes)
+        self.swapper = ActivationSwapper(self.device, ram)
         self.io = IoEngine(2, GRANULE_BYTES, 1 << 20, backend)
         self.staging: BufferPool | None = None
         self._files: RecordFiles | None = None
@@ -41,13 +42,13 @@ class SwapperBench:
             self.staging = BufferPool(
                 self.device, name="staging", num_buffers=num_buffers, buffer_bytes=2 * GRANULE_BYTES
             )
-            self.swapper.take_ssd(self._files, self.staging, record.numel)
+            self.swapper.use_ssd(self._files, self.staging, record.numel)
 
     def settle(self) -> None:
         """Return when nothing is under way."""
-        self.swapper.settle()
+        self.swapper.wait_until_idle()
         if self._files is not None:
-            self._files.settle()
+            self._files.wait_until_idle()
 
     @property
     def ram_in_use(self) -> int:
@@ -56,7 +57,7 @@ class SwapperBench:
     @property
     def ssd_in_use(self) -> int:
         spill = self.swapper._spill
-        return 0 if spill is None else spill.places.in_use
+        return 0 if spill is None else spill.intervals.in_use
 
     def is_empty(self) -> bool:
         """Whether every place and every buffer comes back, once nothing is under way."""

@@ -87,7 +87,7 @@ def test_a_tensor_comes_back_bit_for_bit(form: str, place: Placement, make_bench
     swapped = bench.swapper.swap_out(tensor, place)
     assert swapped is not None
     for _ in range(2):  # a graph that is kept is walked again
-        again = bench.swapper.bring_back(swapped)
+        again = bench.swapper.swap_in(swapped)
         assert same(again, tensor)
         assert again.data_ptr() != tensor.data_ptr() and again.grad_fn is None
     assert bench.swapper.spilled_bytes == (swapped.num_bytes if place is Placement.SSD else 0)
@@ -120,7 +120,7 @@ def test_many_tensors_in_reverse_and_in_any_order(make_bench: BenchFactory) -> N
         places = [Placement.CPU, Placement.SSD]
         swapped: list[Any] = [bench.swapper.swap_out(t, places[i % 2]) for i, t in enumerate(tensors)]
         for number in order(len(tensors)):
-            assert same(bench.swapper.bring_back(swapped[number]), tensors[number])
+            assert same(bench.swapper.swap_in(swapped[number]), tensors[number])
             swapped[number] = None
         assert bench.is_empty()
 
@@ -147,7 +147,7 @@ def test_leaving_is_waited_for_once(make_bench: BenchFactory) -> None:
     outside = [noise(5_000, seed=seed) for seed in range(6)]
     swapped = [bench.swapper.swap_out(tensor, Placement.CPU) for tensor in outside]
     assert None not in swapped
-    bench.swapper.settle()  # all events are there
+    bench.swapper.wait_until_idle()  # all events are there
     waited: list[int] = []
     for number, one in enumerate(swapped):
         synchronize = one.stored.synchronize
@@ -174,13 +174,13 @@ def test_a_tensor_that_nobody_wants_any_more(when: str, place: Placement, make_b
         if when != "at_once":
             bench.swapper.drain([swapped])
         if when in ("expected", "landed"):
-            bench.swapper.expect(swapped)
+            bench.swapper.prefetch(swapped)
         if when == "landed":
-            bench.swapper.bring_back(swapped)
+            bench.swapper.swap_in(swapped)
         del swapped
         after = noise(20_000, seed=100 + seed)  # takes the place as soon as it is free
         other = bench.swapper.swap_out(after, place)
-        assert other is not None and same(bench.swapper.bring_back(other), after)
+        assert other is not None and same(bench.swapper.swap_in(other), after)
         del other
     assert bench.is_empty()
 
@@ -210,7 +210,7 @@ def test_a_drive_that_fails(call: str, make_bench: BenchFactory) -> None:
     tensors = [noise(30_000, seed=seed) for seed in range(4)]
     good = swapper.swap_out(tensors[0], Placement.SSD)
     assert good is not None
-    swapper.settle()
+    swapper.wait_until_idle()
     bench.settle()
     backend.fail_on = 1
     bad = [swapper.swap_out(tensor, Placement.SSD) for tensor in tensors[1:]]
@@ -220,17 +220,17 @@ def test_a_drive_that_fails(call: str, make_bench: BenchFactory) -> None:
         assert one is not None
         for _ in range(2):
             with pytest.raises(StorageError) as failed:
-                swapper.bring_back(one)
+                swapper.swap_in(one)
             assert failed.value.errno == errno.EIO
         del failed
-    assert same(swapper.bring_back(in_ram), tensors[0])
+    assert same(swapper.swap_in(in_ram), tensors[0])
     backend.fail_on = NEVER
-    assert same(swapper.bring_back(good), tensors[0])
+    assert same(swapper.swap_in(good), tensors[0])
     del good, bad, one, in_ram
     gc.collect()  # an error and its tensor hold each other
     assert bench.is_empty()
     again = swapper.swap_out(tensors[1], Placement.SSD)
-    assert again is not None and same(swapper.bring_back(again), tensors[1])
+    assert again is not None and same(swapper.swap_in(again), tensors[1])
 
 
 @pytest.mark.parametrize("call", ["write", "read"])
@@ -239,7 +239,7 @@ def test_a_flipped_bit_is_noticed(call: str, make_bench: BenchFactory) -> None:
     swapped = bench.swapper.swap_out(noise(3 * GRANULE_BYTES // 4), Placement.SSD)
     assert swapped is not None
     with pytest.raises(CorruptionError, match="activation"):
-        bench.swapper.bring_back(swapped)
+        bench.swapper.swap_in(swapped)
 
 
 @pytest.mark.parametrize("num_buffers", [1, 2])
@@ -249,9 +249,9 @@ def test_few_buffers_and_a_slow_drive(num_buffers: int, make_bench: BenchFactory
     swapped = [bench.swapper.swap_out(tensor, Placement.SSD) for tensor in tensors]
     for one in reversed(swapped):
         assert one is not None
-        bench.swapper.expect(one)
+        bench.swapper.prefetch(one)
     for tensor, one in zip(tensors, swapped, strict=True):
-        assert one is not None and same(bench.swapper.bring_back(one), tensor)
+        assert one is not None and same(bench.swapper.swap_in(one), tensor)
 
 
 @pytest.mark.timeout(60)
@@ -262,7 +262,7 @@ def test_asked_for_after_the_end(place: Placement, make_bench: BenchFactory) -> 
     assert swapped is not None
     bench.swapper.close()
     with pytest.raises(RuntimeError, match="closed"):
-        bench.swapper.bring_back(swapped)
+        bench.swapper.swap_in(swapped)
 
 
 @SWAPPED
@@ -280,5 +280,5 @@ def test_compute_is_marked_on_the_thread_that_computes(place: Placement, make_be
     tensor = noise(1000)
     swapped = bench.swapper.swap_out(tensor, place)
     assert swapped is not None
-    assert same(bench.swapper.bring_back(swapped), tensor)
+    assert same(bench.swapper.swap_in(swapped), tensor)
     assert threads == {threading.current_thread()}

@@ -13,7 +13,7 @@ import hf_lohan
 from hf_lohan.checkpoint.resume_point import ResumePoint
 from hf_lohan.files import IoEngine, StorePath
 from hf_lohan.ranks import CommitAgreement, Links
-from hf_lohan.report.run_data import CONFIG_NAME, FOLDER, STORE_FOLDER
+from hf_lohan.report.run_data import FOLDER, SETTINGS_NAME, STORE_FOLDER
 from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.store.rank_folders import rank_folder
 from hf_lohan.testing.thread_ranks import run_ranks
@@ -37,7 +37,7 @@ def commit(run: Path, num_commits: list[int], engine: IoEngine) -> None:
     """As two ranks do that train: the first commit is the begin of the run, and each other one a step. Each rank dies
     when it has made as many as are said of it."""
     (run / FOLDER).mkdir(parents=True)
-    (run / FOLDER / CONFIG_NAME).write_text(json.dumps({"ssd": [{"path": store_of(run, 0)}]}))
+    (run / FOLDER / SETTINGS_NAME).write_text(json.dumps({"ssd": [{"path": store_of(run, 0)}]}))
 
     def train(links: Links) -> None:
         rank = links.ranks.rank

@@ -97,7 +97,7 @@ def test_launch_passes_everything_on_as_given(monkeypatch: pytest.MonkeyPatch) -
         received.append(list(arguments))
         return 3
 
-    monkeypatch.setattr(launching, "launch", launch)
+    monkeypatch.setattr(launching, "launch_script", launch)
     command = ["--num_processes", "1", "-m", "--offload=x.yaml", "train", "--help", "-q", "--version", "a b"]
     result = runner.invoke(app, ["launch", *command])
     assert received == [command]

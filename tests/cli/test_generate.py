@@ -12,9 +12,8 @@ from tiny_tokenizer import tiny_tokenizer
 from transformers import AutoModelForCausalLM, LlamaConfig
 from typer.testing import CliRunner, Result
 
-from hf_lohan.cli.application import app
-from hf_lohan.cli.generation import summary
-from hf_lohan.huggingface.text_generation import GenerationFigures
+from hf_lohan.cli.application import app, generation_summary
+from hf_lohan.huggingface.generate.text_generation import GenerationFigures
 
 PROMPT = "block 7 goes down"
 NUM_LAYERS, LAYER_KIB = 6, 168
@@ -123,5 +122,8 @@ def test_the_bound_is_the_missing_bytes_over_the_drives_rate() -> None:
         drive_bytes_per_s=2e9,
     )
     assert figures.bound_s == 0.4
-    assert "10 further tokens at 2 tokens/s (500 ms each)" in summary(figures)[1]
-    assert "the bound: 400 ms a token" in summary(figures)[-1] and "reached 80% of it" in summary(figures)[-1]
+    assert "10 further tokens at 2 tokens/s (500 ms each)" in generation_summary(figures)[1]
+    assert (
+        "the bound: 400 ms a token" in generation_summary(figures)[-1]
+        and "reached 80% of it" in generation_summary(figures)[-1]
+    )

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.files import IoEngine, StorePath
-from hf_lohan.huggingface.export import described_model
+from hf_lohan.huggingface.models.export import described_model
 from hf_lohan.model import records_of_rank
 from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
@@ -159,13 +159,12 @@ def test_what_breaks_off_leaves_the_old_stores(run: Path) -> None:
         stream.write(bytes([first]))
     assert content_at(run / STORE)[0] == before
     code, said = lohan("reshard", run, "--ranks", 2)
-    assert code == 2 and "is what a reshard that was cut off has left (nothing is committed in" in said
+    assert code == 2 and "was left by a reshard that was interrupted (nothing is committed in" in said
     assert "delete the folders rank-*-of-2 on each ssd path, and call this again" in said
     with pytest.raises(ValueError, match="holds stores of runs with 1 and 2 ranks") as refused:
         hf_lohan.last_step(run)
-    assert "that of 1 rank is whole, with step 2, and is the files manifest.json, commit.safetensors, log.jsonl" in str(
-        refused.value
-    )
+    files = "the files manifest.json, commit.safetensors, log.jsonl"
+    assert f"that of 1 rank is complete, with step 2, and consists of {files}" in str(refused.value)
     assert "that of 2 ranks is incomplete (nothing is committed in" in str(refused.value)
     for folder in (run / STORE).glob("rank-*"):
         shutil.rmtree(folder)
@@ -177,7 +176,7 @@ def test_what_stays_is_told_with_its_files(run: Path) -> None:
     assert code == 0 and "While both are there nothing goes on from last_step: delete the files manifest.json, " in said
     assert "to go on with 2 ranks (--remove-old does), or the folders rank-*-of-2 to go on as before" in said
     code, said = lohan("verify", run)
-    assert code == 2 and "that of 2 ranks is whole, with step 2, and is the folders rank-*-of-2" in said, said
+    assert code == 2 and "2 ranks is complete, with step 2, and consists of the folders rank-*-of-2" in said, said
     remove_store(run / STORE)
     assert hf_lohan.last_step(run) == 2
 
@@ -195,7 +194,7 @@ def test_what_cannot_be_cut_is_refused_in_a_line(run: Path, tmp_path: Path) -> N
     paths = tmp_path / "empty", tmp_path / "other"
     assert "there is no store in" in refused(*paths, "--ranks", 2)
     assert lohan("reshard", run, "--ranks", 2)[0] == 0
-    assert "stores of runs with 1 and 2 ranks, and one of them alone can go on" in refused(run, "--ranks", 3)
+    assert "stores of runs with 1 and 2 ranks, and only one of them can go on" in refused(run, "--ranks", 3)
     remove_store(run / STORE)
     shutil.rmtree(run / STORE / "rank-1-of-2")
-    assert "of the 2 ranks' stores that of rank 1 is not under" in refused(run, "--ranks", 3)
+    assert "the store of rank 1 of 2 is not under" in refused(run, "--ranks", 3)

@@ -17,10 +17,9 @@ import hf_lohan
 from hf_lohan.cli import app
 from hf_lohan.files import CorruptionError, IoEngine, StorePath
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store, kept_commits
-from hf_lohan.store.commits import PREVIOUS_NAME, write_commit
+from hf_lohan.store.commits import PREVIOUS_NAME, ImmediateAgreement, write_commit
 from hf_lohan.store.manifest import sealed
 from hf_lohan.store.rank_folders import rank_folder
-from hf_lohan.store.resharding import NumberedAgreement
 from hf_lohan.testing.stored_state import aligned, content_of
 
 pytestmark = pytest.mark.storm
@@ -60,7 +59,7 @@ class RanksOfARun:
         """One more step of these, without a journal."""
         for rank in ranks:
             with self.open(rank) as store:
-                store.agree_on_commits(NumberedAgreement("run"))
+                store.agree_on_commits(ImmediateAgreement("run", keeps_previous=True))
                 number = store.committed.number + 1 if store.committed is not None else 1
                 record = self.records[rank]
                 store.write("a", "param", record.first, aligned(record, NUMEL, self.random)).wait()
@@ -106,7 +105,7 @@ def test_damage_in_the_commit_that_a_resume_takes_is_found(ahead: RanksOfARun) -
     assert code == 1 and "rank 1 of 2: commit 2, 1 records, 65536 bytes: 1 granules are damaged" in output, output
     assert "ahead with commit 3, which a resume gives up: every checksum is right" in output
     with ahead.open(1) as store:
-        store.go_back_to(store.kept_commits[1])
+        store.restore_commit(store.kept_commits[1])
         with pytest.raises(CorruptionError):
             content_of(store)
 
@@ -116,7 +115,7 @@ def test_damage_in_a_commit_that_a_resume_gives_up_is_told_and_harms_nothing(ahe
     code, output = ahead.verify()
     assert code == 0 and "commit 3, which a resume gives up: 1 granules are damaged, which harms no resume" in output
     with ahead.open(1) as store:
-        store.go_back_to(store.kept_commits[1])
+        store.restore_commit(store.kept_commits[1])
         content_of(store)
 
 
@@ -128,7 +127,7 @@ def test_a_damaged_commit_before_the_last_one_counts_as_not_held(
     with caplog.at_level(logging.WARNING):
         code, output = ahead.verify()
     assert code == 0 and output.splitlines()[-1] == "all 2 ranks hold commit 3", output
-    assert "counts as not kept: not a commit is" in caplog.text and PREVIOUS_NAME in caplog.text
+    assert "is ignored: no valid commit in" in caplog.text and PREVIOUS_NAME in caplog.text
     with ahead.open(0) as store:
         assert [commit.number for commit in store.kept_commits] == [3]
     ahead.commit(0, 1)  # it goes on, over the damage
@@ -167,5 +166,5 @@ def test_folders_that_were_swapped_or_copied_are_refused(is_swapped: bool, says_
         shutil.rmtree(second)
         shutil.copytree(first, second)
     code, output = ahead.verify()
-    expected = "holds the store of rank" if says_rank else "are not the parts of one model, in the order of ranks"
+    expected = "holds the store of rank" if says_rank else "are not the shards of one model"
     assert code == 2 and expected in output and "Traceback" not in output, output

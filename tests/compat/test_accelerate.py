@@ -1,4 +1,4 @@
-"""Canaries: what of accelerate's private API must be as it is. A failure here names what an upgrade moved."""
+"""The private API of accelerate that we use. A failure names what an upgrade has changed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from hf_lohan.compat import accelerate_private as private
 
 
-def test_prepared_models_are_listed_and_marked_ones_left_alone() -> None:
+def test_prepared_models_are_listed_and_marked_ones_are_skipped() -> None:
     accelerator = accelerate.Accelerator(cpu=True)
     model = nn.Linear(2, 2)
     forward = model.forward
@@ -22,7 +22,7 @@ def test_prepared_models_are_listed_and_marked_ones_left_alone() -> None:
     assert private.prepared_models(accelerator) == [model], "Accelerator._models moved"
 
 
-def test_an_accelerator_and_its_optimizer_can_become_ours() -> None:
+def test_accelerator_and_optimizer_can_change_their_class() -> None:
     class Ours(accelerate.Accelerator):
         answer = 42
 
@@ -36,7 +36,7 @@ def test_an_accelerator_and_its_optimizer_can_become_ours() -> None:
     assert (accelerator.answer, optimizer.answer) == (42, 43), "accelerate's classes have slots now"
 
 
-def test_launching_has_the_options_that_we_fill_in() -> None:
+def test_launch_has_our_options() -> None:
     options = vars(private.launch_command_parser().parse_args(["script.py"]))
     expected = {
         "config_file", "cpu", "dynamo_backend", "mixed_precision", "module", "no_python", "num_cpu_threads_per_process",

@@ -1,4 +1,4 @@
-"""Canaries: what of torch's private API must be as it is. A failure here names what an upgrade moved."""
+"""The private API of torch that we use. A failure names what an upgrade has changed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from hf_lohan.compat import torch_private as private
 
 
-def test_the_fused_adamw_kernel_takes_what_optim_gives_it() -> None:
+def test_the_fused_adamw_kernel_has_the_expected_arguments() -> None:
     names = [argument.name for argument in private.schema_of(torch.ops.aten._fused_adamw_.default).arguments]
     states = ["exp_avgs", "exp_avg_sqs", "max_exp_avg_sqs", "state_steps"]
     settings = ["lr", "beta1", "beta2", "weight_decay", "eps", "amsgrad", "maximize"]
@@ -29,7 +29,7 @@ def test_the_fused_adamw_kernel_takes_what_optim_gives_it() -> None:
     assert not torch.equal(weights, torch.ones(8)), "torch._fused_adamw_ does not write its weights in place"
 
 
-def test_the_fused_adam_kernel_takes_what_that_of_adamw_takes() -> None:
+def test_the_fused_adam_kernel_has_the_arguments_of_adamw() -> None:
     of_adam, of_adamw = (
         [argument.name for argument in private.schema_of(operation.default).arguments]
         for operation in (torch.ops.aten._fused_adam_, torch.ops.aten._fused_adamw_)
@@ -37,14 +37,14 @@ def test_the_fused_adam_kernel_takes_what_that_of_adamw_takes() -> None:
     assert of_adam == of_adamw, "torch._fused_adam_ has other arguments than torch._fused_adamw_"
 
 
-def test_it_is_known_whether_code_is_compiled() -> None:
+def test_compiled_code_is_detected() -> None:
     seen = []
     torch.compile(lambda: seen.append(private.is_compiled()), backend="eager")()
     assert seen == [True] and not private.is_compiled()
 
 
-def test_muon_is_made_of_its_parts() -> None:
-    """`torch.optim.Muon` does with them what the rule does; its own matrix is rounded to bfloat16 by the first."""
+def test_muon_equals_its_parts() -> None:
+    """`newton_schulz` and `adjusted_muon_lr` together give the update of `torch.optim.Muon`."""
     parameter = nn.Parameter(torch.zeros(8, 4))
     parameter.grad = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
     muon = torch.optim.Muon([parameter], lr=0.1, weight_decay=0.0, nesterov=False, momentum=0.0)
@@ -57,17 +57,17 @@ def test_muon_is_made_of_its_parts() -> None:
     assert torch.equal(parameter, expected), "torch.optim.Muon computes otherwise"
 
 
-def test_the_store_of_the_default_group_can_be_had() -> None:
+def test_the_default_group_has_a_store() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         store = private.default_process_group_store()
         store.set("key", "value")
-        assert store.get("key") == b"value", "what processes find each other by is no key-value store"
+        assert store.get("key") == b"value", "the default group's store is not a key-value store"
     finally:
         torch.distributed.destroy_process_group()
 
 
-def test_collectives_of_the_default_group_can_be_made_to_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_timeout_of_collectives_can_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
@@ -78,7 +78,7 @@ def test_collectives_of_the_default_group_can_be_made_to_end(monkeypatch: pytest
         torch.distributed.destroy_process_group()
 
 
-def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
+def test_a_marked_optimizer_causes_no_scheduler_warning() -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.ones(1))])
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     private.mark_optimizer_stepped(optimizer)
@@ -88,7 +88,7 @@ def test_a_scheduler_believes_that_its_optimizer_stepped() -> None:
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="knows the flags of x86 alone")
-def test_cpus_with_fast_bfloat16_products_are_known_by_their_flags() -> None:
+def test_fast_bfloat16_matches_the_cpu_flags() -> None:
     flags = set(Path("/proc/cpuinfo").read_text().split())
     is_fast = {"avx512bw", "avx512vl", "avx512dq"} <= flags or "avx_ne_convert" in flags
     assert private.cpu_has_bfloat16_units() is is_fast, "torch.ops.mkldnn._is_mkldnn_bf16_supported says something else"
@@ -101,7 +101,7 @@ def test_tensor_versions_count_writes() -> None:
     assert private.version_of(tensor) == before + 1, "Tensor._version does not count writes through aliases"
 
 
-def test_storages_have_numbers() -> None:
+def test_storages_have_ids() -> None:
     tensor = torch.zeros(4)
     assert private.storage_id(tensor) == private.storage_id(tensor[1:]), "aliases have storages of their own"
     assert private.storage_id(tensor) != private.storage_id(tensor.clone()), "UntypedStorage._cdata is not unique"
@@ -125,7 +125,7 @@ def test_below_autograd_an_alias_can_share_the_version_counter() -> None:
     assert private.version_of(aliases[0]) == private.version_of(tensor), "_SetExcludeDispatchKeyGuard does nothing"
 
 
-def test_operations_tell_their_name_and_schema() -> None:
+def test_operations_have_a_name_and_a_schema() -> None:
     operation = torch.ops.aten.add_.Tensor
     assert isinstance(operation, private.OpOverload)
     assert private.operation_name(operation) == "add_", "OpOverload._opname moved"
@@ -133,13 +133,13 @@ def test_operations_tell_their_name_and_schema() -> None:
     assert [a.name for a in private.schema_of(operation).arguments][:2] == ["self", "other"]
 
 
-def test_fake_tensors_have_shapes_alone() -> None:
+def test_fake_tensors_do_not_compute() -> None:
     with private.FakeTensorMode() as mode:
         fake = mode.from_tensor(torch.zeros(3, 4))
     assert isinstance(fake @ fake.t(), private.FakeTensor), "FakeTensorMode computes something"
 
 
-def test_no_subclass_and_no_mode_sees_what_is_done_without_them() -> None:
+def test_subclasses_and_modes_can_be_bypassed() -> None:
     class Loud(Tensor):
         @classmethod
         def __torch_function__(cls, *_args: object, **_kwargs: object) -> object:
@@ -156,7 +156,7 @@ def test_no_subclass_and_no_mode_sees_what_is_done_without_them() -> None:
         tensor.sum()  # else torch._C._DisableTorchDispatch does not
 
 
-def test_a_callback_comes_behind_all_of_a_backward() -> None:
+def test_a_callback_runs_at_the_end_of_a_backward() -> None:
     seen: list[str] = []
     weight = nn.Parameter(torch.ones(2))
     output = weight * 2
@@ -166,21 +166,21 @@ def test_a_callback_comes_behind_all_of_a_backward() -> None:
     assert seen == ["gradient", "end"], "Variable._execution_engine.queue_callback runs at another time"
 
 
-def test_nodes_are_numbered_as_they_are_recorded() -> None:
+def test_nodes_are_numbered_in_order_of_recording() -> None:
     first = torch.ones(1, requires_grad=True) * 2
     second = first * 2
     assert first.grad_fn is not None and second.grad_fn is not None
     assert private.sequence_number(first.grad_fn) < private.sequence_number(second.grad_fn), "Node._sequence_nr moved"
 
 
-def test_a_modules_parameters_can_be_changed() -> None:
+def test_parameters_can_be_replaced() -> None:
     module, other = nn.Linear(2, 2, bias=False), nn.Parameter(torch.zeros(2, 2))
     assert private.own_parameters(module) == [("weight", module.weight)], "Module._parameters moved"
     private.put_parameter(module, "weight", other)
     assert module.weight is other and list(module.parameters()) == [other]
 
 
-def test_a_model_gets_its_submodules_and_kinds_back() -> None:
+def test_submodules_and_string_attributes_are_restored() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
     before = list(model.children())
     before[1].kind = "one"
@@ -191,7 +191,7 @@ def test_a_model_gets_its_submodules_and_kinds_back() -> None:
     assert list(model.children()) == before and before[1].kind == "one"
 
 
-def test_hooks_can_be_taken_off_and_come_back() -> None:
+def test_hooks_can_be_disabled_and_restored() -> None:
     module = nn.Linear(2, 2)
     called: list[str] = []
     module.register_forward_pre_hook(lambda *_: called.append("pre"))
@@ -203,9 +203,9 @@ def test_hooks_can_be_taken_off_and_come_back() -> None:
     assert called == ["pre", "post"]
 
 
-@pytest.mark.parametrize("value", [torch.nn.Parameter(torch.ones(3))])
-def test_a_parameter_can_be_of_another_class_for_a_while(value: nn.Parameter) -> None:
-    """`weights.absent_parameter` relies on it."""
+def test_the_class_of_a_parameter_can_be_changed_and_restored() -> None:
+    """Absent parameters rely on it."""
+    value = nn.Parameter(torch.ones(3))
 
     class Other(nn.Parameter):
         pass
@@ -217,7 +217,7 @@ def test_a_parameter_can_be_of_another_class_for_a_while(value: nn.Parameter) ->
     assert value.grad is not None, "Tensor.__class__ cannot be set and set back"
 
 
-def test_settings_of_the_allocator_replace_those_before() -> None:
+def test_allocator_settings_are_replaced() -> None:
     before = private.allocator_settings()
     try:
         private.set_allocator_settings("max_split_size_mb:128")

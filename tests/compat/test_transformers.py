@@ -1,4 +1,4 @@
-"""Canaries: what of transformers' private API must be as it is. A failure here names what an upgrade moved."""
+"""The private API of transformers that we use. A failure names what an upgrade has changed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
 from hf_lohan.compat import transformers_private as private
 from hf_lohan.huggingface import OffloadTrainerMixin
 from hf_lohan.huggingface.attachment import enable_checkpointing
-from hf_lohan.huggingface.recorded_run import TRACKERS
+from hf_lohan.huggingface.trainer.trainer import TRACKERS
 from hf_lohan.testing.models import tiny_batch, tiny_config, tiny_model
 
 OVERRIDDEN = {
@@ -44,13 +44,13 @@ OVERRIDDEN = {
 
 
 @pytest.mark.parametrize(("name", "caller"), OVERRIDDEN.items())
-def test_trainer_still_calls_what_is_overridden(name: str, caller: str) -> None:
-    assert hasattr(Trainer, name), f"Trainer.{name} is gone: what the mixins put in its place is never called"
+def test_trainer_calls_the_overridden_methods(name: str, caller: str) -> None:
+    assert hasattr(Trainer, name), f"Trainer.{name} is gone, so our override is never called"
     where: Any = Trainer if caller == "def " else getattr(Trainer, caller.removeprefix("def "))
     assert f"self.{name}(" in inspect.getsource(where), f"Trainer.{name} is not called where it was ({caller})"
 
 
-def test_an_epoch_is_told_whether_it_is_the_rest_of_one() -> None:
+def test_run_epoch_gets_its_position_by_name() -> None:
     source = inspect.getsource(Trainer._inner_training_loop)
     for name in ("epoch", "epochs_trained", "steps_trained_in_current_epoch"):
         assert f" {name}={name}," in source, f"Trainer._run_epoch is not given {name} by name"
@@ -146,7 +146,7 @@ def test_reentrant_checkpointing_is_seen() -> None:
     assert not any(private.is_reentrant(module) for module in model.modules())
 
 
-def test_trainer_asks_a_shared_api_for_its_uploads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trainer_uploads_through_the_shared_api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []
     api = transformers.trainer.hf_api()
     monkeypatch.setattr(api, "upload_folder", lambda **kwargs: asked.append(kwargs["ignore_patterns"]))
@@ -184,14 +184,14 @@ def test_loaded_parameters_are_marked(tmp_path: Path) -> None:
     assert private.is_loaded(parameter)
 
 
-def test_experts_can_be_asked_whether_they_group() -> None:
+def test_grouped_experts_are_detected() -> None:
     assert private.groups_experts(tiny_model("qwen3_moe")), "_can_set_experts_implementation moved"
 
 
 @pytest.mark.parametrize("is_transposed", [False, True])
 @pytest.mark.parametrize("has_bias", [False, True])
-def test_one_group_is_one_product(is_transposed: bool, has_bias: bool) -> None:
-    """In float32, in which no device has a kernel for groups, forward and backward, under autocast too."""
+def test_one_expert_equals_a_group_of_one(is_transposed: bool, has_bias: bool) -> None:
+    """In float32, which has no grouped kernel: forward and backward under autocast."""
     generator = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:
@@ -213,12 +213,12 @@ def test_one_group_is_one_product(is_transposed: bool, has_bias: bool) -> None:
         assert found.dtype == torch.float32 and torch.equal(found, expected)
 
 
-def test_layers_are_known_by_their_base_class() -> None:
+def test_layers_have_the_expected_base_class() -> None:
     model: Any = tiny_model("llama")
     names = {base.__name__ for base in type(model.model.layers[0]).__mro__}
     assert "GradientCheckpointingLayer" in names, "model.discovery finds layers by this base class"
     assert "LlamaDecoderLayer" in set(model.model._no_split_modules or model._no_split_modules)
 
 
-def test_trackers_are_found_by_their_names() -> None:
+def test_trackers_have_the_expected_names() -> None:
     assert INTEGRATION_TO_CALLBACK.keys() >= set(TRACKERS) - {"trackio"}, "trackers would not get lohan/ figures"

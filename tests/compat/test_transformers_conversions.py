@@ -1,4 +1,4 @@
-"""Canaries: what of transformers' loading and saving must be as it is, so that weights pass in rows."""
+"""The parts of transformers' loading and saving that our conversion by rows relies on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_lohan.model import kept_in_float32
 from hf_lohan.testing.models import tiny_model
 
 
-def test_loading_can_be_told_not_to_read_ahead() -> None:
+def test_reading_ahead_can_be_disabled() -> None:
     source = inspect.getsource(core_model_loading.convert_and_load_state_dict_in_model)
     assert "HF_DEACTIVATE_ASYNC_LOAD" in source, "a streamed load would have the whole checkpoint in RAM"
     assert "spawn_materialize(" in source, "checkpoints' tensors are read elsewhere: none would come in rows"
@@ -51,7 +51,7 @@ def test_weights_are_loaded_in_rows(tmp_path: Path) -> None:
     assert len(rows["model.layers.0.mlp.experts.gate_up_proj"]) == 4
 
 
-def test_what_nobody_wants_is_loaded_whole(tmp_path: Path) -> None:
+def test_refused_weights_are_loaded_whole(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     model.save_pretrained(tmp_path)
     with conversions.loaded_in_rows(lambda *_: False, 1):
@@ -60,7 +60,7 @@ def test_what_nobody_wants_is_loaded_whole(tmp_path: Path) -> None:
         assert torch.equal(parameter, model.get_parameter(name)), name
 
 
-def test_files_are_written_by_whom_we_say(tmp_path: Path) -> None:
+def test_our_function_writes_the_files(tmp_path: Path) -> None:
     model: Any = tiny_model("mixtral")
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     forms = {name: torch.empty_like(tensor, device="meta") for name, tensor in weights.items()}
@@ -85,7 +85,7 @@ def test_files_are_written_by_whom_we_say(tmp_path: Path) -> None:
     assert made, "experts are un-fused elsewhere: nobody would know of which weights a file's tensors are"
 
 
-def test_nothing_stays_behind(tmp_path: Path) -> None:
+def test_patches_are_removed(tmp_path: Path) -> None:
     model = tiny_model("mixtral")
     before = [core_model_loading.spawn_materialize, modeling_utils.safe_save_file]
     before += [core_model_loading.WeightConverter.convert, core_model_loading.WeightRenaming.convert]
@@ -102,7 +102,7 @@ def test_nothing_stays_behind(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "operation", [Concatenate(dim=1), Chunk(dim=1), Interleave(dim=1), Transpose(1, 2), Interleave(dim=2, inverse=True)]
 )
-def test_operations_that_leave_rows_alone_do(operation: Any) -> None:
+def test_row_wise_operations_can_run_on_rows(operation: Any) -> None:
     assert conversions._leaves_rows_alone(operation)
     whole = torch.randn(6, 8, 4)
     targets = ["a", "b"] if isinstance(operation, Chunk) else ["a"]
@@ -123,13 +123,13 @@ def test_operations_that_leave_rows_alone_do(operation: Any) -> None:
     "operation",
     [Concatenate(dim=0), Chunk(dim=0), Interleave(dim=0), Transpose(0, 1), Transpose(1, 2, check_dims=True)],
 )
-def test_others_are_not_taken_for_such(operation: Any) -> None:
+def test_other_operations_are_not_row_wise(operation: Any) -> None:
     assert not conversions._leaves_rows_alone(operation)
     assert not conversions._merges_rows(MergeModulelist(dim=1))
     assert not conversions._splits_rows(SplitModulelist(dim=1))
 
 
-def test_what_classes_keep_in_float32() -> None:
+def test_modules_kept_in_float32_are_known() -> None:
     config = transformers.Ernie4_5_MoeConfig(
         hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, intermediate_size=64,
         moe_num_experts=4, moe_intermediate_size=32, vocab_size=256, moe_layer_start_index=1,

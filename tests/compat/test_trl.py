@@ -1,4 +1,4 @@
-"""Canaries: what of TRL's private API must be as it is. A failure here names what an upgrade moved."""
+"""The private API of TRL that we use. A failure names what an upgrade has changed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KINDS = ("SFT", "DPO", "KTO", "Reward", "GRPO")
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_trainer_makes_its_models_by_the_function_that_is_replaced(kind: str) -> None:
+def test_trainers_make_models_by_the_replaced_function(kind: str) -> None:
     trainer_class = getattr(trl, f"{kind}Trainer")
     source = inspect.getsource(trainer_class.__init__)
     assert f"{private.MAKES_MODELS}(" in source, f"trl.{kind}Trainer loads checkpoints into memory by another function"
@@ -27,7 +27,7 @@ def test_a_trainer_makes_its_models_by_the_function_that_is_replaced(kind: str) 
 
 
 @pytest.mark.parametrize("name", [private.MAKES_MODELS, private.ADDS_ADAPTERS])
-def test_models_are_made_and_adapted_by_whom_we_say_and_only_within(name: str) -> None:
+def test_the_replacements_are_called_and_removed(name: str) -> None:
     module = sys.modules[trl.DPOTrainer.__module__]
     stock = getattr(module, name)
     asked: list[Any] = []
@@ -44,7 +44,7 @@ def test_models_are_made_and_adapted_by_whom_we_say_and_only_within(name: str) -
     assert getattr(module, name) is stock
 
 
-def test_models_are_made_and_adapted_of_the_arguments_that_are_taken() -> None:
+def test_the_replaced_functions_have_the_expected_arguments() -> None:
     module = sys.modules[trl.SFTTrainer.__module__]
     made, adapted = (getattr(module, name) for name in (private.MAKES_MODELS, private.ADDS_ADAPTERS))
     assert list(inspect.signature(made).parameters) == ["model_id", "architecture", "kwargs"]
@@ -52,7 +52,7 @@ def test_models_are_made_and_adapted_of_the_arguments_that_are_taken() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_default_arguments_are_those_that_the_trainer_itself_takes(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_arguments_equal_the_trainers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer_class = getattr(trl, f"{kind}Trainer")
     assert f'args = {kind}Config(f"{{model_name}}-{kind}")' in inspect.getsource(trainer_class.__init__)
     # Not made: bfloat16 is a default, which not every machine has.
@@ -62,7 +62,7 @@ def test_default_arguments_are_those_that_the_trainer_itself_takes(kind: str, mo
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_counted_has_the_names_that_are_kept(kind: str) -> None:
+def test_the_kept_state_has_the_expected_names(kind: str) -> None:
     source = inspect.getsource(getattr(trl, f"{kind}Trainer"))
     names = {"_metrics", "_total_train_tokens"} | (set(private.STEP_FACTS) if kind == "GRPO" else set())
     missing = [name for name in names if f"self.{name.removeprefix('self.')}" not in source]
@@ -70,12 +70,12 @@ def test_what_is_counted_has_the_names_that_are_kept(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["DPO", "KTO"])
-def test_the_reference_is_asked_for_log_probs_where_we_offload_first(kind: str) -> None:
+def test_reference_log_probs_are_computed_in_the_overridden_method(kind: str) -> None:
     source = inspect.getsource(getattr(trl, f"{kind}Trainer").__init__)
     assert "self._precompute_ref_logps(" in source, "the model would compute before it is offloaded"
 
 
-def test_the_command_line_launches_its_scripts_by_the_function_that_is_replaced() -> None:
+def test_the_command_line_uses_the_replaced_launcher() -> None:
     from accelerate.commands import launch as accelerate_launch
     from trl.cli.accelerate_launcher import launch_training_script
 

@@ -17,6 +17,8 @@ from hf_lohan.config import Collectives, ConfigError, OffloadConfig
         ("quantized", Collectives(forward="int8", backward="node", gradients="int4")),
         ({}, Collectives()),
         ({"forward": "delta"}, Collectives(forward="delta")),
+        ({"forward": "exact", "backward": "world"}, Collectives(forward="exact", backward="world")),
+        ({"forward": "auto", "backward": "ssd"}, Collectives(backward="ssd")),
         ({"backward": "node", "gradients": "int8"}, Collectives(backward="node", gradients="int8")),
         (Collectives(forward="int8"), Collectives(forward="int8")),
     ],
@@ -50,8 +52,11 @@ def test_what_rounds_is_known(setting: Any, is_exact: bool) -> None:
     [
         ("fast", "collectives: 'fast' is not allowed; give 'exact', 'quantized', or a table"),
         (None, "collectives: None is not allowed"),
-        ({"forward": "int4"}, "collectives: forward: 'int4' is not allowed; choose 'exact' or 'int8' or 'delta'"),
-        ({"backward": True}, "choose 'world' or 'node'"),
+        (
+            {"forward": "int4"},
+            "collectives: forward: 'int4' is not allowed; choose 'auto' or 'exact' or 'int8' or 'delta'",
+        ),
+        ({"backward": True}, "choose 'auto' or 'world' or 'node' or 'ram' or 'ssd'"),
         ({"gradient": "int4"}, "did you mean 'gradients'"),
     ],
 )

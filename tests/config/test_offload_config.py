@@ -242,9 +242,9 @@ def test_a_config_does_not_change() -> None:
 
 
 def test_the_page_about_settings_names_each_with_its_default() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "configuration.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "settings.md").read_text(encoding="utf-8")
     for name, default in OffloadConfig().to_dict().items():
-        assert f"| `{name}` | `{default}` |" in page
+        assert re.search(rf"^\| \[`{name}`\]\(#{name}\) \| .* \| `{re.escape(str(default))}` \|$", page, re.MULTILINE)
 
 
 def test_the_misspelling_shown_in_the_docs_is_what_is_printed() -> None:

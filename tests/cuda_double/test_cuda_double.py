@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-NEEDED = "needs the CUDA double: bash scripts/cuda_double.sh"
+NEEDED = "needs the CUDA double: bash scripts/development/cuda_double.sh"
 cuda_double = pytest.importorskip("cuda_double", reason=NEEDED)
 if not hasattr(cuda_double, "summarize"):  # this folder
     pytest.skip(NEEDED, allow_module_level=True)

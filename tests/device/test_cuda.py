@@ -1,14 +1,17 @@
-"""What of CUDA's device needs no GPU: pinning that is refused."""
+"""Parts of the CUDA device that need no GPU: refused pinning, and whether allocator segments may grow."""
 
 from __future__ import annotations
 
 import logging
 
 import pytest
+import torch
 
-from hf_lohan.device.cuda import HostPinning
+from hf_lohan.device import cuda
+from hf_lohan.device.cuda import HostPinning, grow_segments, has_virtual_memory
 
 OUT_OF_MEMORY, NOT_REGISTERED = 2, 713
+C_LIBRARY = "libc.so.6"
 
 
 class Runtime:
@@ -69,3 +72,52 @@ def test_what_is_unpinned_makes_room() -> None:
     assert pinning.pin(0, 100) and not pinning.pin(1, 50)
     pinning.unpin(0)
     assert pinning.pin(1, 40) and runtime.pinned == {1: 40}
+
+
+@pytest.fixture
+def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The allocator's settings, the last one in force. The driver can grow segments."""
+    applied = [""]
+    monkeypatch.setattr(cuda, "allocator_settings", lambda: applied[-1])
+    monkeypatch.setattr(cuda, "set_allocator_settings", applied.append)
+    monkeypatch.setattr(cuda, "has_virtual_memory", lambda _index: True)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "native")
+    return applied
+
+
+def test_segments_grow_unless_somebody_says_otherwise(settings: list[str]) -> None:
+    assert grow_segments(0)
+    assert settings[1:] == ["expandable_segments:True"]
+
+
+def test_what_was_set_stays_set(settings: list[str]) -> None:
+    settings[0] = "max_split_size_mb:128"
+    assert grow_segments(0)
+    assert settings[1:] == ["max_split_size_mb:128,expandable_segments:True"]
+
+
+@pytest.mark.parametrize(("said", "grows"), [("expandable_segments:False", False), ("expandable_segments: True", True)])
+def test_what_the_user_says_of_segments_holds(said: str, grows: bool, settings: list[str]) -> None:
+    settings[0] = said
+    assert grow_segments(0) is grows
+    assert settings == [said]
+
+
+def test_a_driver_that_cannot_is_not_asked_to(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would call functions that are not there, and the process would die."""
+    monkeypatch.setattr(cuda, "has_virtual_memory", lambda _index: False)
+    assert not grow_segments(0)
+    assert settings == [""]
+
+
+def test_another_allocator_is_left_alone(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
+    assert not grow_segments(0)
+    assert settings == [""]
+
+
+@pytest.mark.parametrize(
+    ("driver", "nvml"), [("libnot_there.so", C_LIBRARY), (C_LIBRARY, C_LIBRARY), (C_LIBRARY, "libnot_there.so")]
+)
+def test_what_is_missing_of_the_driver_is_noticed(driver: str, nvml: str) -> None:
+    assert not has_virtual_memory(0, driver, nvml)

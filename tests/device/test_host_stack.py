@@ -213,12 +213,12 @@ def test_reads_that_nobody_asks_for_are_not_kept() -> None:
 
 def test_other_memory_is_taken_only_while_nothing_is_lent() -> None:
     stack = HostStack(CpuDevice())
-    stack.take(2 * CACHE_LINE_BYTES)
+    stack.reallocate(2 * CACHE_LINE_BYTES)
     assert stack.num_bytes == 2 * CACHE_LINE_BYTES
     top = stack.push_top(1)
     assert top is not None
     with pytest.raises(AssertionError):
-        stack.take(CACHE_LINE_BYTES)
+        stack.reallocate(CACHE_LINE_BYTES)
     top.release()
-    stack.take(CACHE_LINE_BYTES)
+    stack.reallocate(CACHE_LINE_BYTES)
     assert stack.push_top(CACHE_LINE_BYTES + 1) is None

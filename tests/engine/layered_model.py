@@ -10,25 +10,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_lohan.absent import StandIns, saved_weight_hooks
 from hf_lohan.activations.tiers import ActivationTiers
-from hf_lohan.device import CpuDevice, Device
+from hf_lohan.device import CpuDevice, Device, HostStack
 from hf_lohan.planner import INPUT, Placement
-from hf_lohan.weights import saved_weight_hooks
-from hf_lohan.weights.stand_ins import StandIns
 
 WIDTH = 16
 NUM_LAYERS = 3
 OPERATIONS = (INPUT, "aten.addmm#0", "aten.mm#0")
 Forward = Callable[["Layer", Tensor], Any]
-
-
-class NoSlots:
-    """A slot ring of a model whose weights stay."""
-
-    stand_ins = StandIns(CpuDevice())
-
-    def slot_behind(self, _tensor: Tensor) -> None:
-        return None
 
 
 class Layer(nn.Module):
@@ -66,7 +56,7 @@ class LayeredModel(nn.Module):
         if self.tiers is None:
             loss = self(leaf)
         else:
-            with saved_weight_hooks(NoSlots(), pytest.fail, self.tiers):  # type: ignore[arg-type]
+            with saved_weight_hooks(StandIns(CpuDevice()), lambda _tensor: None, pytest.fail, self.tiers):
                 loss = self(leaf)
             self.tiers.expect_backward()
         for number in range(num_backwards):
@@ -77,9 +67,11 @@ class LayeredModel(nn.Module):
     def run_under_tiers(self, place: Placement, device: Device | None = None, *more_operations: str) -> None:
         """Put what the layers leave there; `close` it in the end."""
         names = {layer: str(number) for number, layer in enumerate(self.layers)}
-        self.tiers = ActivationTiers(device or CpuDevice(), names)
-        self.tiers.swapper.take_ram(1 << 20)
-        self.tiers.follow(dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place)))
+        device = device or CpuDevice()
+        ram = HostStack(device)
+        ram.reallocate(1 << 20)
+        self.tiers = ActivationTiers(device, names, ram)
+        self.tiers.set_placements(dict.fromkeys(names.values(), dict.fromkeys((*OPERATIONS, *more_operations), place)))
 
     def close(self) -> None:
         if self.tiers is not None:

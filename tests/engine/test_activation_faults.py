@@ -36,7 +36,7 @@ def make_swapping(make_twins: TwinsFactory) -> TwinsFactory:
         twins = make_twins(settings.pop("family", "llama"), recompute=True, **{**ROOM, **settings})
         twins.train(1)
         memory = twins.engine.planned_memory
-        memory.place(random_mixture(memory.trace, 1) if place is None else all_in(memory.trace, place))
+        memory.set_placements(random_mixture(memory.trace, 1) if place is None else all_in(memory.trace, place))
         return twins
 
     return make
@@ -44,9 +44,9 @@ def make_swapping(make_twins: TwinsFactory) -> TwinsFactory:
 
 def places_in_use(engine: Any) -> int:
     swapper = engine.activations.swapper
-    swapper.settle()
+    swapper.wait_until_idle()
     on_ssd = swapper._spill
-    return int(swapper._ram.bytes_in_use + (on_ssd.places.in_use if on_ssd is not None else 0))
+    return int(swapper._ram.bytes_in_use + (on_ssd.intervals.in_use if on_ssd is not None else 0))
 
 
 def left_behind() -> list[Any]:
@@ -88,7 +88,7 @@ def test_thirty_steps_leave_nothing(make_swapping: TwinsFactory, no_collector: N
     memory = twins.engine.planned_memory
     held_bytes: list[int] = []
     for number in range(30):
-        memory.place(random_mixture(memory.trace, number % 3))
+        memory.set_placements(random_mixture(memory.trace, number % 3))
         twins.model(**tiny_batch(seed=number)).loss.backward()
         assert places_in_use(twins.engine) == 0
         if number % 6 == 5:  # looking at all objects takes its time
@@ -261,7 +261,7 @@ def test_few_layers_have_activations_on_the_device(make_twins: TwinsFactory) -> 
     twins = make_twins(model_factory=factory, recompute=True, backend=SlowBackend(5e-3), **ROOM)
     twins.train(1)
     memory, activations = twins.engine.planned_memory, twins.engine.activations
-    memory.place(all_in(memory.trace, Placement.SSD))
+    memory.set_placements(all_in(memory.trace, Placement.SSD))
     counts = {"forward": 0, "backward": 0}
     phase = "forward"
 

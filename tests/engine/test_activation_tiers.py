@@ -14,8 +14,7 @@ from mixtures import all_in, random_mixture
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_lohan.activations import layer_frame
-from hf_lohan.model import anchor_name
+from hf_lohan.activations import anchor_name, layer_frame
 from hf_lohan.planner import Placement
 from hf_lohan.testing.models import tiny_batch
 
@@ -56,13 +55,13 @@ def test_every_place_and_ten_random_mixtures(family: str, attention: str, make_t
     train(twins, 0)
     assert memory.trace.keys() == set(twins.engine.activations._layer_names.values())
     for place in Placement:
-        memory.place(all_in(memory.trace, place))
+        memory.set_placements(all_in(memory.trace, place))
         before = swapper.swapped_bytes, swapper.spilled_bytes
         train(twins, 1)
         assert (swapper.swapped_bytes > before[0]) is (place in (Placement.CPU, Placement.SSD))
         assert (swapper.spilled_bytes > before[1]) is (place is Placement.SSD)
     for seed in range(NUM_MIXTURES):
-        memory.place(random_mixture(memory.trace, seed))
+        memory.set_placements(random_mixture(memory.trace, seed))
         train(twins, 2 + seed)
     twins.assert_equal()
 
@@ -97,7 +96,7 @@ def test_what_waits_is_not_made_again(make_twins: TwinsFactory) -> None:
     assert num_run_again >= 3 * 6  # all but the last product of each of three layers
     counts = {}
     for place in Placement:
-        memory.place(all_in(memory.trace, place))
+        memory.set_placements(all_in(memory.trace, place))
         loss = twins.model(**tiny_batch()).loss
         with AnchorCount() as anchors:
             loss.backward()

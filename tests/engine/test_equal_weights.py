@@ -1,21 +1,45 @@
-"""Ranks that were seeded differently are told so, by the weight that differs."""
+"""Ranks that build different models are refused, by the first weight that differs."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+
 import pytest
 import torch
+from torch import Tensor, nn
 
-from hf_lohan.engine import refuse_other_weights
+from hf_lohan.engine import check_equal_weights
 from hf_lohan.ranks import Links, RanksDisagreeError
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
 
-def test_equal_models_are_fine() -> None:
-    models = [tiny_model("llama") for _ in range(3)]
-    models[0].to(torch.float32)
-    run_ranks(3, lambda links: refuse_other_weights(models[links.ranks.rank].named_parameters(), links))
-    refuse_other_weights(models[0].named_parameters(), Links.alone())
+def check_by_ranks(*models: nn.Module) -> None:
+    """Has each rank check its model."""
+    run_ranks(len(models), lambda links: check_equal_weights(models[links.ranks.rank].named_parameters(), links))
+
+
+def test_equal_models_pass_and_every_weight_is_compared() -> None:
+    models = [tiny_model("llama", num_layers=1) for _ in range(3)]
+    check_by_ranks(*models)
+    for name, weight in models[1].named_parameters():
+        before = weight.detach().clone()
+        with torch.no_grad():
+            weight.view(-1)[-1] += 1
+        with pytest.raises(RanksDisagreeError, match=rf"{re.escape(name)} differs between rank 1 and rank 0"):
+            check_by_ranks(*models[:2])
+        with torch.no_grad():
+            weight.copy_(before)
+    check_by_ranks(*models)
+
+
+def test_a_single_rank_reads_no_weights() -> None:
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        pytest.fail("a weight was read")
+        yield "", torch.empty(0)
+
+    check_equal_weights(weights(), Links.alone())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -25,11 +49,10 @@ def test_one_bit_of_one_weight_is_found(dtype: torch.dtype) -> None:
     with torch.no_grad():
         weight = dict(models[2].named_parameters())[name]
         weight[3, 5] = torch.nextafter(weight[3, 5], torch.tensor(torch.inf, dtype=dtype))
-    with pytest.raises(RanksDisagreeError, match=rf"{name} is another one on rank 2 than on rank 0; set the same seed"):
-        run_ranks(3, lambda links: refuse_other_weights(models[links.ranks.rank].named_parameters(), links))
+    with pytest.raises(RanksDisagreeError, match=rf"{name} differs between rank 2 and rank 0; set the same seed"):
+        check_by_ranks(*models)
 
 
-def test_another_model_is_told() -> None:
-    models = [tiny_model("llama"), tiny_model("gpt2")]
+def test_another_model_is_refused() -> None:
     with pytest.raises(RanksDisagreeError, match=r"rank 0 has \d+ weights and rank 1 \d+; build the same model"):
-        run_ranks(2, lambda links: refuse_other_weights(models[links.ranks.rank].named_parameters(), links))
+        check_by_ranks(tiny_model("llama"), tiny_model("gpt2"))

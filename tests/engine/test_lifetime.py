@@ -216,10 +216,10 @@ from hf_lohan.store import last_commit
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.storage_doubles import SlowBackend
 from functools import partial
-import hf_lohan.engine.memory
+import hf_lohan.engine.tiers
 from hf_lohan.files import IoEngine
 
-hf_lohan.engine.memory.IoEngine = partial(IoEngine, backend=SlowBackend(2e-2))
+hf_lohan.engine.tiers.IoEngine = partial(IoEngine, backend=SlowBackend(2e-2))
 folder = sys.argv[1]
 model = tiny_model("llama").train()
 config = OffloadConfig.load({"cpu_memory": "3MiB", "gpu_memory": "1MiB", "io_threads": 2, "ssd": folder})

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from hf_lohan.config import OffloadConfig
-from hf_lohan.engine import OutOfMemoryAnswer
-from hf_lohan.engine.out_of_memory import is_out_of_memory, missing_bytes
+from hf_lohan.engine import OutOfMemoryAdvice
+from hf_lohan.engine.planned_memory import is_out_of_memory, missing_bytes
 
 OF_TORCH = (
     "CUDA out of memory. Tried to allocate 1.50 MiB. GPU 0 has a total capacity of 23.64 GiB of which 50.00 MiB is "
@@ -29,16 +29,16 @@ OF_TORCH = (
 def test_errors_without_memory_are_told_from_others(error: Exception, is_one: bool) -> None:
     assert is_out_of_memory(error) is is_one
     said = str(error)
-    with pytest.raises(type(error)) as raised, OutOfMemoryAnswer(OffloadConfig(gpu_memory=20 << 30)).given():
+    with pytest.raises(type(error)) as raised, OutOfMemoryAdvice(OffloadConfig(gpu_memory=20 << 30)).added_to_errors():
         raise error
     assert raised.value is error and (str(error) != said) is is_one
 
 
 def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
     """accelerate finds a smaller batch by an error with one argument that begins so."""
-    answer = OutOfMemoryAnswer(OffloadConfig(gpu_memory=20 << 30))
+    answer = OutOfMemoryAdvice(OffloadConfig(gpu_memory=20 << 30))
     error = torch.OutOfMemoryError(OF_TORCH)
-    with pytest.raises(torch.OutOfMemoryError), answer.given(), answer.given():
+    with pytest.raises(torch.OutOfMemoryError), answer.added_to_errors(), answer.added_to_errors():
         raise error
     (said,) = error.args
     assert said.startswith(OF_TORCH.partition(" If reserved")[0])
@@ -49,7 +49,7 @@ def test_the_answer_is_given_once_and_begins_as_torch_does() -> None:
 
 def test_what_libraries_say_begins_so_as_well() -> None:
     error = RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
-    OutOfMemoryAnswer(OffloadConfig()).give(error)
+    OutOfMemoryAdvice(OffloadConfig()).add_to(error)
     assert str(error).startswith("CUDA out of memory. CUDA error: CUBLAS_STATUS_ALLOC_FAILED")
 
 

@@ -24,7 +24,7 @@ from hf_lohan.ranks import Links
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.models import tiny_model
 from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.gradients import GradientNorms
 from hf_lohan.weights import SlotRing
 
 NAME = "model.embed_tokens.weight"
@@ -160,25 +160,24 @@ def test_each_part_sends_its_slice_of_the_gradient() -> None:
     chunks = [chunk for block in blocks for chunk in block.cut(GRANULE_NUMEL)]
     slices = [block.slices[0] for block in blocks]
     arrived: list[Any] = []
+    norms = GradientNorms(slices)
     pipeline: Any = SimpleNamespace(
-        norms=GradientNorms(slices),
+        measure_gradient=norms.set_first,
         holds_gradients=True,
-        speculates=False,
-        while_waiting=None,
         submit=lambda chunk, **_options: arrived.append(chunk),
     )
     pool = BufferPool(CpuDevice(), name="gradients", num_buffers=len(chunks), buffer_bytes=4 * GRANULE_NUMEL)
     arrivals = GradientArrivals(CpuDevice(), pool, chunks, pipeline)
     gradient = torch.randn(NUMEL, 1)
     for part in slices:
-        arrivals.send(part, gradient)
+        arrivals.send_gradient(part, gradient)
     found = torch.empty(NUMEL)
     for chunk in arrived:
         (piece,) = chunk.pieces
         first = piece.param_slice.first + piece.start_in_slice
         found[first : first + piece.numel] = chunk.wait()[piece.start_in_chunk : piece.stop_in_chunk]
     assert torch.equal(found, gradient.flatten())
-    torch.testing.assert_close(pipeline.norms.total(), torch.linalg.vector_norm(gradient))
+    torch.testing.assert_close(norms.total(), torch.linalg.vector_norm(gradient))
 
 
 def test_no_block_shows_a_part(open_stored: OpenStored) -> None:

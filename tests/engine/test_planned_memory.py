@@ -78,7 +78,7 @@ def test_an_ssd_without_room(
     with caplog.at_level(logging.WARNING):
         twins.train(1)
         memory = twins.engine.planned_memory
-        memory.place(all_in(memory.trace, Placement.SSD))
+        memory.set_placements(all_in(memory.trace, Placement.SSD))
     assert "no room to swap activations to the SSD" in caplog.text
     twins.train(2, first_seed=300, max_norm=0.5)
     twins.assert_equal()
@@ -112,7 +112,7 @@ def test_the_scratch_file_goes_with_the_run(make_twins: TwinsFactory, tmp_path: 
     twins.train(1)
     memory = twins.engine.planned_memory
     assert not (tmp_path / "store" / "activations.bin").exists()  # as long as nothing needs it
-    memory.place(all_in(memory.trace, Placement.SSD))
+    memory.set_placements(all_in(memory.trace, Placement.SSD))
     loss = twins.model(**tiny_batch()).loss
     assert (tmp_path / "store" / "activations.bin").stat().st_size >= twins.engine.activations.swapper.ssd_bytes
     del loss

@@ -26,10 +26,10 @@ from hf_lohan.files import FileBackend, StorageError
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
-from hf_lohan.planner.shared_ram import held_beside
+from hf_lohan.planner.search.candidate_memory import held_beside
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.models import tiny_batch, tiny_model
-from hf_lohan.updates.held import ChunkGradient, HeldGradients
+from hf_lohan.updates.gradients import ChunkGradient, HeldGradients
 
 TwinsFactory = Callable[..., Any]
 EngineFactory = Callable[..., OffloadEngine]
@@ -105,7 +105,7 @@ class Sharing:
     def assert_equal(self) -> None:
         """To the bit, and nothing is left in the RAM that was shared."""
         self.twins.assert_equal()
-        self.engine.activations.swapper.settle()
+        self.engine.activations.swapper.wait_until_idle()
         assert (self.ram.bytes_in_use, self.ram.top_bytes_in_use) == (0, 0)
         assert 0 < self.ram.high_water_bytes <= self.ram.num_bytes <= self.engine.layout.activation_ram_bytes
 
@@ -332,7 +332,7 @@ def test_a_step_that_breaks_in_the_middle(
         twins.model(**tiny_batch(seed=seed)).loss.backward()
         with pytest.MonkeyPatch.context() as patch:
             if when == "clip":
-                patch.setattr(engine._step._norms, "total", raise_planned)
+                patch.setattr(engine._pipeline, "total_norm", raise_planned)
                 with pytest.raises(error):
                     engine.clip_grad_norm(CLIPS)
             else:
@@ -342,7 +342,7 @@ def test_a_step_that_breaks_in_the_middle(
         twins.optimizer.zero_grad()
     gc.collect()  # an exception holds the frames that it went through
     engine.settle()
-    engine.activations.swapper.settle()
+    engine.activations.swapper.wait_until_idle()
     assert (sharing.ram.bytes_in_use, sharing.ram.top_bytes_in_use) == (0, 0)
     sharing.spilled_bytes()
     for _ in range(2):
@@ -379,12 +379,12 @@ def test_what_is_recomputed_leaves_all_of_it(make_twins: TwinsFactory) -> None:
     sharing.step(CLIPS)
     sharing.spilled_bytes()
     memory = sharing.engine.planned_memory
-    memory.place({})
+    memory.set_placements({})
     assert sharing.ram.num_bytes > 0
     for _ in range(2):
         sharing.step(CLIPS)
     assert sharing.spilled_bytes() == 0
-    memory.place({name: dict.fromkeys(layer.sizes(), Placement.CPU) for name, layer in memory.trace.items()})
+    memory.set_placements({name: dict.fromkeys(layer.sizes(), Placement.CPU) for name, layer in memory.trace.items()})
     for _ in range(3):
         sharing.step(CLIPS)
     assert sharing.spilled_bytes() == 0

@@ -125,7 +125,7 @@ def test_a_commit_of_half_a_step_is_refused(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", hold_gradients=False)
     twins.train(1)
     twins.backward(5)
-    with pytest.raises(RuntimeError, match=r"of no step; finish it with step\(\)"):
+    with pytest.raises(RuntimeError, match=r"between two steps; finish it with step\(\)"):
         twins.engine.commits.request()
     twins.step()
     twins.engine.commits.request()

@@ -51,7 +51,7 @@ class Mixes(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         memory = self.trainer.offload_engine.planned_memory
         choices = list(Placement)
-        memory.place(
+        memory.set_placements(
             {
                 name: {what: self.draw.choice(choices) for what in operations}
                 for name, operations in memory.sizes.items()

@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, Device
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
-from hf_lohan.engine.memory import PlannedMemory
+from hf_lohan.engine.planned_memory import PlannedMemory
 from hf_lohan.huggingface.attachment import enable_recompute
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planner import Placement
@@ -67,7 +67,7 @@ def swap_here_and_there(memory: PlannedMemory) -> None:
     places = itertools.cycle([Placement.CPU, Placement.SSD])
     mixture = {name: {what: next(places) for what in layer.sizes()} for name, layer in memory.trace.items()}
     last = list(mixture)[-1]
-    memory.place({**mixture, last: dict.fromkeys(mixture[last], Placement.CPU)})
+    memory.set_placements({**mixture, last: dict.fromkeys(mixture[last], Placement.CPU)})
 
 
 @pytest.fixture(scope="module")

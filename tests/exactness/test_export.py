@@ -23,13 +23,13 @@ from hf_lohan.testing.models import tiny_batch
 def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from hf_lohan.huggingface.export import export
+    from hf_lohan.huggingface.models.export import export_model
 
     trainer = a_trainer(tmp_path / "run", family=family, max_steps=2, offload=offload)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
-    assert export(tmp_path / "run", tmp_path / "exported") == 2
+    assert export_model(tmp_path / "run", tmp_path / "exported") == 2
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported")]
     for (name, saved), exported in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(saved, exported), name
@@ -40,14 +40,14 @@ def test_export_is_what_save_model_writes(family: str, offload: dict[str, str], 
 
 
 def test_weights_are_exported_in_the_dtype_that_the_run_saves_or_the_one_that_is_asked_for(tmp_path: Path) -> None:
-    from hf_lohan.huggingface.export import export
+    from hf_lohan.huggingface.models.export import export_model
 
     trainer = a_trainer(tmp_path / "run", family="llama", max_steps=2, bf16=True)
     trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
     for dtype in ("auto", "float32", "bfloat16"):
-        export(tmp_path / "run", tmp_path / dtype, dtype)
+        export_model(tmp_path / "run", tmp_path / dtype, dtype)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
     for dtype in ("auto", "float32"):
@@ -58,4 +58,4 @@ def test_weights_are_exported_in_the_dtype_that_the_run_saves_or_the_one_that_is
     assert all(tensor.dtype == torch.bfloat16 for tensor in rounded.values())
     assert all((rounded[name] - tensor).abs().max() <= 2**-8 * tensor.abs().max() for name, tensor in saved.items())
     with pytest.raises(ValueError, match="dtype='float16' is not allowed; give one of auto, bfloat16, float32"):
-        export(tmp_path / "run", tmp_path / "float16", "float16")
+        export_model(tmp_path / "run", tmp_path / "float16", "float16")

@@ -58,7 +58,7 @@ def test_an_interrupt_within_step(
         nonlocal num_calls
         num_calls += 1
         if num_calls == when:
-            thread.put(command)  # it runs, but nobody waits for it
+            thread.submit(command)  # it runs, but nobody waits for it
             raise KeyboardInterrupt
         return stock_call(thread, command)
 
@@ -273,7 +273,7 @@ def test_a_run_that_had_ended_takes_no_further_step(tmp_path: Path, uninterrupte
 
 def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
     """Router biases, running statistics: no parameter, but part of the model's state."""
-    from hf_lohan.huggingface.export import export
+    from hf_lohan.huggingface.models.export import export_model
 
     def trainer(*callbacks: TrainerCallback) -> Any:
         model = tiny_model("llama")
@@ -298,4 +298,4 @@ def test_persistent_buffers_belong_to_the_step(tmp_path: Path) -> None:
     second.train(resume_from_checkpoint="last_step")
     assert second.model.num_forwards.item() == 4
     second.offload_engine.close()
-    export(tmp_path, tmp_path / "out")
+    export_model(tmp_path, tmp_path / "out")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from broken_runs import a_trainer, assert_same, outcome
 
-from hf_lohan.huggingface.export import export
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.testing.models import tiny_batch
 
 FEW_TOKENS = [
@@ -34,7 +34,7 @@ def trained(folder: Path, offload: dict[str, Any], resume: str | None = None, **
 def is_behind(trainer: Any) -> bool:
     engine = trainer.offload_engine
     engine.settle()
-    return any(engine.records.missed.behind(block) for block in engine.layout.blocks)
+    return any(engine.records.missed.is_block_behind(block) for block in engine.layout.blocks)
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 1.0])
@@ -68,7 +68,7 @@ def test_an_export_has_all_steps(tmp_path: Path) -> None:
     assert is_behind(trainer)
     trainer.save_model(str(tmp_path / "saved"))
     trainer.offload_engine.close()
-    assert export(tmp_path / "run", tmp_path / "exported") == 8
+    assert export_model(tmp_path / "run", tmp_path / "exported") == 8
     models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("saved", "exported")]
     for (name, saved), exported in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
         assert torch.equal(saved, exported), name

@@ -18,9 +18,9 @@ import hf_lohan
 from hf_lohan.config import OffloadConfig
 from hf_lohan.files import ForeignStoreError, IoEngine, StorePath
 from hf_lohan.huggingface import offload_model
-from hf_lohan.huggingface.export import export
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.optim import OffloadAdamW
-from hf_lohan.store import Store, verify
+from hf_lohan.store import Store
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 DTYPES = ("bfloat16", "int8")
@@ -221,12 +221,12 @@ def test_verify_export_and_last_step_of_a_model_with_frozen_weights(dtype: str, 
     assert_same(trained("run", "last_step"), whole)
     io = IoEngine(2, 1 << 20, 1 << 26)
     with Store.open([StorePath(str(tmp_path / "run" / "_lohan" / "store"))], model=None, engine=io) as store:
-        verified = list(verify(store))
+        verified = list(store.verify_records())
     io.close()
-    kinds = {found.record.kind for found in verified}
+    kinds = {record.kind for record, _ in verified}
     assert kinds == {"param", "exp_avg", "exp_avg_sq", *(["moment_scales"] if dtype == "int8" else [])}
-    assert not any(found.errors for found in verified)
-    assert export(tmp_path / "run", tmp_path / "exported") == 4
+    assert not any(errors for _, errors in verified)
+    assert export_model(tmp_path / "run", tmp_path / "exported") == 4
     exported = type(frozen_and_tied(family)).from_pretrained(tmp_path / "exported", dtype=torch.float32)
     for name, parameter in exported.named_parameters():
         assert torch.equal(parameter.detach().flatten().view(torch.uint8), whole[1][f"{name}.param"]), name

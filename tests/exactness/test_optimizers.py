@@ -14,7 +14,7 @@ from transformers import Trainer as StockTrainer
 
 import hf_lohan
 from hf_lohan.files import ForeignStoreError
-from hf_lohan.huggingface.export import export
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.model import hidden_matrices
 from hf_lohan.testing.models import tiny_model
 
@@ -99,7 +99,7 @@ def test_another_optimizer_over_a_store_or_a_checkpoint_is_refused_by_name(tmp_p
 
 def test_what_was_trained_is_exported(tmp_path: Path) -> None:
     trained = finished(trainer_over(tmp_path / "run", **BY_ARGUMENTS["rmsprop"]))
-    assert export(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
+    assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
 
@@ -201,7 +201,7 @@ def test_muon_resumes_from_its_checkpoint_and_is_exported(tmp_path: Path) -> Non
     settings |= {"save_strategy": "steps", "save_steps": 2}
     undisturbed = finished(trainer_over(tmp_path / "undisturbed", **settings))
     resumed = finished(trainer_over(tmp_path / "run", **settings), str(tmp_path / "undisturbed" / "checkpoint-2"))
-    assert export(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
+    assert export_model(tmp_path / "run", tmp_path / "exported") == NUM_STEPS
     exported = dict(AutoModelForCausalLM.from_pretrained(tmp_path / "exported").named_parameters())
     for name, weight in undisturbed.items():
         assert torch.equal(resumed[name], weight) and torch.equal(exported[name], weight), name

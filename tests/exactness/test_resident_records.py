@@ -151,7 +151,7 @@ def steps(engine: OffloadEngine, optimizer: OffloadAdamW, num_steps: int, *, num
     ring, prefetcher = engine._ring, engine._prefetcher
     with ring.lock:
         ring.changed.wait_for(
-            lambda: prefetcher._next() is None and not any(slot.is_loading for slot in ring._all()), timeout=60
+            lambda: prefetcher.find_load() is None and not any(slot.is_loading for slot in ring._all()), timeout=60
         )
 
 
@@ -213,7 +213,7 @@ def test_copies_spare_exactly_the_reads_of_their_records(
                 patch.setattr(hf_lohan.planning.layout, "choose_resident_records", lambda *_, **__: ())
             # Under this schedule all that is read comes from the store: no update hands its weights over.
             engine = an_engine(tmp_path / mode, hold_gradients=hold_gradients, schedule="naive")
-            engine.planned_memory.take_copies()
+            engine.planned_memory.allocate_copies()
         optimizer = trained(engine)
         steps(engine, optimizer, 2, num_backwards=1)
         before = engine.tiers.io.read_bytes, engine.tiers.io.write_bytes

@@ -106,14 +106,14 @@ def test_one_version_is_torn_by_a_crash_and_says_where_to_go_on(tmp_path: Path) 
     again = a_trainer(tmp_path / "run", **settings)
     with pytest.raises(ValueError, match=r"one version .*durability: checkpoint.*resume from .*checkpoint-2"):
         again.train(resume_from_checkpoint="last_step")
-    from hf_lohan.huggingface.export import export
+    from hf_lohan.huggingface.models.export import export_model
 
     with pytest.raises(ValueError, match="checkpoint-2"):
-        export(tmp_path / "run", tmp_path / "out")
+        export_model(tmp_path / "run", tmp_path / "out")
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 8
     again.offload_engine.close()
-    export(tmp_path / "run", tmp_path / "out")  # a run that ended leaves its store whole
+    export_model(tmp_path / "run", tmp_path / "out")  # a run that ended leaves its store whole
 
 
 def test_a_moved_run_is_found(tmp_path: Path) -> None:

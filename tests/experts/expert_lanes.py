@@ -15,7 +15,7 @@ from hf_lohan.experts.expert_loader import ExpertLoader
 from hf_lohan.experts.expert_schedule import Call
 from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import PoolPlan, SizeClass
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import DeliveryListener
 from hf_lohan.weights import Slot, SlotRing
 
 NUMEL = 512
@@ -30,7 +30,7 @@ class CountingSource:
     loads: list[str] = field(default_factory=list)
     fails: Callable[[Block], bool] = lambda block: False
 
-    def load(self, block: Block, slot: Slot) -> Delivery:
+    def begin_load(self, block: Block, slot: Slot, listener: DeliveryListener) -> None:
         self.loads.append(block.name)
         slot.weights.fill_(float("nan"))
         delay_s = self.delay_s()
@@ -39,13 +39,10 @@ class CountingSource:
         if self.fails(block):
             raise OSError(f"{block.name} cannot be read")
         slot.weights.fill_(number_of(block))
-        return Delivery(slot.weights)
+        listener.on_delivered(None)
 
-    def begin(self, block: Block, slot: Slot, ended: Callable[[BaseException | None], None]) -> None:
-        self.load(block, slot).when_ended(ended)
-
-    def finish(self) -> None:
-        """Nothing is left under way."""
+    def finish_loads(self) -> None:
+        """All loads have ended."""
 
     @property
     def num_loads(self) -> Counter[str]:
@@ -99,7 +96,7 @@ class ExpertLane:
         for _ in range(2000):
             with self.ring.lock:
                 loading = any(slot.is_loading for slot in self.ring.slots[SizeClass.EXPERT])
-                if not loading and self.loader._next.find() is None:
+                if not loading and self.loader.find_load() is None:
                     return
             time.sleep(0.005)
         raise AssertionError("it is still loading after 10 s")

@@ -80,15 +80,15 @@ class Lane:
 
     def load_all(self, at_most: int = 1 << 30) -> None:
         for _ in range(at_most):
-            load = self.next.find()
+            load = self.next.find_load()
             if load is None:
                 return
-            self.next.take(load)
-            self.next.end(load)
+            self.next.claim_slot(load)
+            self.next.end_load(load)
             self.loads.append(load.block.name)
 
     def begin(self, *, is_training: bool) -> None:
-        self.schedule.begin(is_training=is_training)
+        self.schedule.begin_pass(is_training=is_training)
         self.load_all()
 
     def call(self, layer: int, experts: Iterable[int] | None, call: Call = Call.FORWARD, *, num_rows: int = 0) -> None:
@@ -106,7 +106,7 @@ class Lane:
             slot = self.ring.slot_of(cast(NamedBlock, block))
             self.schedule.use(block)
             slot.num_pins += 1
-            self.next.use(cast(Slot, slot))
+            self.next.note_use(cast(Slot, slot))
             self.load_all()
             self.used.append(block.name)
             slot.num_pins -= 1
@@ -119,4 +119,4 @@ class Lane:
             self.call(layer, listed)
         for layer, listed in reversed(list(enumerate(experts))):
             self.call(layer, None if listed is None else sorted(listed, reverse=True), Call.BACKWARD)
-        self.schedule.end()
+        self.schedule.end_pass()

@@ -60,7 +60,7 @@ def test_the_next_step_is_loaded_ahead_once_it_is_foreseen(make_lane: LaneFactor
     lane.ring.forget(block for layer in lane.layers for block in layer)
     lane.until_idle()
     lane.source.loads.clear()
-    lane.loader.foresee(is_training=True)
+    lane.loader.foresee_pass(is_training=True)
     lane.until_idle()
     assert lane.source.loads == ["0.0", "0.1", "0.2"]
 
@@ -165,7 +165,7 @@ def test_compute_hardly_waits_where_loads_fit_under_it(make_lane: LaneFactory, m
                     block, _ = lane.loader.acquire_any()
                     lane.ring.unpin(block)
             lane.loader.end_pass()
-            lane.loader.foresee(is_training=True)
+            lane.loader.foresee_pass(is_training=True)
             waited_s[is_ahead, number] = waits_s(lane) - before_s
     # 24 loads a pass where nothing is ahead, but those that the turn to the backward finds here.
     assert waited_s[False, 1] > 60e-3
@@ -206,7 +206,7 @@ def test_two_slots_and_a_slow_store_end_every_step(num_slots: int, num_steps: in
                     lane.call(layer, experts, Call.BACKWARD)
             lane.loader.end_pass()
             lane.ring.forget(block for layer in lane.layers for block in layer)
-            lane.loader.foresee(is_training=True)
+            lane.loader.foresee_pass(is_training=True)
 
     ended: list[BaseException | None] = []
 

@@ -14,12 +14,11 @@ from lane_without_threads import Lane, NamedBlock
 from routings import routed
 
 import hf_lohan.experts.expert_schedule as schedule_module
-import hf_lohan.experts.farthest_use as slots_module
-import hf_lohan.experts.frequencies as frequencies_module
 import hf_lohan.experts.next_expert as next_module
+import hf_lohan.weights.schedule as passes_module
 from hf_lohan.device import Event
 from hf_lohan.experts.expert_schedule import Call
-from hf_lohan.experts.farthest_use import FarthestUse
+from hf_lohan.experts.next_expert import FarthestUse
 from hf_lohan.planner import SizeClass
 from hf_lohan.weights import Slot
 
@@ -30,7 +29,7 @@ def test_all_experts_come_in_order_and_the_turn_around_reuses_what_is_here() -> 
         lane.loads.clear()
         lane.training_pass([None] * 3)
         lane.ring.forget()  # a step changes all weights
-        lane.schedule.foresee(is_training=True)
+        lane.schedule.foresee_pass(is_training=True)
     # 24 uses. Five of the forward's are still here for the backward: those of the last layer, and one before.
     assert len(lane.loads) == 24 - 5
     assert lane.used[-24:-12] == [f"{layer}.{e}" for layer in range(3) for e in range(4)]
@@ -42,7 +41,7 @@ def test_before_the_first_call_of_all_nothing_is_known_and_behind_it_all_is() ->
     assert lane.loads == []
     lane.call(0, None)
     assert lane.loads == [f"{layer}.{e}" for layer in range(3) for e in range(4)][:12]
-    lane.schedule.cancel()
+    lane.schedule.cancel_pass()
 
 
 def test_the_backward_is_known_to_the_last_expert() -> None:
@@ -68,7 +67,7 @@ def test_a_slot_is_given_up_whose_block_is_needed_last() -> None:
     lane.call(2, [2])  # the slots are full: 0.0 is needed last, 2.2 next
     lane.schedule.route(2, [3], num_rows=1, call=Call.FORWARD)
     lane.next.begin_call(2, lane.schedule.left)
-    load = lane.next.find()
+    load = lane.next.find_load()
     assert load is not None and load.block.name == "2.3" and load.slot.block is not None
     assert load.slot.block.name == "0.0"
 
@@ -79,10 +78,10 @@ def test_hints_are_the_experts_that_passes_before_used_most() -> None:
         lane.begin(is_training=False)
         lane.call(0, [0])
         lane.call(1, experts)
-        lane.schedule.end()
+        lane.schedule.end_pass()
     lane.ring.forget()
     lane.loads.clear()
-    lane.schedule.foresee(is_training=False)
+    lane.schedule.foresee_pass(is_training=False)
     lane.load_all()
     assert lane.loads == ["0.0", "1.2", "1.5"], "as many as the last pass used, the most used first"
 
@@ -92,7 +91,7 @@ def test_what_somebody_looked_ahead_for_is_better_than_habit() -> None:
     lane.begin(is_training=False)
     for layer in range(3):
         lane.call(layer, [0, 1])
-    lane.schedule.end()
+    lane.schedule.end_pass()
     lane.ring.forget()
     lane.begin(is_training=False)
     lane.loads.clear()
@@ -112,9 +111,9 @@ def test_what_the_router_says_takes_the_place_of_hints() -> None:
     lane.begin(is_training=False)
     lane.call(0, [0, 1])
     lane.call(1, [2, 3, 4])
-    lane.schedule.end()
+    lane.schedule.end_pass()
     lane.ring.forget()
-    lane.schedule.foresee(is_training=False)
+    lane.schedule.foresee_pass(is_training=False)
     lane.load_all()  # 0.0, 0.1 and one hint for the layer behind
     lane.begin(is_training=False)
     lane.loads.clear()
@@ -144,31 +143,31 @@ def test_slots_that_the_device_still_computes_with_are_given_up_last() -> None:
     slots = {name: Slot(torch.empty(0), SizeClass.EXPERT, cast(Any, NamedBlock(name))) for name in uses}
     farthest = FarthestUse(slots.values(), lambda block: uses[block.name])
     slots["b"].last_use, slots["c"].last_use = Reached(False), Reached(False)
-    assert farthest.find(before=2) is slots["a"]
-    assert farthest.find(before=4) is slots["c"], "the one needed last, if all that may go are computed with"
+    assert farthest.find_slot(before=2) is slots["a"]
+    assert farthest.find_slot(before=4) is slots["c"], "the one needed last, if all that may go are computed with"
     slots["b"].last_use = Reached(True)
-    assert farthest.find(before=2) is slots["b"]
-    assert farthest.find(before=6) is slots["c"]
+    assert farthest.find_slot(before=2) is slots["b"]
+    assert farthest.find_slot(before=6) is slots["c"]
     slots["c"].last_use = Reached(True)
-    assert farthest.find(before=2) is slots["c"]
-    assert farthest.find(before=8) is None
+    assert farthest.find_slot(before=2) is slots["c"]
+    assert farthest.find_slot(before=8) is None
 
 
 def test_of_hints_two_at_a_time_are_under_way() -> None:
     lane = Lane(num_layers=2, num_experts=8, num_slots=6)
     lane.begin(is_training=False)
     lane.call(0, [0, 1, 2])
-    lane.schedule.end()
+    lane.schedule.end_pass()
     lane.ring.forget()
-    lane.schedule.foresee(is_training=False)
+    lane.schedule.foresee_pass(is_training=False)
     for _ in range(2):
-        hint = lane.next.find()
+        hint = lane.next.find_load()
         assert hint is not None and hint.is_hint
-        lane.next.take(hint)
-    assert lane.next.find() is None
-    lane.schedule.begin(is_training=False)
+        lane.next.claim_slot(hint)
+    assert lane.next.find_load() is None
+    lane.schedule.begin_pass(is_training=False)
     lane.schedule.route(0, [5], num_rows=1, call=Call.FORWARD)
-    needed = lane.next.find()
+    needed = lane.next.find_load()
     assert needed is not None and needed.block.name == "0.5" and not needed.is_hint
 
 
@@ -210,7 +209,7 @@ def test_a_pass_without_gradients_in_between_leaves_the_backward_as_it_was() -> 
     lane.begin(is_training=False)
     lane.call(0, [2])
     lane.call(1, [0])
-    lane.schedule.end()
+    lane.schedule.end_pass()
     lane.loads.clear()
     lane.load_all()
     assert lane.loads == ["1.3", "1.2"]
@@ -228,7 +227,7 @@ def test_while_a_model_generates_the_next_token_is_foreseen_before_this_ones_pas
         lane.loads.clear()
         lane.call(2, [4, 5])  # what made room for these comes back behind them
         after = list(lane.loads)
-        lane.schedule.end()
+        lane.schedule.end_pass()
     assert after[-1][0] in "01", "of the next token's first layers"
     lane.loads.clear()
     lane.load_all()
@@ -250,7 +249,7 @@ def test_slots_that_a_token_leaves_keep_what_tokens_use_most(share: float, rate:
         lane.begin(is_training=False)
         for layer in range(num_layers):
             lane.call(layer, tokens[layer][token])
-        lane.schedule.end()
+        lane.schedule.end_pass()
         figures.append((lane.next.figures.num_used, lane.next.figures.num_here, lane.next.figures.num_loads))
     (used, here, loads), (used_at_50, here_at_50, loads_at_50) = figures[-1], figures[50]
     assert (here - here_at_50) / (used - used_at_50) == pytest.approx(rate, abs=0.03)
@@ -264,7 +263,7 @@ def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
         lane.call(0, [0])
         lane.call(1, [0, 1])
         lane.call(2, [0, 1])
-        lane.schedule.end()
+        lane.schedule.end_pass()
     lane.begin(is_training=False)
     lane.call(0, [0])
     lane.call(2, [0, 1])  # 1.0 and 1.1 were expected, and fill slots
@@ -274,7 +273,7 @@ def test_a_layer_that_was_skipped_keeps_no_slot() -> None:
 def test_what_a_step_changed_is_loaded_anew() -> None:
     lane = Lane(num_layers=2, num_experts=2, num_slots=4)
     lane.training_pass([None, None])
-    lane.schedule.foresee(is_training=True)
+    lane.schedule.foresee_pass(is_training=True)
     lane.load_all()
     lane.ring.forget()
     lane.loads.clear()
@@ -286,7 +285,7 @@ def test_a_pass_that_broke_off_needs_nothing_and_a_layer_may_run_by_itself() -> 
     lane = Lane(num_layers=2, num_experts=4, num_slots=2)
     lane.begin(is_training=True)
     lane.call(0, [0, 1])
-    lane.schedule.cancel()
+    lane.schedule.cancel_pass()
     lane.loads.clear()
     lane.load_all()
     assert lane.loads == []
@@ -321,18 +320,18 @@ def test_no_routing_leaves_a_call_without_a_slot(num_slots: int, seed: int) -> N
                     lane.next.note_layer(min(layer + 1, 3))
                     lane.load_all(at_most=rng.randint(0, 3))
         if rng.random() < 0.1:
-            lane.schedule.cancel()
+            lane.schedule.cancel_pass()
             continue
         for layer, calls in reversed(routing) if is_training else ():
             for experts in reversed(calls):
                 if rng.random() < 0.5:
                     lane.call(layer, experts, Call.AGAIN)
                 lane.call(layer, experts, Call.BACKWARD)
-        lane.schedule.end()
+        lane.schedule.end_pass()
         if rng.random() < 0.5:
             lane.ring.forget()
         if rng.random() < 0.5:
-            lane.schedule.foresee(is_training=rng.random() < 0.7)
+            lane.schedule.foresee_pass(is_training=rng.random() < 0.7)
             lane.load_all(at_most=rng.randint(0, 20))
 
 
@@ -341,7 +340,7 @@ class Lines:
 
     def __init__(self) -> None:
         self.num = 0
-        self._files = {module.__file__ for module in (schedule_module, slots_module, next_module, frequencies_module)}
+        self._files = {module.__file__ for module in (schedule_module, passes_module, next_module)}
 
     def _note(self, frame: FrameType, event: str, _arg: Any) -> Any:
         if frame.f_code.co_filename not in self._files:
@@ -379,7 +378,7 @@ def test_the_work_of_a_pass_grows_with_its_uses_alone(routed: bool, share: float
                 with lines if layer % 8 == 4 else nullcontext():
                     lane.call(layer, routing[layer], call)
                 num_uses += (len(lane.used) - num_before) * (layer % 8 == 4)
-            lane.schedule.end()
+            lane.schedule.end_pass()
             lane.ring.forget()
             routing.reverse()
         return lines.num / num_uses

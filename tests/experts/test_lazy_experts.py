@@ -33,7 +33,7 @@ class Halves:
 def behind(twins: Twins) -> int:
     """How many experts are."""
     missed = twins.engine.records.missed
-    return sum(missed.behind(block) for block in twins.engine.layout.blocks)
+    return sum(missed.is_block_behind(block) for block in twins.engine.layout.blocks)
 
 
 def num_experts(twins: Twins) -> int:

@@ -11,7 +11,7 @@ from expert_models import FAMILIES, expert_model
 from torch import Tensor, nn
 
 from hf_lohan.experts import find_routers
-from hf_lohan.experts.frequencies import Trust
+from hf_lohan.experts.expert_schedule import Trust
 from hf_lohan.model import stored_form
 
 
@@ -70,11 +70,11 @@ def test_believed_or_not_numbers_are_stocks(
 def test_the_router_is_believed_where_it_is_right_about_most_and_habits_are_not() -> None:
     trust = Trust()
     assert trust.is_in_router
-    trust.note([1, 2], by_habit=[3, 4], by_router=[1, 2])
+    trust.note_pass([1, 2], by_habit=[3, 4], by_router=[1, 2])
     assert trust.is_in_router
     for _ in range(20):
-        trust.note([1, 2], by_habit=[1, 2], by_router=[1, 3])
+        trust.note_pass([1, 2], by_habit=[1, 2], by_router=[1, 3])
     assert not trust.is_in_router
     for _ in range(20):
-        trust.note([1, 2, 3], by_habit=[], by_router=[3, 4, 5])
+        trust.note_pass([1, 2, 3], by_habit=[], by_router=[3, 4, 5])
     assert not trust.is_in_router  # right about a third

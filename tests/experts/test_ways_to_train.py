@@ -257,13 +257,13 @@ class NotesLargest:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.num_bytes = 0
-        stock_send = GradientArrivals.send
+        stock_send = GradientArrivals.send_gradient
 
         def send(arrivals: GradientArrivals, part: ParamSlice, gradient: torch.Tensor, **said: bool) -> None:
             self.num_bytes = max(self.num_bytes, gradient.nbytes)
             stock_send(arrivals, part, gradient, **said)
 
-        monkeypatch.setattr(GradientArrivals, "send", send)
+        monkeypatch.setattr(GradientArrivals, "send_gradient", send)
 
 
 def test_a_layer_four_times_the_device(

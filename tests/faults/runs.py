@@ -38,7 +38,7 @@ from write_calls import WriteCall, watch_write_calls
 import hf_lohan
 import hf_lohan.huggingface  # nothing is left to import when a process starts
 from hf_lohan.compat.torch_private import FakeTensorMode
-from hf_lohan.huggingface.rank_links import links_to_other_ranks
+from hf_lohan.huggingface.ranks import links_to_other_ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 IMPORTED_BY = os.getpid()

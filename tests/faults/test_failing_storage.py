@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-import hf_lohan.engine.memory
+import hf_lohan.engine.tiers
 from hf_lohan.config import OffloadConfig
 from hf_lohan.device import CpuDevice, mapped_empty
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
@@ -80,7 +80,7 @@ class OneFault(CountingBackend):
 def train(folder: Path, backend: FileBackend, monkeypatch: pytest.MonkeyPatch, num_steps: int = NUM_STEPS) -> None:
     """Steps of a tiny model; each commits itself, after a first commit of what was loaded."""
     monkeypatch.setattr(
-        hf_lohan.engine.memory,
+        hf_lohan.engine.tiers,
         "IoEngine",
         # One thread and whole requests, so that calls come in one order.
         lambda **settings: IoEngine(1, 1 << 20, settings["max_inflight_bytes"], backend),

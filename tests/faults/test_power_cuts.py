@@ -15,7 +15,7 @@ from runs import Outcome, Run, assert_same, make_trainer, read_outcome, where_fr
 from transformers import TrainerCallback
 
 import hf_lohan
-from hf_lohan.cli.verification import verify_store
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 
 pytestmark = [pytest.mark.slow, pytest.mark.storm, pytest.mark.timeout(900)]
@@ -77,7 +77,7 @@ def test_cut_at_random_calls(run: Run, undisturbed: Callable[[Run], Outcome], ra
         found = hf_lohan.last_step(image / "out")
         assert (found or 0) >= durable, "a commit that had returned is gone"
         if found is not None:
-            assert verify_store([str(image / "out")])
+            assert verify_stores([str(image / "out")])
         assert_same(train(replace(run, output_dir=image / "out", beside=tmp_path)), whole)
         steps.append(found)
         shutil.rmtree(image)

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
-from hf_lohan.cli.verification import verify_store
+from hf_lohan.cli.stores import verify_stores
 from hf_lohan.store import kept_commits
 from hf_lohan.store.commits import write_commit
 from hf_lohan.store.manifest import sealed
@@ -79,7 +79,7 @@ def test_killed_between_commits_of_records_in_ram(
     for _ in range(FAULTS_A_RUN):
         ended = run.befall("killed", random.randrange(2), random)
         if hf_lohan.last_step(run.run.output_dir) is not None:
-            assert verify_store([str(run.run.output_dir)])
+            assert verify_stores([str(run.run.output_dir)])
         said = capsys.readouterr().out
         with capsys.disabled():
             print(f"after step {ended.after_step}: {'one rank ahead' if 'is ahead' in said else 'none ahead'}")
@@ -134,15 +134,15 @@ def remove(name: str) -> Callable[[RankRun], None]:
     [
         (swap, "holds the store of rank 1 of 2, not of rank 0 of 2"),
         (copy, "holds the store of rank 0 of 2, not of rank 1 of 2"),
-        (forge_manifest, "is not that of the run that wrote"),
+        (forge_manifest, "does not belong to"),
         (forge_journal, "has a journal that no run has written"),
         (flip("manifest.json"), "is damaged or not a store's manifest"),
-        (flip("commit.safetensors"), "not a commit is|the checksum is wrong of"),
-        (flip("records-*.bin"), "is damaged: the checksum of its elements"),
-        (flip("log.jsonl"), "the checksum is wrong of .*log.jsonl"),
-        (remove("manifest.json"), "that of rank 1 is not under"),
+        (flip("commit.safetensors"), "no valid commit in|wrong checksum in"),
+        (flip("records-*.bin"), "is damaged from element"),
+        (flip("log.jsonl"), "wrong checksum in .*log.jsonl"),
+        (remove("manifest.json"), "the store of rank 1 of 2 is not under"),
         (remove("records-1.bin"), r"records-1\.bin"),
-        (lambda run: shutil.rmtree(run.store_of(1)), "that of rank 1 is not under"),
+        (lambda run: shutil.rmtree(run.store_of(1)), "the store of rank 1 of 2 is not under"),
         (flip("commit-previous.safetensors"), ""),
         (remove("commit-previous.safetensors"), ""),
     ],
@@ -161,7 +161,7 @@ def test_a_harmed_store_of_one_rank_is_refused_by_both_or_harms_nothing(
         run.befall("killed", 1, random)
     harm(run)
     if not told:
-        assert verify_store([str(run.run.output_dir)])
+        assert verify_stores([str(run.run.output_dir)])
         run.check_against(undisturbed_in_ram)
         return
     result = CliRunner().invoke(app, ["verify", str(run.run.output_dir)])

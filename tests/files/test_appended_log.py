@@ -26,12 +26,12 @@ def test_lines_follow_what_is_committed(tmp_path: Path) -> None:
 
 def test_lost_lines_are_an_error(tmp_path: Path) -> None:
     log = AppendedLog(str(tmp_path / "log"))
-    with pytest.raises(StorageError, match=r"missing is .*/log: the store is damaged"):
+    with pytest.raises(StorageError, match=r"cannot find .*/log: the store is damaged"):
         log.read(0, 4)
     log.append(0, b"one\n")
-    with pytest.raises(StorageError, match=r"5 bytes are not in .*/log: the store is damaged"):
+    with pytest.raises(StorageError, match=r"fewer than 5 bytes are in .*/log: the store is damaged"):
         log.read(2, 5)
-    with pytest.raises(StorageError, match=r"5 bytes are not in .*/log"):
+    with pytest.raises(StorageError, match=r"fewer than 5 bytes are in .*/log"):
         log.append(5, b"two\n")
     assert (tmp_path / "log").read_bytes() == b"one\n"
 

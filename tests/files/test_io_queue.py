@@ -1,4 +1,4 @@
-"""What waits before it is moved: for room, for what is needed more; and what an interrupt leaves of it."""
+"""The queue of the I/O engine: the byte budget, the order of requests, and interrupts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.files import IoRequest
 from hf_lohan.testing.storage_doubles import GatedBackend, SlowBackend
 
 
-def test_submission_waits_for_room(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_submission_waits_for_the_byte_budget(make_engine: EngineFactory, tmp_path: Path) -> None:
     backend = GatedBackend()
     engine = make_engine(backend, max_inflight_bytes=32768)
     file = new_file(engine, tmp_path)
@@ -30,23 +30,21 @@ def test_submission_waits_for_room(make_engine: EngineFactory, tmp_path: Path) -
     for _ in range(2):
         submitted.acquire()
         backend.arrived.acquire()
-    # Both threads are held at the gate, so nothing can make room and the third submission cannot be over.
-    assert len(started) == 2 and engine.inflight_bytes == 32768
+    # Both threads are held at the gate, so no budget is released and the third submission must wait.
+    assert len(started) == 2
     assert not any(request.done() for request in started)
     backend.gate.set()
     thread.join()
     for request in started:
         request.wait()
-    assert len(started) == 4 and engine.inflight_bytes == 0
+    assert len(started) == 4
     file.close()
 
 
-def test_urgent_reads_go_before_others_and_reads_before_writes_that_have_not_begun(
-    make_engine: EngineFactory, tmp_path: Path
-) -> None:
+def test_urgent_reads_pass_other_reads_and_reads_pass_queued_writes(make_engine: EngineFactory, tmp_path: Path) -> None:
     moved: list[tuple[str, int]] = []
 
-    class Noting(GatedBackend):
+    class Recording(GatedBackend):
         def read(self, fd, offset, views):  # type: ignore[no-untyped-def]
             moved.append(("read", offset))
             return super().read(fd, offset, views)
@@ -55,7 +53,7 @@ def test_urgent_reads_go_before_others_and_reads_before_writes_that_have_not_beg
             moved.append(("write", offset))
             return super().write(fd, offset, views)
 
-    backend = Noting()
+    backend = Recording()
     engine = make_engine(backend, num_threads=1)
     file = new_file(engine, tmp_path)
     requests = [engine.write([transfer(file, offset, mapped_empty(4096))]) for offset in (0, 4096)]
@@ -69,16 +67,21 @@ def test_urgent_reads_go_before_others_and_reads_before_writes_that_have_not_beg
     file.close()
 
 
-def test_the_bound_holds_under_many_submitters(make_engine: EngineFactory, tmp_path: Path) -> None:
-    peak_bytes = 0
-    peak_lock = threading.Lock()
+def test_the_budget_holds_under_many_submitters(make_engine: EngineFactory, tmp_path: Path) -> None:
+    num_running = peak = 0
+    lock = threading.Lock()
 
     class Watching(SlowBackend):
         def write(self, fd, offset, views):  # type: ignore[no-untyped-def]
-            nonlocal peak_bytes
-            with peak_lock:
-                peak_bytes = max(peak_bytes, engine.inflight_bytes)
-            return super().write(fd, offset, views)
+            nonlocal num_running, peak
+            with lock:
+                num_running += 1
+                peak = max(peak, num_running)
+            try:
+                return super().write(fd, offset, views)
+            finally:
+                with lock:
+                    num_running -= 1
 
     engine = make_engine(Watching(0.001), num_threads=4, max_inflight_bytes=20480)
     file = new_file(engine, tmp_path)
@@ -93,36 +96,37 @@ def test_the_bound_holds_under_many_submitters(make_engine: EngineFactory, tmp_p
         thread.start()
     for thread in threads:
         thread.join()
-    assert 8192 <= peak_bytes <= 20480
-    assert engine.write_bytes == 6 * 10 * 8192 and engine.inflight_bytes == 0
+    assert 1 <= peak <= 2, "two writes of 8192 bytes fit the budget, a third does not"
+    assert engine.write_bytes == 6 * 10 * 8192
     file.close()
 
 
-def test_a_request_above_the_bound_goes_alone(make_engine: EngineFactory, tmp_path: Path) -> None:
+def test_a_request_above_the_budget_runs_alone(make_engine: EngineFactory, tmp_path: Path) -> None:
     backend = GatedBackend()
     engine = make_engine(backend, max_inflight_bytes=4096)
     file = new_file(engine, tmp_path)
     big = engine.write([transfer(file, 0, mapped_empty(65536))])
-    assert engine.inflight_bytes == 65536
-    thread = threading.Thread(target=lambda: engine.write([transfer(file, 0, mapped_empty(4096))]).wait())
+    small: list[IoRequest] = []
+    thread = threading.Thread(target=lambda: small.append(engine.write([transfer(file, 0, mapped_empty(4096))])))
     thread.start()
     for _ in range(2):
         backend.arrived.acquire()
-    assert engine.inflight_bytes == 65536
+    assert not small, "it waits for the budget"
     backend.gate.set()
     big.wait()
     thread.join()
+    small[0].wait()
     assert engine.write_bytes == 65536 + 4096
     file.close()
 
 
-def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
+def test_an_interrupt_is_raised_once_no_piece_is_in_progress(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backend = GatedBackend()
-    engine = make_engine(backend)
+    engine = make_engine(backend, max_inflight_bytes=65536)
     file = new_file(engine, tmp_path)
-    submit, num_submitted = engine._threads.put, 0
+    submit, num_submitted = engine._threads.submit, 0
 
     def interrupted(*args):  # type: ignore[no-untyped-def]
         nonlocal num_submitted
@@ -133,28 +137,29 @@ def test_an_interrupt_comes_when_nothing_is_under_way_any_more(
         threading.Thread(target=backend.gate.set).start()
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(engine._threads, "put", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        engine.write([transfer(file, 0, mapped_empty(65536))])
-    assert engine.inflight_bytes == 0 and engine.write_bytes <= 32768
+    with monkeypatch.context() as patch:
+        patch.setattr(engine._threads, "submit", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.write([transfer(file, 0, mapped_empty(65536))])
+    assert engine.write_bytes <= 32768
+    engine.write([transfer(file, 0, mapped_empty(65536))]).wait()  # needs the whole budget
     file.close()
 
 
-def test_an_interrupt_right_after_a_piece_was_given_away_leaves_none_behind(
+def test_an_interrupt_right_after_a_submit_leaves_no_piece_behind(
     make_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    engine = make_engine()
+    engine = make_engine(max_inflight_bytes=65536)
     file = new_file(engine, tmp_path)
-    submit = engine._threads.put
+    submit = engine._threads.submit
 
     def interrupted(*args):  # type: ignore[no-untyped-def]
         submit(*args)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(engine._threads, "put", interrupted)
+        patch.setattr(engine._threads, "submit", interrupted)
         with pytest.raises(KeyboardInterrupt):
             engine.write([transfer(file, 0, mapped_empty(65536))])
-    assert engine.inflight_bytes == 0
-    engine.write([transfer(file, 0, mapped_empty(65536))]).wait()
+    engine.write([transfer(file, 0, mapped_empty(65536))]).wait()  # needs the whole budget
     file.close()

@@ -29,5 +29,5 @@ def double() -> Any:
 
     found = find_double()
     if found is None:
-        pytest.skip("needs the CUDA double: bash scripts/cuda_double.sh")
+        pytest.skip("needs the CUDA double: bash scripts/development/cuda_double.sh")
     return found

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_lohan.model import ChunkedLoss, chunked_head_of
+from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 VOCABULARY = 65_536

@@ -13,7 +13,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.device import device_for
 from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_tiers
 from hf_lohan.experts import StreamedExperts
-from hf_lohan.huggingface.experts import compute_expert, stream_experts
+from hf_lohan.huggingface.attachment import compute_expert, stream_experts
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import lay_out
 from hf_lohan.testing.models import tiny_batch, tiny_model

@@ -30,7 +30,7 @@ BESIDE = ("lohan-gradients", "lohan-prefetch", "lohan-experts", "lohan-activatio
 SHAPE_UNKNOWN_TO_THE_DOUBLE = "blocking: aten::index.Tensor"
 """On a GPU an index of whole numbers has nobody wait."""
 
-CLIP_NORM = "updates/norms.py _norms"
+CLIP_NORM = "updates/gradients.py _norms"
 ROUTED = "experts/routing.py numbers"
 LEFT = "activations/swapper.py drain"
 

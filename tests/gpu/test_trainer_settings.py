@@ -372,7 +372,7 @@ def test_two_ranks_on_two_devices_train_as_stock_accumulates(tmp_path: Path) -> 
     if double is None and torch.cuda.device_count() < 2:
         pytest.skip("needs two devices")
     two_devices = {} if double is None else environment_of_double(DEVICES=2)
-    script = ROOT / "tests" / "huggingface" / "trained_by_ranks.py"
+    script = ROOT / "tests" / "huggingface" / "launch" / "trained_by_ranks.py"
     on_cuda = {"LOHAN_TEST_DEVICE": "cuda", "OMP_NUM_THREADS": "1"}
     alone = {"CUDA_VISIBLE_DEVICES": "0"} if double is None else {}
     run_python(script, tmp_path, "stock", environment=environment_with(**on_cuda, **alone))

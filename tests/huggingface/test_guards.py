@@ -20,7 +20,7 @@ from hf_lohan import engine_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
-from hf_lohan.huggingface.rank_guards import check_batches, check_rank_model, check_rules
+from hf_lohan.huggingface.ranks import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
 from hf_lohan.ranks import ONE_RANK, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model

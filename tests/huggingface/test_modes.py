@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 from hf_lohan import Trainer
 from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
 from hf_lohan.files.directories import make_directory
-from hf_lohan.huggingface.export import export
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.testing.models import tiny_model
 
 
@@ -43,7 +43,7 @@ def test_nobody_else_may_write_what_a_run_leaves(tmp_path: Path) -> None:
     assert trainer.offload_engine is not None
     trainer.offload_engine.close()
     os.umask(0)  # as in the process of somebody who exports
-    export(run, tmp_path / "out" / "model")
+    export_model(run, tmp_path / "out" / "model")
     assert not open_to_others(tmp_path)
 
 

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 import hf_lohan
 from hf_lohan.cli import plan_request
 from hf_lohan.huggingface import progress
-from hf_lohan.huggingface.export import export
+from hf_lohan.huggingface.models.export import export_model
 from hf_lohan.huggingface.progress import advance, live_line, long_work
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
@@ -94,7 +94,7 @@ def test_planning_and_exporting_show_themselves(
     assert engine is not None
     engine.close()
     terminal()
-    export(tmp_path / "store", tmp_path / "exported")
+    export_model(tmp_path / "store", tmp_path / "exported")
     shown = terminal()
     assert shown.count("saving ") > 0
     assert "100%" in shown

@@ -9,7 +9,7 @@ import pytest
 from joint_steps import TwinsFactory, micro_batches, train
 from torch import Tensor, nn
 
-from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.micro_batches.joint_forward import MicroBatchHeads
 from hf_lohan.testing.models import tiny_batch
 
 
@@ -24,7 +24,7 @@ def test_an_interrupt_between_heads_and_layers_drops_the_step(
         raise Interrupted
 
     with monkeypatch.context() as patched:
-        patched.setattr(MicroBatchHeads, "backward", interrupt)
+        patched.setattr(MicroBatchHeads, "run_joint_backward", interrupt)
         with pytest.raises(Interrupted):
             twins.engine.run_micro_batches(micro_batches(twins, 1))
     for step in range(1, 3):

@@ -13,7 +13,7 @@ import torch
 from joint_steps import NUM_MICRO_BATCHES, TwinsFactory, assert_close, micro_batches, train
 from torch import Tensor, nn
 
-from hf_lohan.micro_batches.heads import MicroBatchHeads
+from hf_lohan.micro_batches.joint_forward import MicroBatchHeads
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 HEADS_IN_TURN = [(what, number) for number in range(NUM_MICRO_BATCHES) for what in ("forward", "backward")]
@@ -63,10 +63,10 @@ def test_the_last_layers_output_is_gone_when_its_gradient_is_there() -> None:
     for number, given in enumerate(inputs):
         output = heads.put_gate(number, 2 * given)
         outputs.append(weakref.ref(output.untyped_storage()))
-        heads.take_back(number, [(number + 1) * (output * weight).sum()])
+        heads.run_backward_of(number, [(number + 1) * (output * weight).sum()])
         del output
         assert outputs[-1]() is None
-    heads.backward()
+    heads.run_joint_backward()
     assert [given.grad.tolist() for given in inputs] == [[2.0] * 8, [4.0] * 8]
 
 

@@ -17,8 +17,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_lohan.micro_batches.lockstep import Lockstep
-from hf_lohan.micro_batches.sequence_numbers import SequenceNumbers
+from hf_lohan.micro_batches.lockstep import Lockstep, SequenceNumbers
 from hf_lohan.threads import ThreadSettings
 
 

@@ -59,13 +59,13 @@ def test_a_gradient_moves_to_the_host_once(make_twins: TwinsFactory, monkeypatch
     train(twins, 0)
     sent: list[str] = []
     arrivals = twins.engine._arrivals
-    send = arrivals.send
+    send = arrivals.send_gradient
 
     def noted(part: ParamSlice, gradient: torch.Tensor, **how: bool) -> None:
         sent.append(part.name)
         send(part, gradient, **how)
 
-    monkeypatch.setattr(arrivals, "send", noted)
+    monkeypatch.setattr(arrivals, "send_gradient", noted)
     train(twins, 1)
     assert sorted(sent) == sorted(name for name, _ in twins.stock.named_parameters())
 
@@ -100,7 +100,7 @@ def test_swapped_activations_of_all_micro_batches_have_room(make_twins: TwinsFac
 def test_a_step_of_more_micro_batches_than_the_first_is_decided_for_anew(make_twins: TwinsFactory) -> None:
     """A resumed run may begin with the last batch of an epoch."""
     decided_for = []
-    events = EngineEvents(plan=lambda shape: decided_for.append(shape.num_together))
+    events = EngineEvents(plan=lambda shape, _layout: decided_for.append(shape.num_together))
     twins = make_twins("llama", recompute=True, activations="swap", cpu_memory="64MiB", events=events)
     twins.train(2)
     train(twins, 0)

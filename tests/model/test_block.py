@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from hf_lohan.model import Block, ChunkPiece, lay_out_block, ranges, round_up
-from hf_lohan.model.block import PARAM_ALIGN_NUMEL, with_good_granules
+from hf_lohan.model.block import PARAM_ALIGN_NUMEL, with_large_granules
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, MAX_GRANULE_NUMEL, RECORD_ALIGN_NUMEL
 
@@ -156,10 +156,10 @@ def test_large_models_have_large_granules_where_they_waste_little() -> None:
     small = layer(q=(256, 256), gate=(1024, 256), norm=(256,))
     odd = layer(**{f"p{index}": (896, 896) for index in range(32)})  # 3.06 granules of the largest kind
     for block, granule_numel in ((llama_8b, MAX_GRANULE_NUMEL), (small, GRANULE_NUMEL), (odd, GRANULE_NUMEL)):
-        (found,) = with_good_granules([block])
+        (found,) = with_large_granules([block])
         assert found.granule_numel == granule_numel
         assert found.numel <= 1.01 * sum(part.numel for part in block.slices)
         assert [chunk.start % granule_numel for chunk in found.cut(4 * MAX_GRANULE_NUMEL)].count(0) > 0
-    layer_block, norm_block = with_good_granules([llama_8b, norm])
+    layer_block, norm_block = with_large_granules([llama_8b, norm])
     assert layer_block.granule_numel == norm_block.granule_numel == MAX_GRANULE_NUMEL
     assert norm_block.numel == 4096, "a record that is smaller than a granule is not padded to one"

@@ -1,4 +1,4 @@
-"""The types of moments, and the modules beside this file."""
+"""The `dtype` fixture, and the import path of the modules beside this file."""
 
 import sys
 from pathlib import Path

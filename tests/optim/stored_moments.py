@@ -1,4 +1,4 @@
-"""Moments as training has them, in and out of the records that store them."""
+"""Typical moments, encoded to records and decoded again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_lohan.optim import AdamWGroup, MomentDtype, master_format
-from hf_lohan.optim.moments import NUM_SCRATCH, MomentCodec, Span, moment_codec
+from hf_lohan.optim.moments import MOMENT_CODECS, NUM_SCRATCH, MomentCodec, RoundedSpan
 
 DTYPES: tuple[MomentDtype, ...] = ("bfloat16", "int8")
 NUMEL = 4096
@@ -25,7 +25,7 @@ def dtype(request: pytest.FixtureRequest) -> MomentDtype:
 
 
 def codec_of(dtype: MomentDtype) -> MomentCodec:
-    codec = moment_codec(dtype)
+    codec = MOMENT_CODECS[dtype]
     assert codec is not None
     return codec
 
@@ -37,7 +37,7 @@ def new_records(dtype: MomentDtype, numel: int = NUMEL) -> Records:
 
 def encoded(dtype: MomentDtype, exp_avg: Tensor, exp_avg_sq: Tensor, step: int = 1, position: int = 0) -> Records:
     records, numel = new_records(dtype, exp_avg.numel()), exp_avg.numel()
-    span, scratch = Span(0, numel, step, position), torch.empty(NUM_SCRATCH, numel)
+    span, scratch = RoundedSpan(0, numel, step, position), torch.empty(NUM_SCRATCH, numel)
     codec_of(dtype).encode_(records, exp_avg.clone(), exp_avg_sq.clone(), span, scratch)
     return records
 
@@ -49,7 +49,7 @@ def decoded(dtype: MomentDtype, records: Mapping[str, Tensor]) -> tuple[Tensor, 
 
 
 def some_moments(seed: int = 0, numel: int = NUMEL) -> tuple[Tensor, Tensor]:
-    """As training has them: of very different sizes, and some still zero."""
+    """Typical moments: of very different sizes, and some are zero."""
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp(3 * torch.randn(numel, generator=generator)) * 1e-4
     exp_avg, exp_avg_sq = torch.randn(numel, generator=generator) * sizes, sizes.square()

@@ -1,4 +1,4 @@
-"""The update over segments of a flat chunk is torch's own AdamW, to the bit."""
+"""Updates of segments of a flat chunk equal torch's AdamW to the bit."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHUNK_NUMEL = STARTS[-1]
 
 
 class Flat:
-    """Parameters of `NUMELS` elements in one chunk, padding between them, beside the same under torch's AdamW."""
+    """Parameters of `NUMELS` elements in one chunk with padding, and their twins under torch's AdamW."""
 
     def __init__(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ def test_a_skipped_parameter_keeps_its_own_step_count() -> None:
     assert len(set(flat.num_updates)) > 2
 
 
-def test_what_no_segment_names_stays_as_it_is() -> None:
+def test_elements_outside_of_segments_do_not_change() -> None:
     flat = Flat(1)
     before = flat.master.clone()
     flat.step(skipped={1, 3})
@@ -97,8 +97,8 @@ def test_what_no_segment_names_stays_as_it_is() -> None:
     assert bool((flat.master[~untouched] != before[~untouched]).all())
 
 
-def test_one_run_over_neighbours_equals_one_call_for_each() -> None:
-    """Why neighbours with equal hyperparameters may be merged: the kernel is elementwise."""
+def test_one_segment_of_neighbours_equals_one_for_each() -> None:
+    """The kernel is elementwise, so neighbours with equal hyperparameters may be merged."""
     flats = [Flat(2), Flat(2)]
     gradient = torch.randn(CHUNK_NUMEL)
     merged = [Segment(0, CHUNK_NUMEL, GROUPS[0], 1)]

@@ -1,4 +1,4 @@
-"""Moments in fewer bytes: right on average, no zero under something, and exact where they can be."""
+"""Encoded moments are right on average, and exact where possible. No second moment becomes zero under a first one."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from stored_moments import NUMEL, bytes_of, decoded, encoded, new_records, some_
 from torch import Tensor
 
 from hf_lohan.optim import MomentDtype, master_format
-from hf_lohan.optim.moments import SCALE_BLOCK_NUMEL, moment_codec
+from hf_lohan.optim.moments import MOMENT_CODECS, SCALE_BLOCK_NUMEL
 from hf_lohan.optim.rounding_noise import PERIOD
 
 
@@ -16,16 +16,16 @@ def test_bytes_a_parameter() -> None:
     for dtype, num_bytes in (("float32", 8.0), ("bfloat16", 4.0), ("int8", 2.25)):
         form = master_format(torch.float32, dtype)  # type: ignore[arg-type]
         assert form.state_bytes_per_param == num_bytes
-    assert moment_codec("float32") is None
+    assert MOMENT_CODECS["float32"] is None
 
 
-def test_what_was_never_written_is_zero(dtype: MomentDtype) -> None:
+def test_records_of_zeros_are_moments_of_zero(dtype: MomentDtype) -> None:
     for moment in decoded(dtype, new_records(dtype)):
         assert torch.equal(moment, torch.zeros(NUMEL))
     assert not any(map(any, bytes_of(encoded(dtype, torch.zeros(NUMEL), torch.zeros(NUMEL))).values()))
 
 
-def test_bfloat16_is_one_of_the_two_neighbours() -> None:
+def test_bfloat16_rounds_to_a_neighbour() -> None:
     moments = some_moments()
     for exact, found in zip(moments, decoded("bfloat16", encoded("bfloat16", *moments)), strict=True):
         low = (exact.view(torch.int32) & -0x10000).view(torch.float32)
@@ -35,13 +35,13 @@ def test_bfloat16_is_one_of_the_two_neighbours() -> None:
 
 
 def int8_levels(moments: Tensor, like: Tensor, power: int, highest: int) -> Tensor:
-    """Where int8's codes for numbers of the size of ``moments`` are, as real numbers, with scales that ``like`` has."""
+    """The positions of ``moments`` among the int8 codes, as real numbers, with the scales of ``like``."""
     largest = like.abs().view(-1, SCALE_BLOCK_NUMEL).amax(1, keepdim=True).double()
     return ((moments.abs().view(-1, SCALE_BLOCK_NUMEL).double() / largest) ** (1 / power) * highest).flatten()
 
 
 @pytest.mark.parametrize(("moment", "power", "highest", "lowest"), [(0, 4, 127, 0), (1, 8, 256, 1)])
-def test_int8_is_one_of_the_two_neighbours(moment: int, power: int, highest: int, lowest: int) -> None:
+def test_int8_rounds_to_a_neighbour(moment: int, power: int, highest: int, lowest: int) -> None:
     exact = some_moments()[moment]
     found = decoded("int8", encoded("int8", *some_moments()))[moment]
     levels, wanted = (int8_levels(values, exact, power, highest) for values in (found, exact))
@@ -53,7 +53,7 @@ def test_int8_is_one_of_the_two_neighbours(moment: int, power: int, highest: int
 
 
 def test_no_second_moment_becomes_zero_under_a_first_one() -> None:
-    """The step would be the first moment over eps."""
+    """Otherwise the step would be the first moment over eps."""
     exp_avg = torch.full((NUMEL,), 1e-9)
     exp_avg[::SCALE_BLOCK_NUMEL] = 1.0
     for step in range(1, 50):
@@ -72,7 +72,7 @@ def test_the_largest_of_a_block_is_kept() -> None:
 
 @pytest.mark.parametrize("value", [1.0, -3.14159, 1e-30, 7e20])
 def test_bfloat16_is_right_on_average_to_the_last_bit(value: float) -> None:
-    """A whole period of the noise has each of its values once."""
+    """A period of the noise has each value once."""
     exp_avg = torch.full((PERIOD // 2,), value)
     halves = [
         decoded("bfloat16", encoded("bfloat16", exp_avg, exp_avg.abs(), step=5, position=start))
@@ -85,8 +85,8 @@ def test_bfloat16_is_right_on_average_to_the_last_bit(value: float) -> None:
 
 @pytest.mark.parametrize(("moment", "power", "highest"), [(0, 4, 127), (1, 8, 256)])
 def test_int8_is_right_on_average(moment: int, power: int, highest: int) -> None:
-    """To four and a half standard deviations of the mean, where one step's is at most half of what lies between two
-    codes. What is below the second moment's smallest code becomes that."""
+    """Within four and a half standard deviations of the mean. A step's deviation is at most half the distance of two
+    codes. Numbers below the second moment's smallest code become that code."""
     moments, num_steps = some_moments(numel=1024), 3000
     exact = moments[moment]
     mean = torch.zeros(1024, dtype=torch.float64)
@@ -105,8 +105,8 @@ BITS = [0x7FFFFFFF, -1, 0x7F800001, -0x7FFFFF, 0x7FC00000, -0x400000, 0x7F80FFFF
 
 
 @pytest.mark.parametrize("bits", BITS, ids=hex)
-def test_a_nan_stays_one(dtype: MomentDtype, bits: int) -> None:
-    """Also a GPU's, which is all ones."""
+def test_a_nan_stays_a_nan(dtype: MomentDtype, bits: int) -> None:
+    """Also a GPU's NaN, which has all bits set."""
     exp_avg, exp_avg_sq = some_moments()
     for moment in (exp_avg, exp_avg_sq):
         moment.view(torch.int32)[7::SCALE_BLOCK_NUMEL] = bits
@@ -136,8 +136,8 @@ def test_bfloat16_makes_no_infinity_and_keeps_none() -> None:
     assert torch.equal(found, -found_sq)
 
 
-def test_what_is_exact_stays_exact(dtype: MomentDtype) -> None:
-    """What has been stored is stored again as it is, whatever the noise: for int8 but for the scale's last bit."""
+def test_decoded_moments_are_encoded_without_error(dtype: MomentDtype) -> None:
+    """With any noise; int8 may differ in the scale's last bit."""
     for step in range(2, 40):
         before = encoded(dtype, *some_moments(seed=step), step=1)
         again = encoded(dtype, *decoded(dtype, before), step=step, position=64 * step)

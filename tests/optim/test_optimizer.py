@@ -1,4 +1,4 @@
-"""What Trainer, schedulers and accelerate see of the optimizer."""
+"""The optimizer as Trainer, schedulers and accelerate use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.optim import AdamWGroup, JointOptimizer, OffloadAdamW
 
 
 class Target:
-    """Notes what the optimizer asks of its engine."""
+    """Records the optimizer's calls of its engine."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -29,7 +29,7 @@ class Target:
     def step(self) -> None:
         assert self.optimizer is not None
         self.calls.append("step")
-        self.learning_rates.append(AdamWGroup.of(self.optimizer.param_groups[0]).lr)
+        self.learning_rates.append(AdamWGroup.from_group(self.optimizer.param_groups[0]).lr)
 
     def drop_gradients(self) -> None:
         self.calls.append("drop")
@@ -53,17 +53,17 @@ def two_groups(target: Target) -> tuple[OffloadAdamW, list[nn.Parameter]]:
     return OffloadAdamW(groups, lr=0.25, betas=(0.8, 0.9), eps=1e-5, engine=target), params
 
 
-def test_groups_read_their_hyperparameters_as_they_are_now(target: Target) -> None:
+def test_hyperparameters_are_the_present_ones(target: Target) -> None:
     optimizer, _ = two_groups(target)
     assert target.optimizer is optimizer
     first, second = optimizer.param_groups
-    assert AdamWGroup.of(first) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
-    assert AdamWGroup.of(second) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
+    assert AdamWGroup.from_group(first) == AdamWGroup(0.25, 0.8, 0.9, 1e-5, 0.1)
+    assert AdamWGroup.from_group(second) == AdamWGroup(0.5, 0.8, 0.9, 1e-5, 0.0)
     first["lr"] = torch.tensor(0.125)  # some schedulers put tensors there
-    assert AdamWGroup.of(first).lr == 0.125 and isinstance(AdamWGroup.of(first).lr, float)
+    assert AdamWGroup.from_group(first).lr == 0.125 and isinstance(AdamWGroup.from_group(first).lr, float)
 
 
-def test_loading_a_state_keeps_the_identity_of_the_groups(target: Target) -> None:
+def test_loading_a_state_keeps_the_group_objects(target: Target) -> None:
     optimizer, params = two_groups(target)
     groups, first, lists = optimizer.param_groups, optimizer.param_groups[0], optimizer.param_groups[0]["params"]
     saved = copy.deepcopy(optimizer.state_dict())
@@ -72,7 +72,7 @@ def test_loading_a_state_keeps_the_identity_of_the_groups(target: Target) -> Non
     assert optimizer.param_groups is groups
     assert optimizer.param_groups[0] is first and first["params"] is lists
     assert first["params"][0] is params[0]
-    assert AdamWGroup.of(optimizer.param_groups[0]).lr == 0.75
+    assert AdamWGroup.from_group(optimizer.param_groups[0]).lr == 0.75
 
 
 def test_a_state_of_other_groups_is_refused(target: Target) -> None:
@@ -115,7 +115,7 @@ def test_a_closure_runs_before_the_step_with_gradients_on(target: Target) -> Non
 
 
 @pytest.mark.parametrize("kind", ["lambda", "cosine"])
-def test_a_scheduler_drives_it_as_it_drives_torch(kind: str, target: Target) -> None:
+def test_a_scheduler_acts_as_on_torch(kind: str, target: Target) -> None:
     def schedule(optimizer: Any) -> Any:
         if kind == "lambda":
             return LambdaLR(optimizer, lambda step: 1 / (1 + step))
@@ -137,7 +137,7 @@ def test_a_scheduler_drives_it_as_it_drives_torch(kind: str, target: Target) -> 
     assert len(set(expected)) > 3
 
 
-def test_a_scheduler_still_drives_it_after_loading(target: Target) -> None:
+def test_a_scheduler_still_acts_after_loading(target: Target) -> None:
     optimizer, _ = two_groups(target)
     scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
     optimizer.step()
@@ -154,9 +154,9 @@ def test_a_scheduler_still_drives_it_after_loading(target: Target) -> None:
     assert resumed_target.learning_rates == [0.125, 0.0625]
 
 
-def test_one_of_several_steps_with_the_values_of_its_own_step(target: Target) -> None:
+def test_joint_optimizers_use_the_hyperparameters_of_their_own_step(target: Target) -> None:
     first, second = parameters(2)
-    lr = torch.tensor(0.5)  # schedulers write into such a one
+    lr = torch.tensor(0.5)  # schedulers write to such a tensor
     settings = {"betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     groups = [[{"params": [p], "lr": own, **settings}] for p, own in ((first, lr), (second, 0.25))]
     one, other = JointOptimizer(groups, engine=target).parts
@@ -167,7 +167,7 @@ def test_one_of_several_steps_with_the_values_of_its_own_step(target: Target) ->
     assert one.param_groups[0]["lr"] is lr and float(lr) == 0.125
 
 
-def test_one_of_several_says_nothing_of_an_earlier_step(target: Target) -> None:
+def test_a_joint_optimizer_does_not_report_an_earlier_step(target: Target) -> None:
     settings = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     groups = [[{"params": [parameter], **settings}] for parameter in parameters(2)]
     one, other = JointOptimizer(groups, engine=target).parts
@@ -178,7 +178,7 @@ def test_one_of_several_says_nothing_of_an_earlier_step(target: Target) -> None:
     assert one.step_was_skipped and other.step_was_skipped
 
 
-def test_gradients_that_one_of_several_has_stepped_with_are_not_dropped_in_silence(target: Target) -> None:
+def test_dropping_gradients_after_a_part_has_stepped_is_refused(target: Target) -> None:
     settings = {"lr": 0.5, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}
     groups = [[{"params": [parameter], **settings}] for parameter in parameters(2)]
     one, other = JointOptimizer(groups, engine=target).parts

@@ -1,4 +1,4 @@
-"""The split master is exact for every float32 there is, and its bfloat16 half is the nearest one."""
+"""The split master is exact for every float32, and its bfloat16 half is the nearest one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ often = settings(max_examples=200)
 
 
 def from_bits(bits: Tensor) -> Tensor:
-    """float32 of unsigned bit patterns [numel] held in int64."""
+    """float32 [numel] from unsigned bit patterns in int64."""
     return torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
 
 
@@ -42,13 +42,13 @@ def assert_round_trip(master: Tensor) -> None:
 
 
 def assert_nearest(master: Tensor) -> None:
-    """Half a bfloat16 ulp of the master's binade at most; both signs alike."""
+    """The error is at most half a bfloat16 ulp, for both signs."""
     working, _ = split(master)
     exponent = torch.frexp(master.double()).exponent.clamp(min=-125)  # below lie the denormals, all of one spacing
     half_ulp = torch.exp2((exponent - 9).double())
     finite = working.isfinite()
     assert bool(((working.double() - master.double()).abs() <= half_ulp)[finite].all())
-    # Only what lies at least half an ulp above the largest bfloat16 becomes infinite, as in any rounding to nearest.
+    # Only numbers at least half an ulp above the largest bfloat16 become infinite, as in any rounding to nearest.
     assert torch.equal(~finite, master.bfloat16().isinf())
 
 
@@ -78,7 +78,7 @@ def test_any_number_rounds_to_nearest(values: list[float]) -> None:
     assert_nearest(torch.tensor(values, dtype=torch.float32))
 
 
-def test_values_that_bfloat16_has_are_kept_without_residual() -> None:
+def test_bfloat16_values_have_no_residual() -> None:
     exact = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     working, residual = split(exact.float())
     assert torch.equal(working.view(torch.int16), exact.view(torch.int16))
@@ -104,7 +104,7 @@ def test_widening_in_place_keeps_every_value(numel: int, dtype: torch.dtype) -> 
     assert bool((buffer[4 * numel :] == 0xAB).all())
 
 
-def test_formats_say_what_is_stored_for_a_master() -> None:
+def test_formats_name_the_records_of_a_master() -> None:
     full, split_master = master_format(torch.float32), master_format(torch.bfloat16)
     assert full.state_kinds == ("exp_avg", "exp_avg_sq")
     assert split_master.state_kinds == ("master_residual", "exp_avg", "exp_avg_sq")

@@ -1,4 +1,4 @@
-"""Missed steps with gradients of zeros, taken later, are torch's own steps, to the bit: weights and moments."""
+"""Late steps with gradients of zeros equal torch's steps to the bit: weights and moments."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cosine(step: int) -> float:
 
 
 class LazyExpert:
-    """One expert's weights and biases side by side, and the last step that is in them."""
+    """One expert's weights and biases side by side, and the last step that was applied to them."""
 
     def __init__(self, weights: Tensor, biases: Tensor) -> None:
         self.records = {"param": torch.cat([weights.flatten(), biases])}
@@ -37,7 +37,7 @@ class LazyExpert:
         self.applied = 0
 
     def catch_up(self, history: list[list[Segment]], gradient: Tensor | None = None) -> None:
-        """To the end of the history, whose last step had the gradient, if there is one."""
+        """Apply all steps of the history. The last one has the gradient, if there is one."""
         has_gradient = gradient is not None
         missed = history[self.applied : -1] if has_gradient else history[self.applied :]
         segments = history[-1] if has_gradient else ()
@@ -53,7 +53,7 @@ class LazyExpert:
 @pytest.mark.parametrize(("hit_rate", "schedule"), [(0.5, linear), (0.1, cosine), (0.01, linear)])
 @pytest.mark.parametrize("max_norm", [0.0, 1.0])
 @pytest.mark.parametrize("weight_decay", [0.0, 0.01, 0.1])
-def test_experts_that_few_tokens_reach_are_those_of_the_fused_parameter(
+def test_late_experts_equal_those_of_the_fused_parameter(
     weight_decay: float, max_norm: float, hit_rate: float, schedule: Schedule
 ) -> None:
     random = torch.Generator().manual_seed(1)
@@ -79,7 +79,7 @@ def test_experts_that_few_tokens_reach_are_those_of_the_fused_parameter(
         if max_norm:
             nn.utils.clip_grad_norm_([weights, biases], max_norm)
         stock.step()
-        decaying, other = (AdamWGroup.of(group) for group in stock.param_groups)
+        decaying, other = (AdamWGroup.from_group(group) for group in stock.param_groups)
         history.append([Segment(0, NUM_WEIGHTS, decaying, step), Segment(NUM_WEIGHTS, NUMEL, other, step)])
         for number in hit:
             gradient = torch.cat([weights.grad[number].flatten(), biases.grad[number]])
@@ -92,7 +92,7 @@ def test_experts_that_few_tokens_reach_are_those_of_the_fused_parameter(
             expert.assert_equal(kind, stock.state[weights][kind][number], stock.state[biases][kind][number])
 
 
-def test_moments_that_become_subnormal_stay_what_torch_makes_of_them() -> None:
+def test_subnormal_moments_equal_torchs() -> None:
     num_steps = 900
     weights = nn.Parameter(torch.randn(64))
     stock = torch.optim.AdamW([weights], lr=1e-3, weight_decay=0.1, fused=True)
@@ -101,7 +101,7 @@ def test_moments_that_become_subnormal_stay_what_torch_makes_of_them() -> None:
     state = stock.state[weights]
     records = {"param": weights.detach().clone(), **{kind: state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")}}
     weights.grad = torch.zeros(64)
-    group = AdamWGroup.of(stock.param_groups[0])
+    group = AdamWGroup.from_group(stock.param_groups[0])
     for _ in range(num_steps):
         stock.step()
     missed = [[Segment(0, 64, group, step)] for step in range(2, num_steps + 2)]
@@ -113,9 +113,9 @@ def test_moments_that_become_subnormal_stay_what_torch_makes_of_them() -> None:
     assert bytes_of(records) == bytes_of(expected)
 
 
-def test_in_the_middle_of_a_fused_parameter_every_element_is_one_of_a_vector() -> None:
+def test_the_last_elements_of_an_expert_are_updated_as_vectors() -> None:
     """torch's kernel may round the last elements of a tensor as scalars. An expert's last elements are in the middle of
-    stock's tensor, so padding that follows them here is updated with them."""
+    stock's fused tensor, so the padding after them is updated with them."""
     num_experts, numel, padded, num_steps = 64, 13, 32, 30
     random = torch.Generator().manual_seed(3)
     fused = nn.Parameter(torch.randn(num_experts + 1, numel, generator=random))
@@ -125,7 +125,7 @@ def test_in_the_middle_of_a_fused_parameter_every_element_is_one_of_a_vector() -
     for step in range(num_steps):
         fused.grad = torch.zeros_like(fused) if step else gradient.clone()
         stock.step()
-    form, group = master_format(torch.float32), AdamWGroup.of(stock.param_groups[0])
+    form, group = master_format(torch.float32), AdamWGroup.from_group(stock.param_groups[0])
     state = stock.state[fused]
     expected = {"param": fused.detach(), **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")}}
     expected = {kind: record[:num_experts].contiguous() for kind, record in expected.items()}
@@ -178,8 +178,8 @@ def settings_of(form: MasterFormat, lr: float, weight_decay: float) -> object:
 
 @pytest.mark.parametrize("has_gradient", [False, True])
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype} {form.rule.name}")
-def test_steps_taken_later_are_those_taken_one_by_one(form: MasterFormat, has_gradient: bool) -> None:
-    """Whatever form the records have, and over the edges of tiles; gaps keep what they hold."""
+def test_late_steps_equal_single_steps(form: MasterFormat, has_gradient: bool) -> None:
+    """For each form of records, and across tiles. Gaps do not change."""
     edges = [0, MAX_TILE_NUMEL - 96, MAX_TILE_NUMEL + 32, CHUNK_NUMEL - 64]
     steps = [
         [

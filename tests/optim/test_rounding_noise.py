@@ -1,4 +1,4 @@
-"""The noise that rounding takes: a matter of element and step alone, and as uniform as it says."""
+"""The noise for rounding depends on element and step alone, and is uniform."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_every_value_comes_once_in_a_period(step: int, stream: int) -> None:
 
 
 @given(positions, steps, st.integers(0, 1), st.integers(1, MAX_RUN_NUMEL), st.data())
-def test_an_element_has_the_same_wherever_the_run_begins(
+def test_an_elements_noise_does_not_depend_on_the_run(
     position: int, step: int, stream: int, numel: int, data: st.DataObject
 ) -> None:
     first = data.draw(st.integers(0, numel - 1))
@@ -36,8 +36,8 @@ def test_an_element_has_the_same_wherever_the_run_begins(
     assert fractions.min() > 0 and fractions.max() < 1
 
 
-def test_one_element_sees_uniform_noise_over_its_steps() -> None:
-    """And the two moments' noise, and that of neighbouring steps, have nothing to do with one another."""
+def test_an_elements_noise_is_uniform_over_its_steps() -> None:
+    """The noise of the two moments, and of successive steps, is uncorrelated."""
     seen = torch.tensor(
         [[float(rounding_noise.fractions(77, 1, step, stream)) for step in range(1, 4001)] for stream in (0, 1)]
     )
@@ -48,6 +48,6 @@ def test_one_element_sees_uniform_noise_over_its_steps() -> None:
 
 
 def test_the_table_is_the_same_on_every_machine() -> None:
-    """A run goes on bit for bit under another version of torch's generators."""
+    """A run continues bit for bit under another version of torch's generators."""
     assert rounding_noise.integers(0, 6, 1, 0).tolist() == [63110, 40418, 33065, 59665, 56540, 32318]
     assert rounding_noise.integers(12345, 6, 1000, 1).tolist() == [60575, 60878, 26003, 37038, 24443, 59065]

@@ -1,4 +1,4 @@
-"""Each rule's update over segments of a flat chunk is that of torch's own optimizer, to the bit."""
+"""Each rule's updates of segments of a flat chunk equal torch's optimizer to the bit."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import Adafactor
 
 from hf_lohan.optim import RULE_KEY, Segment, UpdateRule, master_format, rule_for, update_records_
-from hf_lohan.optim.rules import TILE_NUMEL
+from hf_lohan.optim.rules import RULE_TILE_NUMEL
 
-NUMELS = (1, 33, 64, 7, 300, TILE_NUMEL + 1000)
+NUMELS = (1, 33, 64, 7, 300, RULE_TILE_NUMEL + 1000)
 ALIGN = 32
 STARTS = tuple(itertools.accumulate((-(-numel // ALIGN) * ALIGN for numel in NUMELS), initial=0))
 CHUNK_NUMEL = STARTS[-1]
@@ -36,7 +36,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Flat:
-    """Parameters of `NUMELS` elements in one chunk beside the same under torch, in two groups."""
+    """Parameters of `NUMELS` elements in one chunk, and their twins under torch, in two groups."""
 
     def __init__(self, make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype = torch.float32) -> None:
         self.random = torch.Generator().manual_seed(0)
@@ -72,7 +72,7 @@ class Flat:
     def assert_equal(self) -> None:
         for index, parameter in enumerate(self.parameters):
             expected = parameter.detach().to(self.form.working_dtype)
-            if self.form.has_residual:  # half up, not to even: compared as the master's upper half
+            if self.form.has_residual:  # rounded half up, so compare the master's upper half
                 expected = ((parameter.detach().view(torch.int32) + 0x8000) >> 16).to(torch.int16).view(torch.bfloat16)
             assert torch.equal(self.part(self.records["param"], index), expected), f"parameter {index}"
             for kind in self.form.rule.state_kinds:
@@ -83,16 +83,16 @@ class Flat:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_steps_equal_torchs(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> None:
-    """bfloat16 weights have masters, which are torch's float32 weights."""
+    """The masters of bfloat16 weights equal torch's float32 weights."""
     flat = Flat(make, dtype)
     for step in range(12):
         flat.step(skipped=step % 4 if step < 8 else None)  # each parameter has a step count of its own
     flat.assert_equal()
 
 
-def test_lion_is_that_of_its_package() -> None:
+def test_lion_equals_its_package() -> None:
     lion = pytest.importorskip("lion_pytorch")
-    for betas in ((0.9, 0.99), [0.95, 0.98]):  # a list is what a YAML file has
+    for betas in ((0.9, 0.99), [0.95, 0.98]):  # YAML files have lists
         flat = Flat(lambda params, betas=betas: lion.Lion(params, lr=0.01, betas=betas, weight_decay=0.1))
         for step in range(12):
             flat.step(skipped=step % 4 if step < 8 else None)
@@ -101,7 +101,7 @@ def test_lion_is_that_of_its_package() -> None:
 
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS.keys())
 def test_cuts_change_no_bit(make: Callable[[Any], torch.optim.Optimizer]) -> None:
-    """Chunks, threads and tiles cut where they like."""
+    """Chunks, threads and tiles may cut anywhere."""
     flats = [Flat(make), Flat(make)]
     gradient = torch.randn(CHUNK_NUMEL)
     for flat, cuts in zip(flats, ([0, CHUNK_NUMEL], [0, 32, 4096, 4128, CHUNK_NUMEL]), strict=True):
@@ -144,18 +144,18 @@ def test_a_parameter_smaller_than_its_rows_and_columns_is_refused() -> None:
     rule = UpdateRule("Adafactor", ("variance",))
     rule.refuse_shape("fine", (2, 2))
     rule.refuse_shape("fine", (7,))
-    with pytest.raises(ValueError, match=r"Adafactor keeps more of score\.weight, of shape \[1, 64\]"):
+    with pytest.raises(ValueError, match=r"Adafactor keeps more state of score\.weight, of shape \[1, 64\]"):
         rule.refuse_shape("score.weight", (1, 64))
 
 
-def test_a_rule_can_be_written_down() -> None:
+def test_a_rule_as_text() -> None:
     for rule in (UpdateRule("SGD", ()), UpdateRule("RMSprop", ("square_avg", "momentum_buffer"))):
         assert UpdateRule.parse(str(rule)) == rule
     with pytest.raises(ValueError, match="'Sophia\\(hessian\\)' is no optimizer"):
         UpdateRule.parse("Sophia(hessian)")
 
 
-def test_hyperparameters_without_their_record_are_refused() -> None:
+def test_hyperparameters_that_need_a_missing_record_are_refused() -> None:
     plain = rule_for("SGD", [{"momentum": 0}])
     assert plain.state_kinds == ()
     with pytest.raises(ValueError, match="needs momentum_buffer"):
@@ -168,6 +168,6 @@ def test_hyperparameters_without_their_record_are_refused() -> None:
         rule_for("LBFGS", [{}])
 
 
-def test_moments_in_fewer_bytes_are_adamws_alone() -> None:
+def test_only_adamw_has_encoded_moments() -> None:
     with pytest.raises(ValueError, match=r"optimizer_state_dtype=int8 is for the moments of AdamW.*Lion\(exp_avg\)"):
         master_format(torch.float32, "int8", UpdateRule("Lion", ("exp_avg",)))

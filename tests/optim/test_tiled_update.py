@@ -1,4 +1,4 @@
-"""AdamW on moments in fewer bytes: where float32 would go, whatever the tiles; written is what a step changed."""
+"""AdamW on encoded moments trains like float32, with any tiles, and writes only what a step changes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_lohan.optim.update import adamw_in_tiles_
 
 
 def train_on(dtype: MomentDtype, num_steps: int, gradient: Tensor, records: Records, numel: int = NUMEL) -> Tensor:
-    """`num_steps` of AdamW with the same gradient. Returns the weights' sum of changes."""
+    """`num_steps` of AdamW with the same gradient. Returns the total change of the weights."""
     form = master_format(torch.float32, dtype)
     everything = {"param": torch.zeros(numel), **records}
     workspace = torch.empty(1 << 17, dtype=torch.uint8)
@@ -29,13 +29,13 @@ def train_on(dtype: MomentDtype, num_steps: int, gradient: Tensor, records: Reco
 
 
 def test_a_second_moment_decays_as_it_should(dtype: MomentDtype) -> None:
-    """By a thousandth a step, far less than half of what lies between two numbers of the type: rounded to the nearest,
-    it would stay for ever."""
+    """It decays by a thousandth a step, far less than half the distance of two numbers of the type. Rounded to the
+    nearest, it would never decay."""
     num_steps = 2000
     exp_avg, exp_avg_sq = torch.zeros(NUMEL), torch.ones(NUMEL)
     gradient = torch.zeros(NUMEL)
     large = slice(None, None, SCALE_BLOCK_NUMEL)
-    exp_avg_sq[large], gradient[large] = 100.0, 10.0  # keeps the scale where it is
+    exp_avg_sq[large], gradient[large] = 100.0, 10.0  # keeps the scale constant
     records = encoded(dtype, exp_avg, exp_avg_sq)
     train_on(dtype, num_steps, gradient, records)
     _, found = decoded(dtype, records)
@@ -46,8 +46,8 @@ def test_a_second_moment_decays_as_it_should(dtype: MomentDtype) -> None:
     assert torch.allclose(found[large], torch.tensor(100.0), rtol=0.03)
 
 
-def test_training_goes_where_float32_goes(dtype: MomentDtype) -> None:
-    """With random gradients around a mean, the weights' path is that of exact moments, to a few percent."""
+def test_training_follows_float32(dtype: MomentDtype) -> None:
+    """With random gradients around a mean, the weights follow those of exact moments within a few percent."""
     num_steps = 300
     generator = torch.Generator().manual_seed(0)
     mean = torch.randn(NUMEL, generator=generator) * torch.exp(torch.randn(NUMEL, generator=generator))
@@ -66,7 +66,7 @@ def test_training_goes_where_float32_goes(dtype: MomentDtype) -> None:
 
 @st.composite
 def updates(draw: st.DrawFn) -> tuple[int, list[Segment]]:
-    """Segments of a chunk, which begin at scale blocks; between them, and at last, there may be gaps."""
+    """Segments of a chunk that begin at scale blocks, with gaps between them and at the end."""
     num_blocks = draw(st.integers(1, 40))
     segments: list[Segment] = []
     edge = 0
@@ -91,7 +91,7 @@ def chunk(dtype: MomentDtype, working_dtype: torch.dtype, numel: int) -> tuple[A
 
 @settings(max_examples=60)
 @given(updates(), st.sampled_from(DTYPES), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
-def test_cuts_and_workspaces_change_no_bit_and_gaps_keep_theirs(
+def test_cuts_and_workspaces_change_no_bit_and_gaps_do_not_change(
     update: tuple[int, list[Segment]], dtype: MomentDtype, working_dtype: torch.dtype, data: st.DataObject
 ) -> None:
     numel, segments = update
@@ -136,7 +136,7 @@ def test_a_gradient_in_bfloat16_is_widened_and_scaled_in_float32(dtype: MomentDt
     assert torch.equal(gradient, before)
 
 
-def test_a_workspace_that_is_too_small_is_said_so() -> None:
+def test_a_workspace_that_is_too_small_is_refused() -> None:
     form, records, gradient = chunk("int8", torch.float32, 64)
     with pytest.raises(AssertionError, match="a workspace of 1000 bytes is less than 1024"):
         adamw_in_tiles_(records, gradient, [], form, position=0, workspace=torch.empty(1000, dtype=torch.uint8))

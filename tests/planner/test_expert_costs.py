@@ -22,8 +22,8 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
-from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND, ROUTER_SYNC_S, left_out_share
-from hf_lohan.planner.experts_profile import ExpertsProfile, expected_hits
+from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND, ROUTER_SYNC_S, left_out_share
+from hf_lohan.planner.model_profile import ExpertsProfile, expected_hits
 
 EXPERT_BYTES = 40
 EXPERTS = ExpertsProfile(

@@ -22,19 +22,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_lohan.planner import (
-    ChosenCollectives,
     Cluster,
-    CollectiveChoice,
+    Collectives,
     HardwareProfile,
     ModelProfile,
     StepPrediction,
     TrainingSetup,
+    all_ways,
+    fastest_way,
     plan_offload,
-    plan_over_ranks,
 )
+from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
+from hf_lohan.planner.costs.rank_costs import RankStepCosts, step_costs
+from hf_lohan.planner.costs.step_costs import Choice, StepCosts
 from hf_lohan.planner.offload_plan import ClipMode
-from hf_lohan.planner.rank_costs import RankStepCosts, step_costs
-from hf_lohan.planner.step_costs import Choice, StepCosts
 
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])
 P = 100
@@ -43,8 +44,8 @@ F = 153e12
 """RTX 4090, bfloat16."""
 
 
-def cluster_of(num_boxes: int, num_local: int, **ways: Any) -> Cluster:
-    return Cluster(num_boxes=num_boxes, num_local=num_local, collectives=ChosenCollectives(**ways))
+def cluster_of(num_nodes: int, num_local: int, **ways: Any) -> Cluster:
+    return Cluster(num_nodes=num_nodes, num_local=num_local, collectives=replace(WAY_WITHIN_A_NODE, **ways))
 
 
 def predict(
@@ -94,12 +95,12 @@ def test_two_ranks_of_a_box_share_its_drives_and_each_has_its_link() -> None:
 
 
 def test_each_box_has_its_part_of_the_records() -> None:
-    for num_boxes in (2, 4):
-        step = predict(cluster_of(num_boxes, 1))
-        assert step.ssd_read_bytes_per_step == (200 + 200 + 1200) // num_boxes
-        assert step.ssd_write_bytes_per_step == 1400 // num_boxes
-        assert step.backward.optimizer_s == pytest.approx(P / num_boxes / 1e9)
-        assert sum(step.tier_bytes["ssd"].values()) == 1400 // num_boxes
+    for num_nodes in (2, 4):
+        step = predict(cluster_of(num_nodes, 1))
+        assert step.ssd_read_bytes_per_step == (200 + 200 + 1200) // num_nodes
+        assert step.ssd_write_bytes_per_step == 1400 // num_nodes
+        assert step.backward.optimizer_s == pytest.approx(P / num_nodes / 1e9)
+        assert sum(step.tier_bytes["ssd"].values()) == 1400 // num_nodes
 
 
 @pytest.mark.parametrize(
@@ -116,7 +117,7 @@ def test_each_box_has_its_part_of_the_records() -> None:
 def test_where_backwards_weights_come_from(
     ways: dict[str, str], reads: int, writes: int, forward_net: int, backward_net: int, stored: int
 ) -> None:
-    """Two boxes of one rank each: half of P = 100 parameters in each, 2 bytes of weight and 12 of states."""
+    """Two nodes of one rank each: half of P = 100 parameters in each, 2 bytes of weight and 12 of states."""
     step = predict(cluster_of(2, 1, **ways))
     assert (step.ssd_read_bytes_per_step, step.ssd_write_bytes_per_step) == (reads, writes)
     assert step.forward.net_s == pytest.approx(forward_net / 10)
@@ -187,9 +188,9 @@ def test_drives_hide_from_so_many_times_more_tokens() -> None:
     assert one == pytest.approx(30 * F / (8 * 6e9)), "4 of weights for two passes, 26 of updates a parameter"
     for num_local in (2, 4):
         assert hides_from(cluster_of(1, num_local), "ssd", **rate) == pytest.approx(num_local * one)
-    for num_boxes in (2, 4):
-        step = full_recompute(cluster_of(num_boxes, 2), 1000, **rate)
-        assert step.ssd_hides_from_tokens == pytest.approx(2 * one), "each box its part: no more in all"
+    for num_nodes in (2, 4):
+        step = full_recompute(cluster_of(num_nodes, 2), 1000, **rate)
+        assert step.ssd_hides_from_tokens == pytest.approx(2 * one), "each node its part: no more in all"
         assert step.ranks is not None
         assert step.ranks.hides_from_tokens["ssd"] == pytest.approx(step.ssd_hides_from_tokens)
 
@@ -203,7 +204,7 @@ def test_a_devices_link_hides_from_the_same_tokens_a_device() -> None:
 
 @pytest.mark.parametrize(("gbit", "tokens"), [(1, 324e3), (2.5, 130e3), (10, 32e3), (25, 13e3)])
 def test_two_boxes_exact_and_owned_by_half(gbit: float, tokens: float) -> None:
-    """F / (4 BW) tokens a box: bfloat16 weights once, as backward has its own copy, and bfloat16 gradients."""
+    """F / (4 BW) tokens a node: bfloat16 weights once, as backward has its own copy, and bfloat16 gradients."""
     rate = 0.94 * gbit / 8 * 1e9
     found = hides_from(cluster_of(2, 1, backward="ram"), "net", net_bytes_per_s=rate)
     assert found / 2 == pytest.approx(F / (4 * rate))
@@ -227,7 +228,7 @@ def test_other_ways_hide_by_their_bytes(ways: dict[str, str], num_local: int, by
 # The choice.
 
 
-def choice(link: float, asked: str = "exact", **changes: Any) -> tuple[ChosenCollectives, Any]:
+def choice(link: float, *, may_round: bool = False, **changes: Any) -> tuple[Collectives, Any]:
     model = decoder(4096, 32, batch_size=16, sequence_length=1024, vocabulary=32000)
     hardware = machine(
         flops_per_s=150e12,
@@ -242,13 +243,14 @@ def choice(link: float, asked: str = "exact", **changes: Any) -> tuple[ChosenCol
         gpu_memory_bytes=20 * 10**9,
         gpu_fixed_bytes=2 * 10**9,
         cpu_memory_bytes=60 * 10**9,
-        cluster=Cluster(num_boxes=2, num_local=1),
+        cluster=Cluster(num_nodes=2, num_local=1),
         num_together=4,
     )
-    ways = CollectiveChoice.parse(asked).ways(2)
-    plan, used = plan_over_ranks(model, hardware, replace(setup, **changes), ways)
-    assert used.cluster == plan.cluster
-    return plan.cluster.collectives, plan
+    ways = all_ways() if may_round else Collectives().open_ways()
+    setups = [replace(setup, cluster=replace(setup.cluster, collectives=way), **changes) for way in ways]
+    plans = [plan_offload(model, hardware, setup) for setup in setups]
+    index, tried_ways = fastest_way(plans)
+    return ways[index], replace(plans[index], tried_ways=tried_ways)
 
 
 def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
@@ -256,7 +258,7 @@ def test_a_slow_link_takes_a_copy_and_a_fast_one_none() -> None:
     assert (slow.forward, slow.backward, slow.gradients) == ("delta", "ram", "exact")
     assert plan.prediction.step_s < 0.6 * max(way.step_s for way in plan.tried_ways)
     fast, plan = choice(400.0)
-    assert fast == ChosenCollectives() or fast.backward == "ram"
+    assert fast == WAY_WITHIN_A_NODE or fast.backward == "ram"
     assert plan.prediction.bottleneck != "net"
 
 
@@ -268,16 +270,16 @@ def test_without_ram_the_copy_is_on_the_drives() -> None:
 
 def test_rounding_is_chosen_only_where_it_may_be() -> None:
     exact, plan = choice(1.0)
-    quantized, faster = choice(1.0, "quantized")
+    quantized, faster = choice(1.0, may_round=True)
     assert exact.is_exact and not quantized.is_exact
     assert faster.prediction.step_s < 0.5 * plan.prediction.step_s
-    enough, _ = choice(400.0, "quantized")
+    enough, _ = choice(400.0, may_round=True)
     assert enough.is_exact, "where it saves no time, nothing is rounded"
 
 
 @settings(max_examples=100)
 @given(tiny_models)
 def test_more_ranks_never_take_a_longer_step_of_the_drives(model: ModelProfile) -> None:
-    """Of their boxes, as each has a smaller part."""
+    """Of their nodes, as each has a smaller part."""
     reads = [predict(cluster_of(number, 1), model=model).ssd_read_bytes_per_step for number in (2, 3, 4)]
     assert reads == sorted(reads, reverse=True)

@@ -1,7 +1,7 @@
-"""The plan against what LoHan publishes of 2 and 4 RTX 4090 in one box: global TFLOP/s of 13B and 70B.
+"""The plan against what LoHan publishes of 2 and 4 RTX 4090 in one node: global TFLOP/s of 13B and 70B.
 
 How many drives those runs had is not known here. In the smallest batches a step takes 1.6 to 1.8 s for each billion
-parameters, on 2 GPUs as on 4: as long as something that the box has once, be it the CPU's optimizer or the drives. The
+parameters, on 2 GPUs as on 4: as long as something that the node has once, be it the CPU's optimizer or the drives. The
 12 drives are not so slow, nor is the rate of the optimizer in the profile, of which the figures for one GPU say little.
 So the table is held to twice: with the machine as it is for one GPU, where only the largest batches can agree, and with
 one rate, that of the optimizer, fitted to all 14 figures.

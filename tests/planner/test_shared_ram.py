@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_lohan.planner import BlockGradient, Placement, plan_offload
-from hf_lohan.planner.shared_ram import held_beside, put_away_through
+from hf_lohan.planner.search.candidate_memory import held_beside, put_away_through
 
 CHUNK_BYTES = 4
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])

@@ -19,9 +19,9 @@ from hf_lohan.planner import (
     TrainingSetup,
     plan_offload,
 )
+from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY
 from hf_lohan.planner.offload_plan import MOST_LOST_S
-from hf_lohan.planner.plan_search import COMMIT_FRACTION, LITTLE_S
-from hf_lohan.planner.step_costs import SHARED_CORES_EFFICIENCY
+from hf_lohan.planner.search.plan_search import COMMIT_FRACTION, LITTLE_S
 
 # One layer: P = 100 parameters (200 bytes), 1000 FLOPs in products, 10 elsewhere; input 50 bytes, outputs 100 and 200.
 MODEL = tiny_model([(600.0, 100), (400.0, 200)])

@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 import hf_lohan
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import forecast
-from hf_lohan.planner.expert_costs import MOST_STEPS_BEHIND
+from hf_lohan.planner.costs.expert_costs import MOST_STEPS_BEHIND
 from hf_lohan.planning import PlannedStep
 from hf_lohan.testing.models import tiny_batch, tiny_model
 

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from transformers import TrainingArguments
 from typer.testing import CliRunner
 
 import hf_lohan
 from hf_lohan.cli import app
-from hf_lohan.planner import SizeClass
+from hf_lohan.config import Collectives, OffloadConfig, parse_bytes
+from hf_lohan.device import CpuDevice
+from hf_lohan.engine import EngineEvents, OffloadEngine, ParameterAccess, drain_model, open_tiers
+from hf_lohan.huggingface.attachment import enable_recompute
+from hf_lohan.optim import OffloadAdamW
+from hf_lohan.planner import HardwareProfile, SizeClass
+from hf_lohan.planning import RunPlan, lay_out
+from hf_lohan.ranks import Links
 from hf_lohan.testing.models import tiny_batch, tiny_model
+from hf_lohan.testing.thread_ranks import run_ranks
 
 BATCH_SIZE, SEQUENCE_LENGTH = 2, 16
 TIGHT = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
@@ -107,3 +117,111 @@ def test_the_plan_that_is_printed_is_the_one_that_runs(name: str, tmp_path: Path
         assert followed["spilled_gradient_bytes"] < spilled_bytes
         assert engine.tiers.shared_ram.num_bytes > 0
     assert (engine.clip_history.way == "speculate") == (followed["clip"] == "speculate")
+
+
+# Several ranks.
+
+
+@dataclass(frozen=True)
+class RankCase:
+    """Ranks, their settings, and the way to exchange weights that a plan for them chooses."""
+
+    num_ranks: int
+    num_local: int
+    settings: dict[str, Any]
+    way: tuple[str, str]
+    asked: str | None = None
+    """For `--collectives`."""
+
+
+RANK_CASES = {
+    "2 ranks of a node": RankCase(2, 2, WIDE, ("exact", "world")),
+    "2 nodes": RankCase(2, 1, WIDE, ("delta", "ram")),
+    "2 nodes of 2 ranks": RankCase(4, 2, WIDE, ("delta", "ram")),
+    "collectives are set": RankCase(
+        2, 1, {**WIDE, "collectives": {"forward": "exact", "backward": "ssd"}}, ("exact", "ssd")
+    ),
+    "no RAM for the copy": RankCase(2, 1, {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}, ("delta", "ssd")),
+}
+SLOW_NETWORK = {
+    "device": {"flops_per_s": 1e12, "memory_bytes": 1 << 34, "shares_cpu": True},
+    "h2d_bytes_per_s": 1e10,
+    "d2h_bytes_per_s": 1e10,
+    "ssd": [{"read_bytes_per_s": 5e9, "write_bytes_per_s": 5e9, "capacity_bytes": 1 << 40}],
+    "cpu": {"memory_bytes": 1 << 34, "optimizer_params_per_s": 1e9},
+    "net_bytes_per_s": 1e6,
+}
+
+
+def train_rank(links: Links, case: RankCase, folder: Path, hardware: HardwareProfile) -> tuple[dict[str, Any], Any]:
+    """Plan and run a step of one rank, as `attach` does. Returns the plan and what the engine follows."""
+    model, device = tiny_model("llama"), CpuDevice()
+    settings = {**case.settings, "ssd": str(folder / f"rank-{links.ranks.rank}"), "io_threads": 1}
+    config = OffloadConfig.load(settings).resolve(
+        host_memory_bytes=1 << 34, device_memory_bytes=1 << 34, num_cpus=2, default_ssd_path=""
+    )
+    layout = lay_out(
+        model,
+        config,
+        working_dtype=torch.float32,
+        hold_gradients=True,
+        sums_gradients=False,
+        memory_is_host=True,
+        ranks=links.ranks,
+    )
+    tiers = open_tiers(layout, config, device, links)
+    drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
+    run = RunPlan(model, layout, config, device, tiers.store.durability, links)
+    run._measured = lambda _traced, _shape: hardware  # type: ignore[method-assign]
+    engine = OffloadEngine(model, layout, tiers, config, EngineEvents(plan=run.make))
+    enable_recompute(model, engine)
+    try:
+        batch = tiny_batch(seed=links.ranks.rank, batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH)
+        optimizer = OffloadAdamW(model.parameters(), engine=engine)
+        model(**batch).loss.backward()
+        engine.clip_grad_norm(1.0)
+        optimizer.step()
+        engine.settle()
+        assert run.first is not None
+        return run.first.plan.to_mapping(), engine.layout
+    finally:
+        engine.close()
+
+
+@pytest.mark.parametrize("name", RANK_CASES)
+def test_ranks_follow_the_plan_that_is_printed(name: str, tmp_path: Path) -> None:
+    case, profile, offload = RANK_CASES[name], tmp_path / "hardware.yaml", tmp_path / "offload.yaml"
+    profile.write_text(yaml.safe_dump(SLOW_NETWORK))
+    offload.write_text(yaml.safe_dump(case.settings))
+    hardware = HardwareProfile.from_mapping(SLOW_NETWORK)
+    results = run_ranks(
+        case.num_ranks,
+        lambda links: train_rank(links, case, tmp_path, hardware),
+        num_local=case.num_local,
+        timeout_s=120,
+    )
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    options: dict[str, Any] = {
+        "--model": tmp_path / "checkpoint",
+        "--batch-size": BATCH_SIZE,
+        "--seq-len": SEQUENCE_LENGTH,
+        "--offload": offload,
+        "--hardware": profile,
+        "--dtype": "float32",
+        "--ranks": case.num_ranks,
+        "--nodes": case.num_ranks // case.num_local,
+    }
+    result = CliRunner().invoke(app, ["plan", *(str(word) for option in options.items() for word in option), "--json"])
+    assert result.exit_code == 0, result.stderr
+    printed = json.loads(result.stdout)
+    first = json.loads(json.dumps(results[0][0]))
+    assert {name: printed[name] for name in first} == first
+    for followed, layout in results:  # records differ: each rank has shards of its own
+        assert followed["cluster"] == printed["cluster"]
+        way = followed["cluster"]["collectives"]
+        assert (way["forward"], way["backward"]) == case.way
+        assert layout.collectives == Collectives(**way)
+        assert followed["resident"] == [[record.block, record.kind] for record in layout.resident_records]
+        assert layout.copy_cpu_bytes * case.num_local == followed["tier_bytes"]["cpu"].get("weights", 0)
+        assert bool(layout.copy_records) == (case.way[1] == "ssd")
+        assert layout.cpu_bytes + layout.exchange_bytes <= parse_bytes(case.settings["cpu_memory"])

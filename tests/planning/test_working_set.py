@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_lohan.activations import ChunkedLoss, chunked_head_of
 from hf_lohan.config import OffloadConfig
 from hf_lohan.hardware import read_hardware
-from hf_lohan.model import ChunkedLoss, chunked_head_of
 from hf_lohan.planner import ModelProfile
 from hf_lohan.planner.fitting import layer_working_bytes, outer_working_bytes
 from hf_lohan.planning import StepShape, lay_out, plan_step, trace_blocks

@@ -57,10 +57,10 @@ def test_bytes_of_a_message() -> None:
 
 @pytest.mark.parametrize("numel", [1, 255, 256, 257, 1 << 20, 10_000_019])
 def test_messages_take_the_bytes_that_plans_count(numel: int) -> None:
-    exact = collectives.ChosenCollectives()
+    exact = collectives.WAY_WITHIN_A_NODE
     sends = {
-        "int8": collectives.ChosenCollectives(forward="int8", gradients="int8"),
-        "int4": collectives.ChosenCollectives(gradients="int4"),
+        "int8": collectives.Collectives(forward="int8", gradients="int8"),
+        "int4": collectives.Collectives(gradients="int4"),
     }
     assert GRADIENTS_INT8.message_bytes(numel) == sends["int8"].gradient_bytes(numel, 4)
     assert GRADIENTS_INT4.message_bytes(numel) == sends["int4"].gradient_bytes(numel, 4)

@@ -112,14 +112,14 @@ def calls_that_kill(kill: KilledAt) -> Iterator[None]:
     with ExitStack() as patched:
         for name in ("fsync", "fdatasync", "link", "replace", "unlink"):
             patched.enter_context(patch.object(os, name, passing(name, getattr(os, name))))
-        real_announce = CommitAgreement.announce_commit
+        real_tell = CommitAgreement.announce_commit
 
-        def announce_commit(agreement: CommitAgreement, number: int) -> None:
+        def tell(agreement: CommitAgreement, number: int) -> None:
             thread = threading.current_thread()
             kill.pass_by(int(thread.name.removeprefix("rank-")), number, "tell")
-            real_announce(agreement, number)
+            real_tell(agreement, number)
 
-        patched.enter_context(patch.object(CommitAgreement, "announce_commit", announce_commit))
+        patched.enter_context(patch.object(CommitAgreement, "announce_commit", tell))
         yield
 
 
@@ -286,7 +286,7 @@ def test_stores_that_keep_one_version_are_left_as_they_are(tmp_path: Path, engin
         with Store.open(paths, model=MODEL, engine=engine, allow_torn=True) as store:
             assert CommitAgreement(links).restore_common_commit(store) is None
             assert store.committed is not None and store.committed.number == 2 - links.ranks.rank
-            store.go_back_to(store.committed)
+            store.restore_commit(store.committed)
             return store.versions.is_torn
 
     run_ranks(2, train)

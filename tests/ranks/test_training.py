@@ -257,17 +257,19 @@ def test_a_step_has_one_exchange(max_norm: float, tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(Links, "all_gather", recorded)
     steps = run_ranks(
         2,
-        lambda links: train_rank(
-            links,
-            tmp_path,
-            "llama",
-            max_norm,
-            2,
-            spoils=lambda step, rank: (step, rank) == (2, 1),
-            after_step=begin_steps,
-            commit_every=2,
-        )
-        and list(done[links.ranks.rank]),
+        lambda links: (
+            train_rank(
+                links,
+                tmp_path,
+                "llama",
+                max_norm,
+                2,
+                spoils=lambda step, rank: (step, rank) == (2, 1),
+                after_step=begin_steps,
+                commit_every=2,
+            )
+            and list(done[links.ranks.rank])
+        ),
     )
     for of_rank in steps:
         assert of_rank[: NUM_STEPS - 1] == ["the end of the step"] * (NUM_STEPS - 1)

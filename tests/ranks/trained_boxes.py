@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.model import Block, Chunk
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import OffloadLayout, lay_out
-from hf_lohan.planning.kept_weights import kept_records
-from hf_lohan.ranks import BlockCodec, Channel, Links, Ranks
+from hf_lohan.ranks import BlockCodec, Lane, Links, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -42,8 +41,8 @@ class Training:
     """Between steps."""
     cpu_memory: str = "6MiB"
     lr: float = LR
-    keeps_on_ssd: bool = False
-    """As if what is kept of other boxes' weights were too much for RAM."""
+    decides_before_loads: bool = True
+    """Whether the way to exchange weights is decided before the first block is loaded, so that all loads follow it."""
 
     @property
     def num_boxes(self) -> int:
@@ -63,9 +62,6 @@ class Training:
         ).resolve(host_memory_bytes=1 << 30, device_memory_bytes=1 << 30, num_cpus=2, default_ssd_path=own_folder)
         holds = self.max_norm > 0
         layout = lay_out(model, config, working_dtype=self.dtype, hold_gradients=holds, ranks=self.ranks(rank))
-        if self.keeps_on_ssd:
-            records = kept_records(layout.blocks, layout.ranks, config.collectives)
-            layout = replace(layout, kept_weight_bytes=0, kept_records=records)
         return layout, config
 
     def run(self, folder: Path, collectives: Any) -> list[Trained]:
@@ -83,7 +79,9 @@ class Training:
         drain_model(layout.blocks, ParameterAccess(tiers.store, layout.blocks, tiers.states, links))
         before = dict(links.sent_bytes)
         engine = OffloadEngine(model, layout, tiers, config)
-        found = Trained(layout, rank)
+        if self.decides_before_loads:
+            engine.planned_memory.allocate_copies()
+        found = Trained(layout.decided(), rank)
         try:
             optimizer = OffloadAdamW(model.parameters(), lr=self.lr, weight_decay=0.1, engine=engine)
             for step in range(self.num_steps):
@@ -104,7 +102,7 @@ class Training:
                 assert ring.version_of(block) == self.num_steps
                 found.num_states[block.name] = self.num_steps + ring.is_here(block)
             found.sent = quiet_bytes(links, before)
-            found.figures = tiers.coded.figures()
+            found.figures = tiers.codecs.figures()
             found.weights = {name: engine.parameters.read_parameter(name) for name, _ in model.named_parameters()}
             return found
         finally:
@@ -120,7 +118,7 @@ class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    sent: dict[Channel, int] = field(default_factory=dict)
+    sent: dict[Lane, int] = field(default_factory=dict)
     """Bytes of payloads, without those of the loading before and the reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
     num_states: dict[str, int] = field(default_factory=dict)
@@ -128,12 +126,11 @@ class Trained:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def quiet_bytes(links: Links, before: Mapping[Channel, int]) -> dict[Channel, int]:
+def quiet_bytes(links: Links, before: Mapping[Lane, int]) -> dict[Lane, int]:
     """What was sent, once nothing more is: the next pass's first loads are under way."""
-    found: dict[Channel, int] = {}
+    found: dict[Lane, int] = {}
     links.barrier("steps to be over", sequence="quiet")
-    channels = (Channel.WEIGHTS, Channel.GRADIENTS)
-    while found != (found := {channel: links.sent_bytes[channel] - before[channel] for channel in channels}):
+    while found != (found := {lane: links.sent_bytes[lane] - before[lane] for lane in (Lane.WEIGHTS, Lane.GRADIENTS)}):
         time.sleep(0.3)
     links.barrier("all to be quiet", sequence="quiet")
     return found

@@ -1,32 +1,18 @@
-"""What a run says of experts that come one by one adds up."""
+"""The record of streamed experts."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
-from transformers import TrainingArguments
-
-import hf_lohan
-from hf_lohan.testing.models import tiny_batch, tiny_model
+from small_trainer import small_trainer
 
 NUM_STEPS = 3
 
 
-def test_each_line_says_what_experts_the_step_used_and_where_they_were(tmp_path: Path) -> None:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(16)]
-    args = TrainingArguments(
-        str(tmp_path),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    model = tiny_model("mixtral")
+def test_each_line_counts_used_and_loaded_experts(tmp_path: Path) -> None:
     offload = {"cpu_memory": "3MiB", "gpu_memory": "288KiB", "resident_records": "none", "experts": "streamed"}
-    trainer = hf_lohan.Trainer(model, args, train_dataset=rows, offload=offload)
+    trainer = small_trainer(tmp_path, offload, family="mixtral", max_steps=NUM_STEPS)
     trainer.train()
     engine = trainer.offload_engine
     assert engine is not None and engine.expert_loader is not None
@@ -37,11 +23,11 @@ def test_each_line_says_what_experts_the_step_used_and_where_they_were(tmp_path:
     by_step = {line["step"]: line["experts"] for line in lines}
     assert len(by_step) == NUM_STEPS
     for of_step in by_step.values():
-        # 32 tokens of 2 experts each reach all of them, forward and backward.
+        # 32 tokens with 2 experts each use all experts, forward and backward.
         assert of_step["num_used"] == 2 * num_experts
         assert 0 < of_step["num_here"] < of_step["num_used"]
         assert of_step["num_from_ram"] == 0
         assert of_step["loaded_bytes"] == of_step["num_loads"] * block.param_bytes
         assert of_step["wrong_bytes"] == 0
-    # What the slots kept between forward and backward was not loaded again.
+    # Experts that stayed in slots between forward and backward were not loaded again.
     assert by_step[2]["num_loads"] < 2 * num_experts

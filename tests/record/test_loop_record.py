@@ -1,4 +1,4 @@
-"""What a raw loop leaves behind in its project: a line a step, a summary, a trace, and so a report."""
+"""The record of a loop without a Trainer: a line a step, a summary, a trace, and a report."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_trace_is_written_when_training_ends(tmp_path: Path) -> None:
     assert {"compute", "ssd read", "ssd write", "cpu optimizer", "step"} <= {event.get("cat") for event in events}
 
 
-def test_nobody_else_may_write_what_a_run_says_of_itself(tmp_path: Path) -> None:
+def test_others_may_not_write_the_files(tmp_path: Path) -> None:
     before = os.umask(0)
     try:
         (tmp_path / "project").mkdir(mode=0o755)
@@ -65,13 +65,13 @@ def test_a_loop_in_a_project_can_be_reported_on(tmp_path: Path) -> None:
     assert "3 steps" in write_report(tmp_path / "project").read_text()
 
 
-def test_a_loop_without_a_project_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_without_a_project_writes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     a_loop(None, tmp_path / "store", num_steps=1, log=False)
     assert [path.name for path in tmp_path.iterdir()] == ["store"]
 
 
-def test_what_a_loop_logs_need_not_be_numbers(tmp_path: Path) -> None:
+def test_logged_values_that_are_no_numbers_are_ignored(tmp_path: Path) -> None:
     plugin = LohanPlugin(offload={"cpu_memory": "4MiB", "gpu_memory": "2MiB", "ssd": str(tmp_path / "store")})
     accelerator = Accelerator(cpu=True, project_dir=str(tmp_path), lohan_plugin=plugin)
     model, optimizer = accelerator.prepare(model := tiny_model("llama"), torch.optim.AdamW(model.parameters()))

@@ -1,4 +1,4 @@
-"""The summary says what the run did, in the keys that others read."""
+"""The summary of a run, in its documented keys."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainingArguments
+from small_trainer import small_trainer
 from transformers.integrations.integration_utils import TensorBoardCallback
 
-import hf_lohan
 from hf_lohan.config import OffloadConfig
-from hf_lohan.testing.models import tiny_batch, tiny_model
 
 NUM_STEPS, ACCUMULATE, BATCH_SIZE, SEQUENCE_LENGTH = 4, 2, 2, 16
 CONTRACT = {
@@ -26,7 +24,7 @@ SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB"}
 
 
 class Tracker(TensorBoardCallback):
-    """Notes what it is told."""
+    """Keeps the logged rows."""
 
     def __init__(self) -> None:
         self.rows: list[dict[str, Any]] = []
@@ -42,22 +40,9 @@ class Tracker(TensorBoardCallback):
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     folder = tmp_path_factory.mktemp("run")
-    rows = [
-        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
-        for seed in range(16)
-    ]
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
-        max_steps=NUM_STEPS,
-        per_device_train_batch_size=BATCH_SIZE,
-        gradient_accumulation_steps=ACCUMULATE,
-        logging_steps=2,
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
+    trainer = small_trainer(
+        folder, SETTINGS, max_steps=NUM_STEPS, gradient_accumulation_steps=ACCUMULATE, logging_steps=2
     )
-    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=SETTINGS)
     tracker = Tracker()
     trainer.add_callback(tracker)
     printed = io.StringIO()
@@ -78,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     }
 
 
-def test_the_keys_of_the_contract_are_there(run: dict[str, Any]) -> None:
+def test_the_summary_has_the_documented_keys(run: dict[str, Any]) -> None:
     assert run["summary"].keys() >= CONTRACT
 
 
@@ -93,7 +78,7 @@ def test_steps_and_tokens_are_counted_over_micro_batches(run: dict[str, Any]) ->
     assert 0 < summary["tokens_per_s"] * summary["step_s"] / tokens_per_step <= 2
 
 
-def test_bytes_are_those_of_the_state(run: dict[str, Any]) -> None:
+def test_bytes_match_the_state(run: dict[str, Any]) -> None:
     summary = run["summary"]
     state_bytes = 12 * summary["num_parameters"]
     assert summary["store_bytes"] >= state_bytes
@@ -103,7 +88,7 @@ def test_bytes_are_those_of_the_state(run: dict[str, Any]) -> None:
     assert summary["ssd_read_bytes"] >= NUM_STEPS * state_bytes
 
 
-def test_peaks_are_within_the_budgets_and_the_budgets_are_told(run: dict[str, Any]) -> None:
+def test_peaks_are_within_the_budgets(run: dict[str, Any]) -> None:
     summary = run["summary"]
     config = OffloadConfig.load(summary["config"])  # what was resolved can be used again
     assert config.is_resolved
@@ -113,7 +98,7 @@ def test_peaks_are_within_the_budgets_and_the_budgets_are_told(run: dict[str, An
     assert summary["peak_anon_rss_bytes"] > 3 << 20
 
 
-def test_trackers_get_the_figures_as_they_grow(run: dict[str, Any]) -> None:
+def test_trackers_get_the_figures(run: dict[str, Any]) -> None:
     told = [row for row in run["tracked"] if "lohan/step_s" in row]
     assert len(told) == len(run["logs"]) == NUM_STEPS // 2
     figures = {key.removeprefix("lohan/") for key in told[0]}
@@ -122,7 +107,7 @@ def test_trackers_get_the_figures_as_they_grow(run: dict[str, Any]) -> None:
     assert written[0] < written[1] <= run["summary"]["ssd_write_bytes"]
 
 
-def test_the_console_looks_as_with_the_stock_trainer_but_for_two_lines(run: dict[str, Any]) -> None:
+def test_the_console_has_two_more_lines_than_stock(run: dict[str, Any]) -> None:
     """A line of ours before the first log and one behind the last."""
     ours = [line.startswith("hf_lohan: ") for line in run["console"].splitlines()]
     assert ours == [True, *[False] * (len(run["logs"]) + 1), True], run["console"]
@@ -133,11 +118,7 @@ def test_the_console_looks_as_with_the_stock_trainer_but_for_two_lines(run: dict
 
 
 def test_a_stock_run_has_no_figures(tmp_path: Path) -> None:
-    rows = [{name: value[0] for name, value in tiny_batch(seed=seed).items()} for seed in range(4)]
-    args = TrainingArguments(
-        str(tmp_path), use_cpu=True, max_steps=1, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True
-    )
-    trainer = hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows)
+    trainer = small_trainer(tmp_path, None, max_steps=1, logging_steps=1)
     trainer.train()
     assert not any(key.startswith("lohan/") for row in trainer.state.log_history for key in row)
     assert not (tmp_path / "lohan").exists()

@@ -1,4 +1,4 @@
-"""The record of a run: a line a step that adds up, a trace of all that worked, and the page that is made of them."""
+"""The record of a run: a line a step, a trace, and the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from small_trainer import small_trainer
 from torch import Tensor
-from transformers import TrainerCallback, TrainingArguments
+from transformers import TrainerCallback
 from typer.testing import CliRunner
 
 import hf_lohan
@@ -22,7 +23,6 @@ from hf_lohan.cli import app
 from hf_lohan.files import StorageError
 from hf_lohan.huggingface.attachment import run_plan_of
 from hf_lohan.planner import HardwareProfile, plan_offload
-from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.timeline import COMPUTE, COMPUTE_WAITS, CPU_OPTIMIZER, D2H, SSD_READ, SSD_WRITE
 
 NUM_STEPS, MORE_STEPS, BATCH_SIZE, ACCUMULATE, SEQUENCE_LENGTH = 6, 2, 2, 2, 16
@@ -30,28 +30,19 @@ SETTINGS = {"cpu_memory": "3MiB", "gpu_memory": "1MiB", "resident_records": "non
 
 
 def trainer_in(folder: Path, *, num_steps: int = NUM_STEPS, trace: bool = False) -> hf_lohan.Trainer:
-    rows = [
-        {name: value[0] for name, value in tiny_batch(seed=seed, sequence_length=SEQUENCE_LENGTH).items()}
-        for seed in range(64)
-    ]
-    args = TrainingArguments(
-        str(folder),
-        use_cpu=True,
+    return small_trainer(
+        folder,
+        {**SETTINGS, "trace": trace},
+        num_rows=64,
         max_steps=num_steps,
-        per_device_train_batch_size=BATCH_SIZE,
         gradient_accumulation_steps=ACCUMULATE,
         logging_steps=2,
         lr_scheduler_type="constant",
-        report_to=[],
-        save_strategy="no",
-        disable_tqdm=True,
     )
-    offload = {**SETTINGS, "trace": trace}
-    return hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=rows, offload=offload)
 
 
 def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
-    """Train and close: the losses, a weight, and what was planned for."""
+    """Train and close; return the losses, a weight, and the planned model and setup."""
     trainer.train(**options)
     engine = trainer.offload_engine
     assert engine is not None
@@ -65,7 +56,7 @@ def finish(trainer: hf_lohan.Trainer, **options: Any) -> dict[str, Any]:
 
 
 def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """In order; the last one of a step counts."""
+    """The last line of each step, in order."""
     lines = [json.loads(line) for line in (folder / "lohan" / "steps.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == sorted(line["step"] for line in lines)
     return list({line["step"]: line for line in lines}.values())
@@ -73,7 +64,7 @@ def lines_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Any]]:
-    """A traced run, and what it left."""
+    """A traced run and its files."""
     folder = tmp_path_factory.mktemp("traced")
     result = finish(trainer_in(folder, trace=True))
     summary = json.loads((folder / "lohan" / "summary.json").read_text())
@@ -97,7 +88,7 @@ def test_a_line_a_step(run: dict[str, Any]) -> None:
         assert "weights" in line["waits_s"][COMPUTE_WAITS]
 
 
-def test_what_trainer_logged_stands_in_the_line_of_its_step(run: dict[str, Any]) -> None:
+def test_logged_values_are_in_the_line_of_their_step(run: dict[str, Any]) -> None:
     logged = {line["step"]: line["loss"] for line in run["lines"] if "loss" in line}
     assert list(logged) == [2, 4, 6]
     assert list(logged.values()) == run["losses"]
@@ -123,8 +114,8 @@ def test_the_floor_is_below_the_prediction(run: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("mixed", [None, 0.1, 1.0, 3.0])
-def test_the_floor_is_one_however_drives_mix(run: dict[str, Any], mixed: float | None) -> None:
-    """``mixed``: how fast they read and write at once, to how fast they read or write."""
+def test_the_floor_is_below_the_prediction_for_any_mixed_rate(run: dict[str, Any], mixed: float | None) -> None:
+    """``mixed``: rate of mixed reads and writes over the rate of reads."""
     measured = HardwareProfile.from_mapping(run["summary"]["measured_hardware"])
     read_bytes_per_s = measured.ssd_read_bytes_per_s
     hardware = replace(
@@ -138,7 +129,7 @@ def test_the_floor_is_one_however_drives_mix(run: dict[str, Any], mixed: float |
     assert max(floors.values()) <= plan.prediction.step_s * (1 + 1e-9)
 
 
-def test_the_trace_has_tasks_of_every_lane_that_worked(run: dict[str, Any]) -> None:
+def test_the_trace_has_tasks_of_every_lane(run: dict[str, Any]) -> None:
     events = [event for event in run["trace"]["traceEvents"] if event["ph"] == "X"]
     lanes = {event["cat"] for event in events}
     assert lanes >= {COMPUTE, D2H, SSD_READ, SSD_WRITE, CPU_OPTIMIZER, COMPUTE_WAITS, "step"}
@@ -150,7 +141,7 @@ def test_the_trace_has_tasks_of_every_lane_that_worked(run: dict[str, Any]) -> N
     assert [event["args"]["step"] for event in steps] == list(range(1, NUM_STEPS + 1))
 
 
-def test_neither_a_trace_nor_a_record_that_cannot_be_written_changes_a_number(
+def test_an_unwritable_record_changes_no_number(
     run: dict[str, Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "lohan" / "steps.jsonl").mkdir(parents=True)
@@ -162,14 +153,14 @@ def test_neither_a_trace_nor_a_record_that_cannot_be_written_changes_a_number(
 
 
 class Break(TrainerCallback):
-    """Ends training after a step, as an interrupt would."""
+    """Interrupts training after a step."""
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 3:
             raise KeyboardInterrupt
 
 
-def test_a_run_that_breaks_off_is_told_until_there_and_goes_on_in_the_same_file(tmp_path: Path) -> None:
+def test_an_interrupted_run_is_recorded_and_continues_in_the_same_file(tmp_path: Path) -> None:
     broken = trainer_in(tmp_path, trace=True)
     broken.add_callback(Break())
     with pytest.raises(KeyboardInterrupt):
@@ -183,7 +174,7 @@ def test_a_run_that_breaks_off_is_told_until_there_and_goes_on_in_the_same_file(
     assert f"it is at step 3 of {NUM_STEPS}" in page
 
     steps = tmp_path / "lohan" / "steps.jsonl"
-    steps.write_text(steps.read_text() + '{"step": 4, "step_s": 1}\n{"step": 5, "st')  # committed it never was
+    steps.write_text(steps.read_text() + '{"step": 4, "step_s": 1}\n{"step": 5, "st')  # was never committed
     finish(trainer_in(tmp_path, num_steps=3 + MORE_STEPS), resume_from_checkpoint="last_step")
     lines = lines_of(tmp_path)
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
@@ -199,7 +190,7 @@ def report_of(folder: Path) -> str:
     return output.read_text()
 
 
-def test_the_report_has_the_figures_and_needs_nothing_else(run: dict[str, Any]) -> None:
+def test_the_report_has_the_figures_and_is_self_contained(run: dict[str, Any]) -> None:
     page, summary = report_of(run["folder"]), run["summary"]
     assert "LlamaForCausalLM" in page
     for chart in ("Step time", "Who was busy", "Who waited for what", "One step", "Memory", "SSD traffic", "Loss"):
@@ -217,8 +208,8 @@ def test_the_report_has_the_figures_and_needs_nothing_else(run: dict[str, Any]) 
     assert not re.search(r"https?:|<script|<link|<img", outside)
 
 
-def test_a_pipe_in_the_place_of_the_lines_is_replaced(tmp_path: Path) -> None:
-    """Reading it would wait for a writer that never comes."""
+def test_a_pipe_with_the_name_of_the_file_is_replaced(tmp_path: Path) -> None:
+    """Reading the pipe would block forever."""
     (tmp_path / "lohan").mkdir()
     for name in ("steps.jsonl", "steps.jsonl.new", "plan.json"):
         os.mkfifo(tmp_path / "lohan" / name)
@@ -228,7 +219,7 @@ def test_a_pipe_in_the_place_of_the_lines_is_replaced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["plan.json", "summary.json"])
-def test_a_folder_in_the_place_of_a_file_is_named_before_the_first_step(name: str, tmp_path: Path) -> None:
+def test_a_folder_with_the_name_of_a_file_is_refused_before_the_first_step(name: str, tmp_path: Path) -> None:
     (tmp_path / "lohan" / name).mkdir(parents=True)
     trainer = trainer_in(tmp_path)
     with pytest.raises(StorageError, match=rf"a folder lies where this run writes a file: .*/lohan/{name}: move"):

@@ -1,4 +1,4 @@
-"""What is said of a run is what its lines say."""
+"""Figures and sentences of a report."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ def test_the_first_steps_are_left_out() -> None:
     assert run.step_s == 4.0
     assert run.tokens_per_s == 128.0
     assert run.lanes[0].share == pytest.approx(0.8)
-    assert findings([line(1, step_s=9.0)]).step_s == 9.0, "but not the only one"
+    assert findings([line(1, step_s=9.0)]).step_s == 9.0, "a single step counts"
 
 
-def test_waits_have_a_length_and_a_cause() -> None:
+def test_waits_are_described_by_length_and_cause() -> None:
     assert sentences.on_waits(a_run()) == "Compute waited 800 ms a step (20%), nearly all of it for weights."
     idle = a_run().steps[-1] | {"waits_s": {"compute waits": {"weights": 0.001}}}
     assert "hardly waited" in sentences.on_waits(findings([idle]))
     several = {"weights": 0.5, "activations": 0.4, "the norm": 0.1}
-    told = sentences.on_waits(findings([line(1, waits_s={"compute waits": several}, between_s=0.2)]))
-    assert "for weights (500 ms), activations (400 ms) and the norm (100 ms)" in told
-    assert "Between two steps 200 ms (5%)" in told
+    text = sentences.on_waits(findings([line(1, waits_s={"compute waits": several}, between_s=0.2)]))
+    assert "for weights (500 ms), activations (400 ms) and the norm (100 ms)" in text
+    assert "Between two steps 200 ms (5%)" in text
 
 
-def test_where_the_computing_thread_computes_its_waits_are_not_compute() -> None:
+def test_waits_inside_compute_are_subtracted_on_a_cpu() -> None:
     waits = {"compute waits": {"a gradient buffer": 1.2, "weights": 0.4}}
     steps = [line(1, waits_s=waits)]
     assert findings(steps, hardware={"kind": "cuda"}).lanes[0].busy_s == pytest.approx(3.2)
     assert findings(steps, hardware={"kind": "cpu"}).lanes[0].busy_s == pytest.approx(2.0)
 
 
-def test_what_bounds_the_step() -> None:
+def test_the_bottleneck_is_named() -> None:
     assert sentences.bound_by(a_run()) == "computing"
     waiting = line(1, busy_s={"compute": 1.0, "ssd read": 2.5, "ssd write": 1.2, "cpu optimizer": 2.0})
     assert sentences.bound_by(findings([waiting])) == "the SSDs"
@@ -70,37 +70,36 @@ def test_what_bounds_the_step() -> None:
     assert sentences.bound_by(findings([])) is None
 
 
-def test_a_floor_above_the_steps_is_none() -> None:
-    """As measured on a machine that was busy with something else."""
+def test_a_floor_above_the_steps_is_dropped() -> None:
     floors = {"floor_by_resource_s": {"compute": 30.0}, "predicted_step_s": 33.0}
-    told = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
-    assert "times the floor" not in told
-    assert "There is no floor: the hardware seemed slower when it was measured" in told
-    assert told.endswith("The machine was busy when training began: a load of 13.5 on 2 CPUs.")
-    told = sentences.on_step_time(
+    text = sentences.on_step_time(a_run(**floors, cpu_load=13.52, num_cpus=2))
+    assert "times the floor" not in text
+    assert "There is no floor: the hardware seemed slower when it was measured" in text
+    assert text.endswith("The machine was busy when training began: a load of 13.5 on 2 CPUs.")
+    text = sentences.on_step_time(
         a_run(predicted_step_s=3.2, floor_by_resource_s={"ssd": 2.5}, cpu_load=4.0, num_cpus=2)
     )
-    assert "times the floor of 2.5 s" in told and told.endswith("a load of 4.0 on 2 CPUs.")
+    assert "times the floor of 2.5 s" in text and text.endswith("a load of 4.0 on 2 CPUs.")
 
 
-def test_plan_and_floor_stand_beside_the_step() -> None:
+def test_a_step_is_compared_with_plan_and_floor() -> None:
     run = a_run(predicted_step_s=3.2, corrected_step_s=3.2, floor_by_resource_s={"compute": 1.0, "ssd": 2.5})
     assert run.floor == ("ssd", 2.5)
     assert run.corrected_s is None
-    told = sentences.on_step_time(run)
-    assert "1.25 times the planned 3.2 s and 1.60 times the floor of 2.5 s set by the SSDs" in told
+    text = sentences.on_step_time(run)
+    assert "1.25 times the planned 3.2 s and 1.60 times the floor of 2.5 s set by the SSDs" in text
 
 
-def test_wear_counts_all_that_was_written() -> None:
+def test_wear_counts_all_written_bytes() -> None:
     before, after = {"ssd_write_bytes": 1 << 30}, {"ssd_write_bytes": 1 << 29}
     run = findings([line(1, before=before), line(2, after=after)])
     assert run.written_bytes == 2 * (2 << 30) + (1 << 30) + (1 << 29)
     assert run.written_bytes_per_day == pytest.approx((2 << 30) / 4 * 86400)
     hardware = {"ssd": [{"endurance_bytes": 100 * run.written_bytes_per_day}]}
-    told = sentences.on_bytes(findings([line(1)], measured_hardware=hardware, commit_every_steps=7))
-    assert "rated for 100 such days" in told and "one step of 7" in told
+    text = sentences.on_bytes(findings([line(1)], measured_hardware=hardware, commit_every_steps=7))
+    assert "rated for 100 such days" in text and "one step of 7" in text
     a_day = 86400 / line(1)["step_s"] * line(1)["num_tokens"]
-    assert f"or {count(100 * a_day)} tokens" in told
+    assert f"or {count(100 * a_day)} tokens" in text
 
 
 def test_warnings() -> None:
@@ -117,17 +116,17 @@ def test_warnings() -> None:
 
 def test_loss_and_clipping() -> None:
     steps = [line(1, loss=5.0, grad_norm=2.0, is_clipped=True), line(2), line(3, loss=4.0, grad_norm=None)]
-    told = sentences.on_loss(findings(steps))
-    assert told == (
+    text = sentences.on_loss(findings(steps))
+    assert text == (
         "The loss went from 5.000 at step 1 to 4.000 at step 3; the gradient norm was 2 in the median, and 33% of the "
         "steps were clipped."
     )
 
 
-def test_memory_is_told_with_what_was_allowed() -> None:
+def test_memory_is_compared_with_the_budgets() -> None:
     held = line(1, anon_rss_bytes=3 << 30, cpu_pool_bytes={"states": 1 << 30}, device_slots_bytes=1 << 29)
     run = Findings(RunData(Path("run"), {"cpu_memory": 2 << 30, "gpu_memory": 1 << 30}, {}, (held,), ()))
-    told = sentences.on_memory(run)
-    assert "held at most 3 GiB" in told
-    assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in told
-    assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in told
+    text = sentences.on_memory(run)
+    assert "held at most 3 GiB" in text
+    assert "1 GiB of it in host buffers and copies (of 2 GiB allowed)" in text
+    assert "512 MiB and on the device, in slots for weights, (of 1 GiB allowed)" in text

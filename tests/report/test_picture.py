@@ -1,4 +1,4 @@
-"""The picture of a step: a typical one, its tasks joined, and what was hidden."""
+"""The picture of a typical step."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def step(number: int, began_s: float, ended_s: float) -> TracedTask:
     return TracedTask("step", str(number), began_s, ended_s)
 
 
-def test_a_step_of_the_later_half_with_the_median_time_is_shown() -> None:
+def test_the_median_step_of_the_later_half_is_chosen() -> None:
     steps = [step(1, 0, 9), step(2, 9, 10), step(3, 10, 12), step(4, 12, 17), step(5, 17, 20)]
     picture = picture_of(steps)
     assert picture is not None
@@ -19,7 +19,7 @@ def test_a_step_of_the_later_half_with_the_median_time_is_shown() -> None:
     assert picture_of([TracedTask("compute", "forward", 0, 1)]) is None
 
 
-def test_tasks_are_cut_at_the_steps_ends_and_joined() -> None:
+def test_tasks_are_cut_to_the_step_and_merged() -> None:
     tasks = [
         step(1, 10, 20),
         TracedTask("compute", "forward", 8, 12),

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_lohan.testing.models import tiny_model
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
-sys.path.insert(0, str(SCRIPTS))  # the scripts import one another as they do when run
+sys.path[:0] = [str(SCRIPTS), str(SCRIPTS / "development")]  # the scripts import one another as they do when run
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""The fine-tuning scripts, end to end on tiny models: stock, offloaded, resumed, launched, and refused."""
+"""The fine-tuning scripts on tiny models: stock, offloaded, resumed, launched, and bad input."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Checkpoints = Callable[[str], Path]
 
 
 def flags(checkpoint: Path, data: Path, out: Path, *more: str) -> list[str]:
-    """A run of four steps, the first of them with a learning rate that is felt."""
+    """Arguments of a run of four steps."""
     run = f"--model_name_or_path {checkpoint} --train_file {data} --output_dir {out} --do_train --block_size 16"
     rest = (
         "--max_steps 4 --per_device_train_batch_size 2 --learning_rate 1e-2 --report_to none --save_steps 2 --use_cpu"
@@ -51,8 +51,7 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="what a machine without a GPU does")
-def test_bf16_needs_no_other_word_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
-    """As README's command has it."""
+def test_bf16_works_without_a_gpu(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     words = [word for word in flags(checkpoint("llama"), text_file, tmp_path / "out") if word != "--use_cpu"]
     results = main(LLAMA, [*words, "--bf16", "--max_steps", "1", "--save_strategy", "no", "--offload", "lohan"])
     assert math.isfinite(results["train_loss"])
@@ -76,7 +75,7 @@ def test_offloaded_equals_stock(family: str, checkpoint: Checkpoints, text_file:
 
 
 @pytest.mark.parametrize("offload", [(), ("--offload", "lohan")], ids=["stock", "offloaded"])
-def test_resume_goes_on_where_the_run_was(
+def test_a_resumed_run_equals_a_whole_one(
     offload: tuple[str, ...], checkpoint: Checkpoints, text_file: Path, tmp_path: Path
 ) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
@@ -88,9 +87,7 @@ def test_resume_goes_on_where_the_run_was(
     assert_same_weights(whole, halves)
 
 
-def test_resume_takes_a_step_that_was_committed_after_the_last_checkpoint(
-    checkpoint: Checkpoints, text_file: Path, tmp_path: Path
-) -> None:
+def test_resume_takes_the_last_committed_step(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     main(LLAMA, flags(checkpoint("llama"), text_file, out, "--offload", "lohan", "--save_strategy", "no"))
     assert hf_lohan.last_step(out) == 4
@@ -159,7 +156,7 @@ def test_bad_input_ends_with_one_line(
     assert message in str(end.value)
 
 
-def test_float16_weights_cannot_be_asked_for(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
+def test_float16_is_refused(checkpoint: Checkpoints, text_file: Path, tmp_path: Path) -> None:
     with pytest.raises(SystemExit):
         main(OPT, flags(checkpoint("opt"), text_file, tmp_path, "--dtype", "float16"))
 
@@ -177,14 +174,14 @@ def test_resume_finds_the_last_checkpoint(tmp_path: Path) -> None:
     assert checkpoint_to_resume("last", str(tmp_path)) == str(tmp_path / "checkpoint-10")
 
 
-def test_families_say_which_models_they_are_for() -> None:
+def test_families_name_their_models() -> None:
     for module, name in (("finetune_llama", "LLAMA"), ("finetune_opt", "OPT")):
         family = getattr(importlib.import_module(module), name)
         assert isinstance(family, Family) and module.endswith(family.model_types[0])
 
 
 @pytest.mark.parametrize("part", ["sets the level", "finds it as it was"])
-def test_a_scripts_log_level_stays_with_it(part: str) -> None:
+def test_log_levels_are_restored_after_a_test(part: str) -> None:
     logger = logging.getLogger("hf_lohan")
     assert logger.level == logging.NOTSET
     if part == "sets the level":

@@ -1,4 +1,4 @@
-"""The demo of experts, with a tiny model. The whole needs a package index and minutes: `bash scripts/moe_demo.sh`."""
+"""The demo of experts with a tiny model. `bash scripts/moe_demo.sh` runs the whole."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ def test_the_mixture_computes_what_the_dense_model_does(dense: Path, tmp_path: P
     assert all(0.005 < router.std().item() < 0.05 for router in routers)
 
 
-def test_a_model_with_other_parts_is_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
+def test_other_architectures_are_refused(checkpoint: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="only a Llama"):
         moe_inputs.upcycle(checkpoint("opt"), tmp_path / "base")
 
 
-def test_of_as_many_layers_as_are_asked_for(dense: Path, tmp_path: Path) -> None:
+def test_the_number_of_layers_can_be_chosen(dense: Path, tmp_path: Path) -> None:
     moe_inputs.main(dense, tmp_path, 1)
     base = tmp_path / "base"
     assert AutoModelForCausalLM.from_pretrained(base).config.num_hidden_layers == 1
@@ -64,13 +64,13 @@ def test_there_is_text_of_each_kind() -> None:
         assert max(map(len, documents.values())) <= moe_inputs.MAX_CHARACTERS
 
 
-def test_separation_is_of_shares() -> None:
+def test_separation_is_computed_from_shares() -> None:
     left, right = torch.tensor([[1.0, 0.0], [0.5, 0.5]]), torch.tensor([[0.0, 1.0], [0.5, 0.5]])
     assert moe_demo.separation({"a": left, "b": left}) == 0
     assert moe_demo.separation({"a": left, "b": right}) == 0.5
 
 
-def test_in_small(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_demo_runs(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     moe_inputs.main(dense, tmp_path)
     args = moe_demo.training_arguments(tmp_path / "run", max_steps=2, batch_size=2)
     check_arguments(args)
@@ -84,7 +84,7 @@ def test_in_small(dense: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert len(cells) == 2 * 4 * num_layers * moe_inputs.NUM_EXPERTS
 
 
-def test_its_budget_beside_the_embedding_is_less_than_one_layers_experts() -> None:
+def test_the_budget_is_smaller_than_one_layers_experts() -> None:
     config = OffloadConfig.load(str(moe_demo.CONFIG))
     embedding_bytes, expert_bytes = 49_152 * 576 * 4, 3 * 576 * 1536 * 4
     assert isinstance(config.gpu_memory, int)

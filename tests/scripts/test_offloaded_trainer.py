@@ -1,4 +1,4 @@
-"""The plugin under which the tests of transformers run offloaded."""
+"""The pytest plugin that offloads the tests of transformers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 
 
 class Cleanups:
-    """Of pytest's config, what the plugin asks for."""
+    """Replaces pytest's config."""
 
     def __init__(self) -> None:
         self.calls: list[Any] = []
@@ -25,9 +25,7 @@ class Cleanups:
         self.calls.append(call)
 
 
-def test_a_model_without_layers_may_be_left_to_the_stock_trainer(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_models_without_layers_can_use_the_stock_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(SCRIPTS))
     monkeypatch.setenv("LOHAN_STOCK_WITHOUT_LAYERS", "1")
     import offloaded_trainer

@@ -1,4 +1,4 @@
-"""The quickstart's pieces. The whole needs a package index and minutes: `bash scripts/quickstart.sh`."""
+"""Parts of the quickstart. `bash scripts/quickstart.sh` runs the whole."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_its_budgets_are_a_fraction_of_the_state() -> None:
     assert config.gpu_memory + config.cpu_memory < 0.4 * 134_515_008 * 16
 
 
-def test_the_arguments_are_ones_that_offload_takes(tmp_path: Path) -> None:
+def test_the_arguments_are_supported(tmp_path: Path) -> None:
     from hf_lohan.huggingface.guards import check_arguments
 
     check_arguments(quickstart.training_arguments(tmp_path))

@@ -19,7 +19,7 @@ def flags(checkpoint: Path, data: Path, out: Path, *more: str) -> list[str]:
     return [*run.split(), *rest.split(), "--use_cpu", "--bf16", "false", "--disable_tqdm", "true", *more]
 
 
-def test_offloaded_adapters_learn_what_stock_ones_learn(
+def test_offloaded_adapters_equal_stock_ones(
     checkpoint: Callable[[str], Path], text_file: Path, tmp_path: Path
 ) -> None:
     adapters = ("--use_peft", "--lora_r", "4", "--max_steps", "2")

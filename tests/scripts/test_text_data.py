@@ -1,4 +1,4 @@
-"""Files of every kind become documents, and documents blocks."""
+"""Reading text files and cutting them into blocks."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_the_named_column_is_taken(tmp_path: Path) -> None:
         ("data.jsonl", '{"number": 1}\n', "number", "not text"),
     ],
 )
-def test_what_cannot_be_read_is_refused(
+def test_bad_files_are_refused(
     name: str, content: str | None, column: str | None, message: str, tmp_path: Path
 ) -> None:
     path = tmp_path / name
@@ -89,7 +89,7 @@ def test_kinds_do_not_mix(tmp_path: Path) -> None:
     rows=st.lists(st.lists(st.integers(0, 9), max_size=20), max_size=10),
     block_size=st.integers(min_value=1, max_value=9),
 )
-def test_cutting_keeps_the_order_and_loses_less_than_a_block(rows: list[list[int]], block_size: int) -> None:
+def test_cutting_keeps_the_order_and_drops_less_than_a_block(rows: list[list[int]], block_size: int) -> None:
     joined = [token for row in rows for token in row]
     blocks = text_data.cut(rows, block_size)
     assert all(len(block) == block_size for block in blocks)
@@ -98,7 +98,7 @@ def test_cutting_keeps_the_order_and_loses_less_than_a_block(rows: list[list[int
     assert len(joined) - len(kept) < block_size
 
 
-def test_packed_blocks_hold_the_documents_with_ends_between(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_packed_blocks_separate_documents_by_ends(tokenizer: PreTrainedTokenizerFast) -> None:
     texts = ["block 1 goes down", "block 2 comes back", "it is its turn"]
     blocks = text_data.make_blocks(Dataset.from_dict({"text": texts}), tokenizer, block_size=4, packing=True)
     assert {len(row) for row in blocks["input_ids"]} == {4}
@@ -129,6 +129,6 @@ def test_the_last_blocks_are_held_out(percentage: float, num_validation: int) ->
 
 
 @pytest.mark.parametrize(("num_blocks", "percentage"), [(1, 5.0), (10, 0.0), (10, 100.0), (10, 99.0)])
-def test_a_split_needs_blocks_on_either_side(num_blocks: int, percentage: float) -> None:
+def test_a_split_needs_blocks_on_both_sides(num_blocks: int, percentage: float) -> None:
     with pytest.raises(ValueError, match="validation_split_percentage"):
         text_data.split_off(Dataset.from_dict({"number": list(range(num_blocks))}), percentage)

@@ -14,7 +14,7 @@ from hf_lohan.config import OffloadConfig
 from hf_lohan.planner import BudgetError
 from hf_lohan.planning import lay_out
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts" / "development"))
 
 FAMILIES = {
     "mixtral": "MixtralForCausalLM",

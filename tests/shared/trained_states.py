@@ -22,13 +22,13 @@ FORMATS = pytest.mark.parametrize(
 )
 
 
-def train(engine: OffloadEngine, seeds: range) -> None:
+def train(engine: OffloadEngine, seeds: range, *, max_norm: float = 0.5) -> None:
     model: Any = engine.model
     optimizer = engine.optimizer or OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
     for seed in seeds:
         torch.manual_seed(seed)
         model.train()(**tiny_batch(seed=seed)).loss.backward()
-        engine.clip_grad_norm(0.5)
+        engine.clip_grad_norm(max_norm)
         optimizer.step()
         optimizer.zero_grad()
 

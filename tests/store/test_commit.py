@@ -69,10 +69,10 @@ def test_a_part_of_a_commit_is_none(tmp_path: Path) -> None:
     sound = file.read_bytes()
     for num_bytes in range(len(sound)):
         file.write_bytes(sound[:num_bytes])
-        with pytest.raises(StorageError, match=f"not a commit is .*{COMMIT_NAME}: check the drive"):
+        with pytest.raises(StorageError, match=f"no valid commit in .*{COMMIT_NAME}: check the drive"):
             read_commit(str(tmp_path))
     file.write_bytes(sound + b"\0")
-    with pytest.raises(StorageError, match="not a commit"):
+    with pytest.raises(StorageError, match="no valid commit"):
         read_commit(str(tmp_path))
 
 
@@ -81,7 +81,7 @@ def test_other_files_are_no_commits(tmp_path: Path) -> None:
     header = json.dumps({"home": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]}}).encode()
     for content in (b"", b"{}", bytes(100), len(header).to_bytes(8, "little") + header + b"\0"):
         file.write_bytes(content)
-        with pytest.raises(StorageError, match="not a commit is"):
+        with pytest.raises(StorageError, match="no valid commit in"):
             read_commit(str(tmp_path))
     file.unlink()
     file.symlink_to(tmp_path / "elsewhere")
@@ -89,5 +89,5 @@ def test_other_files_are_no_commits(tmp_path: Path) -> None:
         read_commit(str(tmp_path))
     file.unlink()
     file.mkdir()
-    with pytest.raises(StorageError, match=rf"no file but something else is .*{COMMIT_NAME}"):
+    with pytest.raises(StorageError, match=rf"expected a regular file at .*{COMMIT_NAME}"):
         read_commit(str(tmp_path))

@@ -23,13 +23,13 @@ def test_frozen_records_loaded_again_do_not_harm_the_commit(tmp_path: Path, engi
         fill(store, RECORDS, Random(1))
         store.commit()
         before = content_of(store)
-        store.begin_anew()
+        store.clear_records()
         store.write("frozen", "param", 0, _tensor(before["frozen", "param"], RECORDS[3])).wait()
-        store.drop()
+        store.drop_drafts()
         assert content_of(store) == before
         fill(store, frozen, Random(2))
         with pytest.raises(TornStoreError):
-            store.drop()
+            store.drop_drafts()
         paths = store.paths
     with pytest.raises(TornStoreError, match="resume from a checkpoint"):
         Store.open(paths, model=MODEL, engine=engine)
@@ -73,7 +73,7 @@ def test_extents_hold_the_bytes_that_are_read(tmp_path: Path, engine: IoEngine) 
                     file.seek(extent.file_offset)
                     parts.append(file.read(extent.num_bytes))
             assert b"".join(parts) == content[name]
-        store.begin_anew()
+        store.clear_records()
         assert store.extents("a", "param") is None
 
 

@@ -135,13 +135,13 @@ def test_a_manifest_of_other_records_is_refused(
         lambda: last_commit([path.path for path in paths]),
     )
     for attempt in attempts:
-        with pytest.raises(ForeignStoreError, match=r"manifest\.json in .* is not that of the run that wrote"):
+        with pytest.raises(ForeignStoreError, match=r"manifest\.json in .* does not belong to"):
             attempt()
     for file, text in zip(manifests, sound, strict=True):
         file.write_text(text)
         as_an_older_version_made_it(file, layout=changed_records(file, **change))
     (manifests[0].parent / "commit.safetensors").unlink()
-    with pytest.raises(ForeignStoreError, match="is cut in another way than this run cuts it, beginning with elements"):
+    with pytest.raises(ForeignStoreError, match="with other records than this run has, the first of them elements"):
         Store.open_or_create(paths, records, model=model, engine=engine)
 
 
@@ -172,7 +172,7 @@ def test_an_index_out_of_range_or_given_twice_is_refused(
     with pytest.raises(ForeignStoreError, match="path_index 2 is out of range"):
         Store.open(paths, model=model, engine=engine)
     edit(manifests[1], path_index=0)
-    with pytest.raises(ForeignStoreError, match="over 2 paths, 2 given"):
+    with pytest.raises(ForeignStoreError, match="over 2 paths, and 2 of them are given"):
         Store.open(paths, model=model, engine=engine)
 
 

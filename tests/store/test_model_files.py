@@ -11,7 +11,7 @@ from random import Random
 import pytest
 
 from hf_lohan.files import CapacityError, IoEngine, StorageError, StorePath
-from hf_lohan.store import ModelIdentity, RecordSpec, Store, damaged_files
+from hf_lohan.store import ModelIdentity, RecordSpec, Store
 from hf_lohan.testing.recorded_disk import PowerCut, RecordedDisk
 
 MODEL = ModelIdentity("Llama", 1, "abc")
@@ -62,12 +62,12 @@ def test_what_was_changed_is_told_and_mended_by_the_next_commit(damage: str, tmp
             file.mkdir()
         elif damage == "pipe":
             os.mkfifo(file)
-        (error,) = damaged_files(store)
+        (error,) = store.verify_files()
         assert str(file) in str(error) and "\n" not in str(error)
         with pytest.raises(StorageError, match=r"config\.json"):
             files_of(store)
         store.commit(model_files=FIRST)
-        assert files_of(store) == FIRST and not damaged_files(store)
+        assert files_of(store) == FIRST and not store.verify_files()
 
 
 @pytest.mark.parametrize("seed", range(4))

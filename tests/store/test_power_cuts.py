@@ -96,25 +96,25 @@ class Run:
         self.commit_fails("5")
         self.write()
         self.commit("6")
-        self.store.begin_anew()
+        self.store.clear_records()
         self.write()
         self.commit("7")
         self.write()
 
     def step_back(self) -> None:
         """What takes two homes."""
-        self.store.drop()
+        self.store.drop_drafts()
         self.write()
         self.commit("8")
         self.write()
         self.commit_fails("9")
-        self.store.drop()
+        self.store.drop_drafts()
         self.write()
         self.write()
         self.commit("10", keep_log=False)
-        self.store.begin_anew()
+        self.store.clear_records()
         self.write()
-        self.store.drop()
+        self.store.drop_drafts()
         self.write()
 
 
@@ -155,7 +155,7 @@ def found_in(image: Path, run: Run, engine: IoEngine, allowed: dict[str, Found])
         # It can go on from there.
         store.write("a", "param", 0, aligned(RECORDS[0], GRANULE_NUMEL, run.random)).wait()
         if run.store.num_homes == 2:
-            store.drop()
+            store.drop_drafts()
             assert content_of(store) == allowed[key].content
         store.commit({"key": "after"}, {}, b"after\n")
         assert store.log == allowed[key].log + b"after\n"
@@ -235,7 +235,7 @@ def test_a_commit_that_fails_in_any_call_is_none_and_can_be_tried_again(
             assert run.store.committed is not None and run.store.committed.facts == {"key": "1"}
             assert run.store.log == b"1\n" and run.store.has_drafts and content_of(run.store) == draft
             if not retries:
-                run.store.drop()
+                run.store.drop_drafts()
                 assert content_of(run.store) == before
                 run.write()
                 draft = content_of(run.store)
@@ -270,7 +270,7 @@ def test_a_store_that_cannot_be_marked_torn_is_not_written(ram_folder: Path, eng
             with pytest.raises(StorageError, match=r"cannot write .*commit\.safetensors"):
                 run.write()
             assert content_of(run.store) == before and not run.store.has_drafts
-            run.store.drop()
+            run.store.drop_drafts()
         run.store.write("tail", "param", GRANULE_NUMEL, run.frozen).wait()  # harms nothing, so the mark comes off again
         run.store.close()
     with Store.open(run.paths, model=MODEL, engine=engine) as store:

@@ -31,6 +31,7 @@ class OtherRanks:
     """Who say that they have a commit when they are waited for."""
 
     group_id: str = "run"
+    keeps_previous: bool = True
     told: list[int] = field(default_factory=list)
     waited: list[int] = field(default_factory=list)
     on_wait: Callable[[int], None] = lambda number: None
@@ -148,7 +149,7 @@ def test_after_a_power_cut_all_that_other_ranks_may_be_at_is_there(ram_folder: P
             if all_have:
                 assert all_have in kept, "another rank may have no newer one"
             if all_have or newest == 1:
-                store.go_back_to(kept.get(all_have))
+                store.restore_commit(kept.get(all_have))
                 if all_have:
                     check(store, states[all_have])
                 else:
@@ -167,7 +168,7 @@ def test_a_store_can_be_opened_where_it_went_back_to(ram_folder: Path, engine: I
     run.commit(model="one")
     run.write()
     run.commit()
-    run.store.go_back_to(run.store.kept_commits[1])
+    run.store.restore_commit(run.store.kept_commits[1])
     check(run.store, run.states[1])
     run.store.close()
     with Store.open(run.paths, model=MODEL, engine=engine) as store:
@@ -216,13 +217,13 @@ def test_a_commit_that_fails_in_any_call_leaves_those_before(ram_folder: Path, e
             else:
                 break
             assert run.others.told == [1, 2]
-            run.store.go_back_to(run.store.committed)
+            run.store.restore_commit(run.store.committed)
             check(run.store, run.states[2])
             run.write()
             run.commit()
             assert run.others.told == [1, 2, 3]
             assert [commit.number for commit in run.store.kept_commits] == [3, 2]
-            run.store.go_back_to(run.store.kept_commits[1])
+            run.store.restore_commit(run.store.kept_commits[1])
             check(run.store, run.states[2])
             run.store.close()
         shutil.rmtree(root)
@@ -242,7 +243,7 @@ def test_where_files_have_one_name_the_commit_before_is_copied(ram_folder: Path,
             run.commit(model="one")
     first = Path(run.paths[0].path)
     assert (first / PREVIOUS_NAME).stat().st_ino != (first / COMMIT_NAME).stat().st_ino
-    run.store.go_back_to(run.store.kept_commits[1])
+    run.store.restore_commit(run.store.kept_commits[1])
     check(run.store, run.states[2])
     run.store.close()
 

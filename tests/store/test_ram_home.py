@@ -34,7 +34,7 @@ def test_nothing_is_written_before_the_commit(tmp_path: Path) -> None:
         assert engine.write_bytes == WEIGHT.num_bytes  # once is enough
         assert is_all(store, 3)
     with open_store(tmp_path, resident=()) as (store, _):
-        store.drop()
+        store.drop_drafts()
         assert is_all(store, 3)
 
 
@@ -43,7 +43,7 @@ def test_what_has_no_copy_is_written_at_once(tmp_path: Path) -> None:
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         assert engine.write_bytes == WEIGHT.num_bytes
-        assert not store.ram.keeps("layer", "param") and store.ram.keeps("layer", "exp_avg")
+        assert not store.ram.keeps_write("layer", "param") and store.ram.keeps_write("layer", "exp_avg")
 
 
 @pytest.mark.parametrize("num_homes", [1, 2])
@@ -53,7 +53,7 @@ def test_a_drop_brings_back_the_commit(num_homes: int, tmp_path: Path) -> None:
         store.commit()
         store.keep_new_in_ram(True)
         store.write("layer", "param", GRANULE_NUMEL, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
-        store.drop()  # also with one home, over which nothing was written
+        store.drop_drafts()  # also with one home, over which nothing was written
         assert is_all(store, 1) and is_all(store, 1)
 
 
@@ -61,10 +61,10 @@ def test_it_is_changed_in_place(tmp_path: Path) -> None:
     with open_store(tmp_path) as (store, engine):
         store.write(*ALL, values(WEIGHT, fill=1)).wait()
         store.commit()
-        assert store.ram.lend("layer", "param", 0, WEIGHT.numel) is None  # it is to be written
+        assert store.ram.borrow("layer", "param", 0, WEIGHT.numel) is None  # it is to be written
         store.keep_new_in_ram(True)
         before = engine.write_bytes
-        lent = store.ram.lend("layer", "param", GRANULE_NUMEL, GRANULE_NUMEL)
+        lent = store.ram.borrow("layer", "param", GRANULE_NUMEL, GRANULE_NUMEL)
         assert lent is not None and (lent == 1).all()
         lent += 1
         store.write("layer", "param", GRANULE_NUMEL, lent).wait()
@@ -82,9 +82,9 @@ def test_what_is_not_held_is_not_lent(tmp_path: Path) -> None:
         store.commit()
     with open_store(tmp_path) as (store, _):
         store.keep_new_in_ram(True)
-        assert store.ram.lend("layer", "param", 0, GRANULE_NUMEL) is None
+        assert store.ram.borrow("layer", "param", 0, GRANULE_NUMEL) is None
         assert is_all(store, 1)
-        assert store.ram.lend("layer", "param", 0, GRANULE_NUMEL) is not None
+        assert store.ram.borrow("layer", "param", 0, GRANULE_NUMEL) is not None
 
 
 def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
@@ -93,14 +93,14 @@ def test_half_a_change_is_not_committed(tmp_path: Path) -> None:
         store.commit()
         store.keep_new_in_ram(True)
         store.write(*ALL, values(WEIGHT, fill=2)).wait()
-        lent = store.ram.lend("layer", "param", 0, GRANULE_NUMEL)
+        lent = store.ram.borrow("layer", "param", 0, GRANULE_NUMEL)
         assert lent is not None
         lent[:7] = 5  # and something breaks
-        with pytest.raises(StorageError, match="half changed in memory"):
+        with pytest.raises(StorageError, match="incomplete in RAM"):
             is_all(store, 2)
-        with pytest.raises(StorageError, match="not written whole"):
+        with pytest.raises(StorageError, match="is incomplete from element"):
             store.commit()
-        store.drop()
+        store.drop_drafts()
         assert is_all(store, 1)
 
 
@@ -117,7 +117,7 @@ def test_a_commit_that_fails_may_be_tried_again(tmp_path: Path) -> None:
         assert is_all(store, 2)
         store.commit()
     with open_store(tmp_path, resident=()) as (store, _):
-        store.drop()
+        store.drop_drafts()
         assert is_all(store, 2)
 
 
@@ -162,11 +162,11 @@ def test_it_reads_as_memory_does(seed: int, num_homes: int, operations: list[str
         while remaining:
             with open_store(Path(folder), num_homes=num_homes, resident=tuple(resident)) as (store, _):
                 if committed is None:
-                    store.begin_anew()
+                    store.clear_records()
                     now = {name: torch.zeros_like(value) for name, value in now.items()}
                 else:
                     try:
-                        store.drop()
+                        store.drop_drafts()
                     except TornStoreError:
                         return  # one home, written over: what it held is gone, and it says so
                     now = {name: value.clone() for name, value in committed.items()}
@@ -186,7 +186,7 @@ def act(store: Store, operation: str, random: Random, now: Contents, committed: 
             store.write(record.block, record.kind, start, values(record, stop - start, fill=fill)).wait()
             now[str(record)][start:stop] = fill
         case "change":
-            lent = store.ram.lend(record.block, record.kind, start, stop - start)
+            lent = store.ram.borrow(record.block, record.kind, start, stop - start)
             if lent is not None:
                 assert torch.equal(lent.float(), now[str(record)][start:stop])
                 lent.fill_(fill)
@@ -206,9 +206,9 @@ def act(store: Store, operation: str, random: Random, now: Contents, committed: 
         case "drop":
             if store.versions.is_torn:
                 with pytest.raises(TornStoreError):
-                    store.drop()
+                    store.drop_drafts()
             elif committed is not None:
-                store.drop()
+                store.drop_drafts()
                 now.update({name: value.clone() for name, value in committed.items()})
         case "keep" | "write_through":
             store.keep_new_in_ram(operation == "keep")

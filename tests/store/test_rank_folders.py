@@ -58,6 +58,6 @@ def test_a_store_in_the_folder_of_another_rank_is_refused(
     for folder, wanted in ((second, "rank 1 of 2"), (tmp_path / "of the only rank", "a run with one rank")):
         with pytest.raises(ForeignStoreError, match=rf"{folder} holds the store of rank 0 of 2, not of {wanted}: "):
             Store.open([StorePath(str(folder))], model=None, engine=engine)
-        with pytest.raises(ForeignStoreError, match="bring the right one back"):
+        with pytest.raises(ForeignStoreError, match="back under its own name"):
             last_commit([str(folder)])
     Store.open([StorePath(str(first))], model=None, engine=engine).close()

@@ -130,9 +130,9 @@ def test_the_record_decides_dtype_and_alignment(tmp_path: Path, engine: IoEngine
         sector = mapped_empty(4096)
         with pytest.raises(AssertionError, match=r"param of layers\.0 is bfloat16, the tensor float16"):
             files.read("layers.0", "param", 0, sector.view(torch.float16))
-        with pytest.raises(AssertionError, match=r"element 1 of param of layers\.0 begins no granule"):
+        with pytest.raises(AssertionError, match=r"element 1 of param of layers\.0 is not the start of a granule"):
             files.read("layers.0", "param", 1, sector.view(torch.bfloat16))
-        with pytest.raises(AssertionError, match=r"element 1024 of exp_avg of layers\.0 ends no granule"):
+        with pytest.raises(AssertionError, match=r"element 1024 of exp_avg of layers\.0 is not the end of a granule"):
             files.write("layers.0", "exp_avg", 0, sector.view(torch.float32))
         with pytest.raises(AssertionError, match="not sector-aligned"):
             files.read("layers.0", "param", 0, mapped_empty(8192)[512 : 512 + 4096].view(torch.bfloat16))
@@ -178,7 +178,7 @@ def test_a_failing_disk_is_named(tmp_path: Path, make_engine: EngineFactory, rec
         with pytest.raises(
             StorageError,
             match=r"cannot write .*r\.bin at byte \d+ \(No space left on device\): "
-            r"it needs [\d,]+ bytes .* and [\d,]+ bytes .* are free",
+            r"it needs [\d,]+ bytes .* but [\d,]+ bytes .* are free",
         ):
             request.wait()
 
@@ -207,7 +207,7 @@ def test_bytes_changed_on_their_way_are_noticed(
         # Calls are of 16 KiB: the second begins at granule 2 of this record, whose bytes follow two of 16 KiB.
         with pytest.raises(
             CorruptionError,
-            match=r"exp_avg of layers\.0 is damaged: .* elements from 4096 on .*r\.bin at byte 49152: check the drive",
+            match=r"exp_avg of layers\.0 is damaged from element 4096 on .*r\.bin at byte 49152: check the drive",
         ) as caught:
             files.read(record.block, record.kind, 0, random_values(record, record.numel)).wait()
         assert caught.value.path.endswith("r.bin") and caught.value.offset == 49152
@@ -238,7 +238,7 @@ def test_a_write_that_failed_must_be_repeated_before_its_versions_are_taken(
         request = files.write(record.block, record.kind, 0, values)
         with pytest.raises(StorageError, match="Input/output"):
             request.wait()
-        with pytest.raises(StorageError, match=r"exp_avg of layers\.0 was not written whole, from element 0 on"):
+        with pytest.raises(StorageError, match=r"exp_avg of layers\.0 is incomplete from element 0 on"):
             files.draft()
         files.write(record.block, record.kind, 0, values).wait()
         home, checksum = files.draft()

@@ -36,13 +36,13 @@ def damaged(files: RecordFiles, random_values: Values, tmp_path: Path) -> Record
 
 
 def test_what_arrives_is_not_verified_and_what_is_verified_counts(damaged: RecordRead) -> None:
-    damaged.arrive()
+    damaged.wait_for_bytes()
     assert damaged.done() and damaged.num_bytes == RECORD.num_bytes and not damaged.is_verified
     damaged.verify(0, 2)
     damaged.verify(3, 4)
     assert not damaged.is_verified
     for _ in range(2):
-        with pytest.raises(CorruptionError, match=r"exp_avg of block .* from 4096 on .*r\.bin at byte 16384"):
+        with pytest.raises(CorruptionError, match=r"exp_avg of block .* from element 4096 on .*r\.bin at byte 16384"):
             damaged.verify(2, 3)
         with pytest.raises(CorruptionError):
             damaged.wait()
@@ -50,7 +50,7 @@ def test_what_arrives_is_not_verified_and_what_is_verified_counts(damaged: Recor
 
 
 def test_only_granules_that_were_read_are_verified(damaged: RecordRead) -> None:
-    damaged.arrive()
+    damaged.wait_for_bytes()
     for first, stop in [(-1, 2), (0, 5), (3, 2)]:
         with pytest.raises(AssertionError, match=f"granules {first} to {stop} of 4"):
             damaged.verify(first, stop)
@@ -60,7 +60,7 @@ def test_part_by_part_is_all(files: RecordFiles, random_values: Values) -> None:
     values, out = random_values(RECORD, RECORD.numel), random_values(RECORD, RECORD.numel)
     files.write("block", "exp_avg", 0, values, checksums=files.checksums("block", "exp_avg", values)).wait()
     read = files.read("block", "exp_avg", GRANULE, out[: 3 * GRANULE])
-    read.arrive()
+    read.wait_for_bytes()
     for granule in (2, 0, 1):
         assert not read.is_verified
         read.verify(granule, granule + 1)
@@ -73,7 +73,7 @@ def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, ra
     wrong = files.checksums("block", "exp_avg", values)
     wrong[1] += 1
     files.write("block", "exp_avg", 0, values, checksums=wrong).wait()
-    with pytest.raises(CorruptionError, match="elements from 2048 on"):
+    with pytest.raises(CorruptionError, match="from element 2048 on"):
         files.read("block", "exp_avg", 0, values).wait()
     with pytest.raises(AssertionError, match="a checksum for each granule"):
         files.write("block", "exp_avg", 0, values, checksums=wrong[1:])
@@ -81,7 +81,7 @@ def test_given_checksums_are_those_that_reads_are_held_to(files: RecordFiles, ra
 
 def test_what_was_in_memory_needs_no_verifying() -> None:
     read = RecordRead.of_memory()
-    read.arrive()
+    read.wait_for_bytes()
     read.verify(5, 7)
     read.wait()
     assert read.done() and read.is_verified and read.num_bytes == 0

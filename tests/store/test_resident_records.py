@@ -74,7 +74,7 @@ def test_a_drop_brings_back_the_commit(opened: tuple[Store, IoEngine]) -> None:
     store.commit()
     store.write(*ALL, values(WEIGHT, fill=2)).wait()
     assert is_all(store, 2)
-    store.drop()
+    store.drop_drafts()
     assert is_all(store, 1) and is_all(store, 1)
     assert engine.read_bytes == WEIGHT.num_bytes
     assert is_all(store, 5, record=MOMENT)  # not written since the commit: still held
@@ -89,7 +89,7 @@ def test_a_read_that_a_drop_overtakes_is_not_held(opened: tuple[Store, IoEngine]
     store.write_unaligned(*ALL, values(WEIGHT, fill=2), bounce)  # is not held until it is read
     guess = values(WEIGHT)
     reading = store.read(*ALL, guess)
-    store.drop()
+    store.drop_drafts()
     reading.wait()
     assert (guess == 2).all()
     assert is_all(store, 1)
@@ -100,14 +100,14 @@ def test_records_begun_anew_are_zeros_until_a_drop(opened: tuple[Store, IoEngine
     store.write(*ALL, values(WEIGHT, fill=1)).wait()
     store.commit()
     for _ in range(2):
-        store.begin_anew()
+        store.clear_records()
         assert is_all(store, 0) and is_all(store, 0)
-        store.drop()
+        store.drop_drafts()
         assert is_all(store, 1)
-    store.begin_anew()
+    store.clear_records()
     store.write(*ALL, values(WEIGHT, fill=7)).wait()
     assert is_all(store, 7)
-    store.drop()
+    store.drop_drafts()
     assert is_all(store, 1)
 
 
@@ -146,7 +146,7 @@ def test_one_home_that_is_torn_reads_as_it_is(tmp_path: Path) -> None:
         store.commit()
         store.write("layer", "param", 0, values(WEIGHT, GRANULE_NUMEL, fill=2)).wait()
         with pytest.raises(TornStoreError):
-            store.drop()
+            store.drop_drafts()
         out = values(WEIGHT)
         store.read(*ALL, out).wait()
         assert (out[:GRANULE_NUMEL] == 2).all() and (out[GRANULE_NUMEL:] == 1).all()

@@ -99,7 +99,7 @@ def test_threads_that_use_different_parts_do_not_disturb_each_other(tmp_path: Pa
                 store.commit()
                 committed.update(now)
             else:
-                store.drop()
+                store.drop_drafts()
                 now.update(committed)
             store.keep_new_in_ram(random.random() < 0.5)
 

@@ -106,7 +106,7 @@ def test_unusable_paths_are_named(tmp_path: Path, records: Records, model: Model
     with pytest.raises(StorageError, match=r"cannot use the ssd path .*store \(Not a directory\): choose") as caught:
         Store.create([below_a_file], records, model=model, engine=engine)
     assert caught.value.errno == errno.ENOTDIR and "\n" not in str(caught.value)
-    with pytest.raises(ValueError, match="at least one ssd path"):
+    with pytest.raises(ValueError, match="no ssd path was given"):
         Store.create([], records, model=model, engine=engine)
     (tmp_path / "link").symlink_to(tmp_path)
     with pytest.raises(ValueError, match="given twice"):
@@ -142,11 +142,11 @@ def test_a_second_use_is_refused(paths: Paths, records: Records, model: ModelIde
 def test_open_says_what_is_missing_or_damaged(
     tmp_path: Path, paths: Paths, records: Records, model: ModelIdentity, engine: IoEngine
 ) -> None:
-    with pytest.raises(StorageError, match=r"there is no store in .*/a: create one"):
+    with pytest.raises(StorageError, match=r"there is no store in .*/a: give the directory"):
         Store.open(paths, model=model, engine=engine)
     assert not os.path.exists(paths[0].path)
     Store.create(paths, records, model=model, engine=engine).close()
-    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, 1 given"):
+    with pytest.raises(ForeignStoreError, match="part of a store over 2 paths, and 1 of them are given"):
         Store.open(paths[:1], model=model, engine=engine)
     other = StorePath(str(tmp_path / "other"))
     Store.create([other], records, model=model, engine=engine).close()
@@ -155,7 +155,7 @@ def test_open_says_what_is_missing_or_damaged(
     with pytest.raises(CapacityError, match=r"/a needs .* capacity is 10 bytes"):
         Store.open([replace(paths[0], capacity_bytes=10), paths[1]], model=model, engine=engine)
     os.truncate(Path(paths[1].path) / "records-0.bin", 4096)
-    with pytest.raises(StorageError, match=r"found 4096 bytes instead of \d+ in .*/b/records-0\.bin"):
+    with pytest.raises(StorageError, match=r"expected \d+ bytes but found 4096 in .*/b/records-0\.bin"):
         Store.open(paths, model=model, engine=engine)
     os.unlink(Path(paths[1].path) / "records-0.bin")
     with pytest.raises(StorageError, match=r"cannot open .*/b/records-0\.bin \(No such file"):

@@ -63,7 +63,7 @@ def test_drafts_go_where_the_commit_is_not() -> None:
         HomeRun(Home.SECOND, 3, 5),
     ]
     assert versions.has_drafts and versions.is_written("a", "param", 0, 1)
-    versions.drop()
+    versions.drop_drafts()
     assert live(versions, A)[1] == (Home.SECOND, 4) and versions.is_written("a", "param", 0, 5)
     assert not versions.has_drafts
 
@@ -94,7 +94,7 @@ def test_only_other_bytes_over_committed_ones_tear(num_homes: int) -> None:
     versions.mark_torn()
     assert versions.is_torn and not versions.overwrites("c", "param", 0, 2)
     with pytest.raises(AssertionError, match="overwritten"):
-        versions.drop()
+        versions.drop_drafts()
     commit(versions)
     assert not versions.is_torn
 
@@ -113,11 +113,11 @@ def test_a_write_that_never_ends_leaves_its_granules_in_flux() -> None:
     assert versions.first_in_flux() == ("b", "param", 1) and versions.has_drafts
     write(versions, FROZEN_TAIL, 1, 2, 7)
     assert versions.first_in_flux() == ("b", "param", 2)
-    versions.drop()
+    versions.drop_drafts()
     assert versions.first_in_flux() is None
     versions.begin_write("c", "param", 0, 1)
     assert versions.first_in_flux() == ("c", "param", 0)
-    versions.begin_anew()
+    versions.clear()
     assert versions.first_in_flux() is None
 
 
@@ -125,10 +125,10 @@ def test_beginning_anew_keeps_the_commit() -> None:
     versions = versions_of(2)
     write(versions, A, 0, 5, 1)
     commit(versions)
-    versions.begin_anew()
+    versions.clear()
     assert live(versions, A) == [(Home.NOWHERE, 0)] * 5 and versions.has_drafts
     assert write(versions, A, 0, 5, 2) == [HomeRun(Home.SECOND, 0, 5)]
-    versions.drop()
+    versions.drop_drafts()
     assert live(versions, A) == [(Home.FIRST, 1)] * 5
 
 
@@ -139,7 +139,7 @@ def test_what_was_taken_for_a_commit_does_not_change_any_more() -> None:
     versions.commit(home, checksum)
     before = home.copy(), checksum.copy()
     write(versions, A, 0, 5, 2)
-    versions.begin_anew()
+    versions.clear()
     versions.commit(*versions.draft())
     assert np.array_equal(home, before[0]) and np.array_equal(checksum, before[1])
 

@@ -12,7 +12,7 @@ def test_every_task_put_before_the_end_runs() -> None:
     done = list[int]()
     threads = TaskThreads(3, "tasks")
     for number in range(200):
-        threads.put(lambda number=number: done.append(number))  # type: ignore[misc]
+        threads.submit(lambda number=number: done.append(number))  # type: ignore[misc]
     threads.close()
     threads.close()
     assert sorted(done) == list(range(200)) and not named("tasks")
@@ -29,7 +29,7 @@ def test_tasks_run_beside_each_other_on_threads_that_have_begun() -> None:
 
     threads = TaskThreads(2, "pair", begin=lambda: begun.append(threading.current_thread().name))
     for _ in range(2):
-        threads.put(task)
+        threads.submit(task)
     threads.close()
     assert sorted(names) == ["pair_0", "pair_1"]
 
@@ -61,7 +61,7 @@ def test_what_a_task_holds_is_let_go_when_it_is_over() -> None:
         def __del__(self) -> None:
             gone.set()
 
-    threads.put(Task(held))
+    threads.submit(Task(held))
     assert gone.wait(60)
     threads.close()
 

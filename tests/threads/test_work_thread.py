@@ -21,7 +21,7 @@ def test_who_waits_for_a_thread_that_died_is_told(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     thread = started()
     monkeypatch.setattr(thread, "_try", lambda work: 1 // 0)
-    thread.put(lambda: None)
+    thread.submit(lambda: None)
     with pytest.raises(RuntimeError, match="the engine is closed"):
         thread.barrier()
 

@@ -12,7 +12,7 @@ def test_tasks_are_counted_by_lane_and_name() -> None:
         pass
     with timeline.task(SSD_READ, "exp_avg", num_bytes=4):
         pass
-    timeline.add(COMPUTE, "forward", 1.0, 3.0)
+    timeline.add_task(COMPUTE, "forward", 1.0, 3.0)
     totals = timeline.totals()
     assert (totals[SSD_READ].num_bytes, totals[SSD_READ].num_tasks) == (7, 2)
     assert set(totals[SSD_READ].task_s) == {"param", "exp_avg"}
@@ -21,7 +21,7 @@ def test_tasks_are_counted_by_lane_and_name() -> None:
     assert timeline.tasks == []
 
 
-def test_tasks_at_the_same_time_make_a_lane_busy_once() -> None:
+def test_simultaneous_tasks_count_once_as_busy() -> None:
     timeline = Timeline()
     both_run = threading.Barrier(2)
 
@@ -39,14 +39,14 @@ def test_tasks_at_the_same_time_make_a_lane_busy_once() -> None:
     assert 0 < lane.busy_s < lane.task_s["param"]
 
 
-def test_what_still_runs_counts_as_busy() -> None:
+def test_running_tasks_count_as_busy() -> None:
     timeline = Timeline()
     with timeline.task(SSD_READ, "param"):
         first = timeline.totals()[SSD_READ].busy_s
         assert 0 < first < timeline.totals()[SSD_READ].busy_s
 
 
-def test_a_task_that_fails_is_counted_too() -> None:
+def test_a_failed_task_is_counted() -> None:
     timeline = Timeline(is_tracing=True)
     try:
         with timeline.task(SSD_READ, "param"):
@@ -56,13 +56,13 @@ def test_a_task_that_fails_is_counted_too() -> None:
     assert timeline.totals()[SSD_READ].num_tasks == len(timeline.tasks) == 1
 
 
-def test_a_trace_draws_overlapping_tasks_of_a_lane_in_rows_of_their_own() -> None:
+def test_overlapping_tasks_get_further_rows() -> None:
     timeline = Timeline(is_tracing=True)
     began_s = timeline.began_s
-    timeline.add(SSD_READ, "param", began_s + 1, began_s + 3, block="0", num_bytes=8)
-    timeline.add(SSD_READ, "exp_avg", began_s + 2, began_s + 4)
-    timeline.add(SSD_READ, "exp_avg", began_s + 3, began_s + 5)
-    timeline.add(COMPUTE, "forward", began_s + 1, began_s + 2)
+    timeline.add_task(SSD_READ, "param", began_s + 1, began_s + 3, block="0", num_bytes=8)
+    timeline.add_task(SSD_READ, "exp_avg", began_s + 2, began_s + 4)
+    timeline.add_task(SSD_READ, "exp_avg", began_s + 3, began_s + 5)
+    timeline.add_task(COMPUTE, "forward", began_s + 1, began_s + 2)
     events = json.loads(json.dumps(list(trace_events(timeline.tasks, began_s=began_s))))
     drawn = [event for event in events if event["ph"] == "X"]
     names = {e["tid"]: e["args"]["name"] for e in events if e["name"] == "thread_name"}
@@ -75,7 +75,7 @@ def test_a_trace_draws_overlapping_tasks_of_a_lane_in_rows_of_their_own() -> Non
     assert drawn[1]["args"]["bytes"] == 8 and drawn[1]["cat"] in LANES
 
 
-def test_drives_that_read_and_write_at_once_are_busy_once() -> None:
+def test_simultaneous_reads_and_writes_count_once() -> None:
     timeline = Timeline()
     with timeline.task(SSD_READ, "param"), timeline.task(SSD_WRITE, "param"):
         sum(range(1_000_000))
@@ -83,5 +83,5 @@ def test_drives_that_read_and_write_at_once_are_busy_once() -> None:
     reads_s, writes_s = totals[SSD_READ].busy_s, totals[SSD_WRITE].busy_s
     assert writes_s <= timeline.drives_busy_s < reads_s + writes_s
     before_s = timeline.drives_busy_s
-    timeline.add(COMPUTE, "forward", 1.0, 3.0)
+    timeline.add_task(COMPUTE, "forward", 1.0, 3.0)
     assert timeline.drives_busy_s == before_s

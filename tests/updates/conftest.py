@@ -1,4 +1,4 @@
-"""The fixtures of engines and twins, and the modules beside this file."""
+"""Fixtures, and the import path of the modules beside this file."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["build_engine", "make_bench", "make_config", "make_twins"]
 
 @pytest.fixture
 def make_bench() -> Iterator[Callable[..., Bench]]:
-    """Pipelines over `Bench`es, that end with the test."""
+    """Makes `Bench`es that are closed at the end of the test."""
     benches: list[Bench] = []
 
     def make(schedule: Schedule = "optimized", **settings: Any) -> Bench:

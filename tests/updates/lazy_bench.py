@@ -1,4 +1,4 @@
-"""A gradient pipeline over experts in a store of files, some of whose updates come steps later, or none do."""
+"""A gradient pipeline over experts in a store of files. Lazy experts take steps with gradients of zeros later."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.optim import AdamWGroup, MasterFormat
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec, Store
-from hf_lohan.updates import ArrivedChunk, CaughtUpRecords, GradientPipeline, MissedSteps, StepCounts, UpdateSetup
+from hf_lohan.updates import ArrivedChunk, GradientPipeline, MissedSteps, StepCounts, UpdateSetup, UpToDateRecords
 from hf_lohan.updates.worker import Applied
 
 NUM_EXPERTS = 4
 CHUNK_NUMEL = GRANULE_NUMEL
 _NUM_ROWS = 3 * GRANULE_NUMEL // 2 // 64
-"""So that an expert has a parameter in two chunks, and another that lies beside its end."""
+"""Makes one parameter of an expert lie in two chunks, with another one behind it."""
 
 
 def _pool(name: str, num_buffers: int, chunk_numel: int) -> BufferPool:
@@ -29,7 +29,7 @@ def _pool(name: str, num_buffers: int, chunk_numel: int) -> BufferPool:
 
 
 class LazyBench:
-    """Experts of one fused weight and one fused bias each, both of them parts of one parameter."""
+    """Experts with one weight and one bias each, which are parts of two fused parameters."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class LazyBench:
         schedule: Schedule = "optimized",
         chunk_numel: int = CHUNK_NUMEL,
     ) -> None:
-        """``most``: how many steps an expert may be behind; ``from_share``: where steps leave out so large a share."""
+        """``most``, ``from_share``: see `MissedSteps`."""
         self.folder, self.form = folder, form
         self.weights = nn.Parameter(torch.zeros(NUM_EXPERTS, _NUM_ROWS, 64))
         self.biases = nn.Parameter(torch.zeros(NUM_EXPERTS, 64))
@@ -53,7 +53,7 @@ class LazyBench:
         self.missed = MissedSteps(self.blocks, self.chunks, lazy, most=most, from_share=from_share)
         self.io = IoEngine(2, 1 << 20, 1 << 26)
         self.store = self._opened_store()
-        self.records = CaughtUpRecords(self.store, self.blocks, self.missed)
+        self.records = UpToDateRecords(self.store, self.blocks, self.missed)
         self.step_counts: StepCounts = {part: 0 for block in self.blocks for part in block.slices}
         self.gradients = _pool("gradients", 2 * len(self.chunks), chunk_numel)
         self.states = _pool("states", 2 * form.num_state_buffers_per_chunk, chunk_numel)
@@ -76,7 +76,7 @@ class LazyBench:
                 missed=self.missed,
             )
         )
-        self.pipeline.speculate(speculates)
+        self.pipeline.set_speculation(speculates)
 
     def _expert(self, number: int) -> Block:
         parameters = {"weights": self.weights, "biases": self.biases}
@@ -113,13 +113,13 @@ class LazyBench:
         self.io.close()
 
     def backward(self, touched: Collection[int], seed: int, *, is_final: bool = True) -> None:
-        """One that came by all experts, and has gradients for some."""
+        """A backward that passes all experts and has gradients for the touched ones."""
         random = torch.Generator().manual_seed(seed)
         for chunk in reversed(self.chunks):
             values = torch.randn(chunk.numel, generator=random)
             if self.blocks.index(chunk.block) in touched:
                 self.pipeline.submit(self._arrived(chunk, values), is_final=is_final)
-        self.pipeline.reach(self.chunks)
+        self.pipeline.note_passed(self.chunks)
 
     def _arrived(self, chunk: Chunk, values: Tensor) -> ArrivedChunk:
         arrived = ArrivedChunk(chunk, self.gradients.acquire(), torch.float32, list(chunk.pieces))
@@ -137,7 +137,7 @@ class LazyBench:
             self.commit()
 
     def commit(self) -> None:
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         packed = self.missed.packed()
         counts = [self.step_counts[part] for block in self.blocks for part in block.slices]
         self.store.commit({"counts": counts}, {"missed": packed} if packed is not None else {})
@@ -145,8 +145,8 @@ class LazyBench:
     def go_back(self) -> None:
         """To the last commit."""
         self.pipeline.abandon_step()
-        self.pipeline.settle()
-        self.store.drop()
+        self.pipeline.wait_for_updates()
+        self.store.drop_drafts()
         self.restore()
 
     def restore(self) -> None:
@@ -157,7 +157,7 @@ class LazyBench:
         self.missed.restore(commit.journal.get("missed"))
 
     def weights_of(self, number: int) -> Tensor:
-        """As they come to a slot."""
+        """The weights as a slot would get them."""
         block = self.blocks[number]
         weights = torch.full((block.numel,), float("nan"), dtype=self.form.working_dtype)
         delivery = self.pipeline.deliver(block, weights)
@@ -169,8 +169,8 @@ class LazyBench:
         return weights
 
     def states_of(self, number: int, kinds: Sequence[str] = ()) -> dict[str, Tensor]:
-        """All records of an expert, as the last step left them."""
-        self.pipeline.settle()
+        """All records of an expert, up to date."""
+        self.pipeline.wait_for_updates()
         block, found = self.blocks[number], {}
         for kind in kinds or ("param", *self.form.state_kinds):
             numel = self.records.layout.record(block.name, kind).numel
@@ -181,7 +181,7 @@ class LazyBench:
         return found
 
     def behind(self) -> Set[int]:
-        return {number for number, block in enumerate(self.blocks) if self.missed.behind(block)}
+        return {number for number, block in enumerate(self.blocks) if self.missed.is_block_behind(block)}
 
 
 def assert_equal(found: LazyBench, expected: LazyBench) -> None:

@@ -18,7 +18,6 @@ from hf_lohan.optim import AdamWGroup
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordRead
 from hf_lohan.updates import ArrivedChunk, GradientPipeline, StepCounts, UpdateSetup
-from hf_lohan.updates.means import GradientMeans, OwnGradients
 from hf_lohan.updates.worker import Applied
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -27,7 +26,7 @@ GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
 
 
 class LateCallbacks(IoRequest):
-    """Done at once, but its callbacks come when the test says so: the thread that calls them may be slow."""
+    """Done at once. Its callbacks run when the test asks for it, as on a slow I/O thread."""
 
     def __init__(self) -> None:
         super().__init__(0, 0, lambda num_bytes: None)
@@ -42,7 +41,7 @@ class LateCallbacks(IoRequest):
 
 
 class DoneWhenWaitedFor(IoRequest):
-    """Goes on for as long as nobody waits for it."""
+    """Ends when it is waited for."""
 
     def __init__(self, num_bytes: int, finished: Callable[[], None]) -> None:
         super().__init__(num_bytes, 1, lambda num_bytes: finished())
@@ -54,17 +53,17 @@ class DoneWhenWaitedFor(IoRequest):
 
 
 class NothingInRam:
-    """Of a store whose records have no copies."""
+    """The RAM home of a store without copies in RAM."""
 
-    def lend(self, block: str, kind: str, start_numel: int, numel: int) -> None:
+    def borrow(self, block: str, kind: str, start_numel: int, numel: int) -> None:
         return None
 
-    def keeps(self, block: str, kind: str) -> bool:
+    def keeps_write(self, block: str, kind: str) -> bool:
         return False
 
 
 class MemoryStore:
-    """Records in memory, and the order of what was asked of them: `r0` reads chunk 0, `w0` writes it, `drop` drops."""
+    """Records in memory, and the order of calls: `r0` reads chunk 0, `w0` writes it, `drop` drops drafts."""
 
     num_homes = 2
 
@@ -85,7 +84,7 @@ class MemoryStore:
         self._committed = {kind: record.clone() for kind, record in self.records.items()}
         self.has_drafts = False
 
-    def drop(self) -> None:
+    def drop_drafts(self) -> None:
         assert self.num_under_way == 0, "a write would land after the drop"
         self.order.append("drop")
         for kind, record in self.records.items():
@@ -147,7 +146,7 @@ class Bench:
         fail: Exception | None = None,
         speculates: bool = False,
         lends_gradient_buffers: bool = False,
-        means: Callable[..., GradientMeans] = OwnGradients,
+        make_pipeline: Callable[[UpdateSetup], GradientPipeline] = GradientPipeline,
     ) -> None:
         parameters = {f"p{i}": nn.Parameter(torch.zeros(CHUNK_NUMEL)) for i in range(NUM_CHUNKS)}
         self.block = lay_out_block("block", SizeClass.LAYER, parameters)
@@ -156,8 +155,8 @@ class Bench:
         self.gradients, self.states = pool("gradients", 2 * NUM_CHUNKS), pool("states", 3 * NUM_CHUNKS)
         self.step_counts: StepCounts = dict.fromkeys(self.block.slices, 0)
         self.groups = [GROUP]
-        """What the hyperparameters are at present."""
-        self.pipeline = GradientPipeline(
+        """The last entry has the present hyperparameters."""
+        self.pipeline = make_pipeline(
             UpdateSetup(
                 device=CpuDevice(),
                 blocks=[self.block],
@@ -171,10 +170,9 @@ class Bench:
                 gradients=self.gradients,
                 recall=pool("recall", 0),
                 num_arrival_buffers=0 if lends_gradient_buffers else self.gradients.num_buffers,
-                means=means,
             )
         )
-        self.pipeline.speculate(speculates)
+        self.pipeline.set_speculation(speculates)
         self.applied: list[Applied] = []
 
     def arrived(self, index: int, value: float) -> ArrivedChunk:
@@ -184,7 +182,7 @@ class Bench:
         return arrived
 
     def read_weights(self) -> Tensor:
-        """As whoever brings the block to the device does."""
+        """As a load of the block to the device does."""
         weights = torch.full((self.block.numel,), float("nan"))
         delivery = self.pipeline.deliver(self.block, weights)
         for start, stop in delivery.ranges_to_read():
@@ -193,27 +191,27 @@ class Bench:
         return weights
 
     def hold_up(self) -> threading.Event:
-        """Keep the pipeline from doing anything until the event is set."""
+        """Block the pipeline's thread until the event is set."""
         gate = threading.Event()
 
         def wait() -> None:
             assert gate.wait(60)
 
-        self.pipeline._thread.put(wait)
+        self.pipeline._thread.submit(wait)
         return gate
 
     def submit_all(self, value: float = 1.0, *, is_final: bool = True) -> None:
-        """All chunks at once, last first, as backward does: before the pipeline can do anything."""
+        """Submit all chunks, last first, as backward does, before the pipeline's thread runs."""
         gate = self.hold_up()
         for index in reversed(range(NUM_CHUNKS)):
             self.pipeline.submit(self.arrived(index, value), is_final=is_final)
         gate.set()
 
     def finish_step(self, clip_coefficient: float = 1.0) -> set[Block]:
-        """Finish the step and wait for it."""
+        """Finish the step, wait for its updates, and commit."""
         self.pipeline.wait_for_norms()
         changed, applied = self.pipeline.finish_step(clip_coefficient, lambda part: GROUP)
         self.applied.append(applied)
-        self.pipeline.settle()
+        self.pipeline.wait_for_updates()
         self.store.commit()
         return changed

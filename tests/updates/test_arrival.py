@@ -1,4 +1,4 @@
-"""Gradients on their way to the pipeline: chunks as they fill, the total norm, and the merging of neighbours."""
+"""Gradients on the way to the pipeline: chunks, borrowed slots, the total norm, and segments of neighbours."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ from hf_lohan.model import Block, Chunk, ParamSlice, lay_out_block
 from hf_lohan.optim import AdamWGroup, Segment
 from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
-from hf_lohan.updates.arrival import GradientArrivals
-from hf_lohan.updates.chunk_gradient import ArrivedChunk, ChunkGradient
+from hf_lohan.updates.arrival import BackwardContext, GradientArrivals
 from hf_lohan.updates.chunk_update import merge_segments
-from hf_lohan.updates.norms import GradientNorms
+from hf_lohan.updates.gradients import ArrivedChunk, ChunkGradient, GradientNorms
 
 CHUNK_NUMEL = GRANULE_NUMEL
 GROUP = AdamWGroup(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1)
@@ -28,7 +27,7 @@ def pool(name: str, num_buffers: int) -> BufferPool:
     return BufferPool(CpuDevice(), name=name, num_buffers=num_buffers, buffer_bytes=4 * CHUNK_NUMEL)
 
 
-# Merging neighbours.
+# Segments.
 
 
 def block_of(*numels: int) -> tuple[Block, Chunk]:
@@ -46,25 +45,25 @@ def segments(
     return merge_segments(gradient, lambda part: (groups or {}).get(slices.index(part), GROUP), step_counts)
 
 
-def test_neighbours_of_one_kind_are_one_run() -> None:
+def test_neighbours_with_equal_settings_are_one_segment() -> None:
     _, chunk = block_of(64, 96, 32)
     assert segments(chunk, {0, 1, 2}) == [Segment(0, chunk.pieces[-1].stop_in_chunk, GROUP, 1)]
 
 
-def test_a_run_ends_behind_a_parameter_that_is_no_whole_number_of_vectors() -> None:
+def test_a_segment_ends_after_a_parameter_that_is_no_whole_number_of_vectors() -> None:
     _, chunk = block_of(64, 100, 32)
     ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
     assert segments(chunk, {0, 1, 2}) == [Segment(0, ends[1][1], GROUP, 1), Segment(*ends[2], GROUP, 1)]
 
 
-def test_a_parameter_without_gradient_parts_a_run() -> None:
+def test_a_parameter_without_a_gradient_separates_segments() -> None:
     _, chunk = block_of(64, 100, 32)
     ends = [(piece.start_in_chunk, piece.stop_in_chunk) for piece in chunk.pieces]
     assert segments(chunk, {0, 2}) == [Segment(*ends[0], GROUP, 1), Segment(*ends[2], GROUP, 1)]
     assert segments(chunk, set()) == []
 
 
-def test_other_hyperparameters_or_another_step_part_a_run() -> None:
+def test_other_hyperparameters_or_another_step_begin_a_segment() -> None:
     _, chunk = block_of(64, 100, 32)
     found = segments(chunk, {0, 1, 2}, {1: OTHER_GROUP}, {2: 5})
     assert [(segment.group, segment.step) for segment in found] == [(GROUP, 1), (OTHER_GROUP, 1), (GROUP, 6)]
@@ -73,78 +72,109 @@ def test_other_hyperparameters_or_another_step_part_a_run() -> None:
 # Arrival and norms.
 
 
-def arrivals_for(block: Block, handed_on: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
+def arrivals_for(block: Block, submitted: list[ArrivedChunk], buffers: BufferPool) -> GradientArrivals:
     pipeline: Any = SimpleNamespace(
-        norms=GradientNorms(block.slices),
+        measure_gradient=GradientNorms(block.slices).set_first,
         holds_gradients=True,
-        while_waiting=None,
-        speculates=False,
-        submit=lambda arrived, **_options: handed_on.append(arrived),
+        submit=lambda arrived, **_options: submitted.append(arrived),
     )
     return GradientArrivals(CpuDevice(), buffers, block.cut(CHUNK_NUMEL), pipeline)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_are_handed_on_when_complete_with_zeros_in_the_padding(dtype: torch.dtype) -> None:
+def test_chunks_are_submitted_when_complete_with_zeros_in_the_padding(dtype: torch.dtype) -> None:
     numels = {"large": 2 * CHUNK_NUMEL + 900, "small": 3}
     parameters = {name: nn.Parameter(torch.zeros(numel, 1, dtype=dtype)) for name, numel in numels.items()}
     block = lay_out_block("block", SizeClass.LAYER, parameters)
-    handed_on: list[ArrivedChunk] = []
+    submitted: list[ArrivedChunk] = []
     buffers = pool("gradients", 3)
     for buffer in [buffers.acquire() for _ in range(3)]:
-        buffer.bytes.fill_(0xFF)  # NaN wherever nobody writes
+        buffer.bytes.fill_(0xFF)  # NaN, unless it is written
         buffer.release()
-    arrivals = arrivals_for(block, handed_on, buffers)
+    arrivals = arrivals_for(block, submitted, buffers)
     large, small = block.slices
     gradients: dict[ParamSlice, Tensor] = {}
     for part, expected in ((large, 2), (small, 3)):
         gradient = torch.randn(part.shape).to(dtype)
         gradients[part], part.parameter.grad = gradient, gradient
-        arrivals.take(part, part.parameter)
+        arrivals.take_gradient(part, part.parameter)
         assert part.parameter.grad is None
-        assert len(handed_on) == expected  # the third chunk is shared
-    whole = torch.cat([arrived.wait() for arrived in handed_on])
+        assert len(submitted) == expected  # the third chunk is shared
+    whole = torch.cat([arrived.wait() for arrived in submitted])
     for part, gradient in gradients.items():
         assert torch.equal(whole[part.start : part.stop], gradient.flatten().float())
         whole[part.start : part.stop] = 0
     assert not whole.any()
 
 
-def test_flush_hands_on_what_some_parameter_never_reached() -> None:
+def test_flush_submits_incomplete_chunks() -> None:
     block, _ = block_of(64, 100)
-    handed_on: list[ArrivedChunk] = []
+    submitted: list[ArrivedChunk] = []
     buffers = pool("gradients", 1)
-    arrivals = arrivals_for(block, handed_on, buffers)
+    arrivals = arrivals_for(block, submitted, buffers)
     first = block.slices[0]
     first.parameter.grad = torch.ones(64, 1)
-    arrivals.take(first, first.parameter)
-    assert handed_on == []
+    arrivals.take_gradient(first, first.parameter)
+    assert submitted == []
     arrivals.flush()
-    assert [piece.param_slice for piece in handed_on[0].pieces] == [first]
-    handed_on[0].buffer.release()
+    assert [piece.param_slice for piece in submitted[0].pieces] == [first]
+    submitted[0].buffer.release()
     first.parameter.grad = torch.ones(64, 1)
-    arrivals.take(first, first.parameter)
-    arrivals.abandon()
+    arrivals.take_gradient(first, first.parameter)
+    arrivals.abandon_backward()
     assert buffers.num_free == 1
-    assert len(handed_on) == 1
+    assert len(submitted) == 1
 
 
-def test_a_sparse_gradient_is_refused_by_name() -> None:
+@pytest.mark.parametrize("is_final", [True, False])
+@pytest.mark.parametrize("updates_in_backward", [True, False])
+@pytest.mark.parametrize("owns", [True, False])
+def test_a_slot_is_borrowed_for_an_update_in_the_final_backward(
+    owns: bool, updates_in_backward: bool, is_final: bool
+) -> None:
+    block, _ = block_of(64)
+    submitted: list[tuple[bool, Any]] = []
+    slots: Any = SimpleNamespace(borrow_slot=lambda block: f"slot of {block.name}")
+    pipeline: Any = SimpleNamespace(
+        measure_gradient=lambda part, gradient: None,
+        holds_gradients=True,
+        updates_in_backward=updates_in_backward,
+        updates_chunk=lambda chunk: owns,
+        submit=lambda arrived, *, is_final, borrowed: submitted.append((is_final, borrowed)),
+    )
+    arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)
+    arrivals.begin_backward(BackwardContext(is_final=is_final, slots=slots))
+    arrivals.send_gradient(block.slices[0], torch.ones(64))
+    arrivals.send_gradient(block.slices[0], torch.ones(64), has_more=True)
+    borrows = is_final and updates_in_backward and owns
+    assert submitted == [(is_final, "slot of block" if borrows else None), (False, None)]
+
+
+def test_accumulation_is_refused_if_updates_run_in_backward() -> None:
+    block, _ = block_of(64)
+    pipeline: Any = SimpleNamespace(measure_gradient=lambda part, gradient: None, holds_gradients=False)
+    arrivals = GradientArrivals(CpuDevice(), pool("gradients", 2), block.cut(CHUNK_NUMEL), pipeline)
+    arrivals.begin_backward(BackwardContext(is_final=False))
+    with pytest.raises(RuntimeError, match="gradients are being accumulated"):
+        arrivals.send_gradient(block.slices[0], torch.ones(64))
+
+
+def test_a_sparse_gradient_is_refused() -> None:
     embedding = nn.Embedding(40, 8, sparse=True)
     table = embedding.weight
     assert isinstance(table, nn.Parameter)
     block = lay_out_block("block", SizeClass.LAYER, {"table": table})
     embedding(torch.tensor([1, 2])).sum().backward()
     with pytest.raises(ValueError, match="table has a sparse gradient"):
-        arrivals_for(block, [], pool("gradients", 2)).take(block.slices[0], table)
+        arrivals_for(block, [], pool("gradients", 2)).take_gradient(block.slices[0], table)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_total_norm_is_that_of_torch_to_the_bit(dtype: torch.dtype) -> None:
+def test_the_total_norm_equals_torch_to_the_bit(dtype: torch.dtype) -> None:
     block, _ = block_of(64, 5000, 3, 2048, 700)
     norms = GradientNorms(block.slices)
     gradients = [torch.randn(part.shape).to(dtype) for part in block.slices]
-    for part, gradient in list(zip(block.slices, gradients, strict=True))[::-1]:  # as backward brings them
+    for part, gradient in list(zip(block.slices, gradients, strict=True))[::-1]:  # in the order of backward
         norms.set_first(part, gradient.flatten())
     in_order = [gradient.float() for gradient in gradients]
     assert torch.equal(norms.total(), torch.nn.utils.get_total_norm(in_order, foreach=False))
@@ -152,7 +182,7 @@ def test_the_total_norm_is_that_of_torch_to_the_bit(dtype: torch.dtype) -> None:
     assert norms.total() == 0.0
 
 
-def test_norms_come_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_norms_are_copied_to_the_host_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy waits for the device."""
     block, _ = block_of(64, 5000, 3)
     norms, copied = GradientNorms(block.slices), list[int]()
@@ -170,8 +200,8 @@ def test_norms_come_to_the_host_in_one_copy(monkeypatch: pytest.MonkeyPatch) -> 
     assert copied == [3]
 
 
-def test_a_sum_measured_in_pieces_is_nearer_to_the_norm_than_torch() -> None:
-    """On a CPU torch adds the squares up in float32, in eight lanes."""
+def test_the_norm_of_chunks_is_more_exact_than_torch() -> None:
+    """On a CPU torch adds squares in float32, in eight lanes."""
     num_chunks = 128
     gradient = torch.randn(num_chunks * CHUNK_NUMEL, generator=torch.Generator().manual_seed(0))
     block, _ = block_of(gradient.numel())
@@ -185,7 +215,7 @@ def test_a_sum_measured_in_pieces_is_nearer_to_the_norm_than_torch() -> None:
     assert float(norms.total()) == pytest.approx(exact, rel=1e-6)
 
 
-def test_a_sum_measured_in_pieces_replaces_the_first_norm() -> None:
+def test_the_norm_of_a_sum_replaces_the_first_norm() -> None:
     block, _ = block_of(2 * CHUNK_NUMEL)
     part = block.slices[0]
     norms = GradientNorms([part])

@@ -1,4 +1,4 @@
-"""Parts change no bit of an update, verify all that goes in and hash all that comes out."""
+"""Updating in parts changes no bit, verifies all inputs and hashes all outputs."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ OTHER = AdamWGroup(lr=1e-3, beta1=0.8, beta2=0.99, eps=1e-6, weight_decay=0.0)
 PART_NUMEL = MIN_PART_NUMEL
 NUMEL = 5 * PART_NUMEL + GRANULE_NUMEL + 2048
 SEGMENTS = (
-    Segment(0, 2 * PART_NUMEL + 7, GROUP, 1),  # ends in a part, off every vector
+    Segment(0, 2 * PART_NUMEL + 7, GROUP, 1),  # ends within a part and within a vector
     Segment(2 * PART_NUMEL + 32, 2 * PART_NUMEL + 33, OTHER, 3),
-    Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from a part's end to another's
+    Segment(3 * PART_NUMEL - 64, 5 * PART_NUMEL, OTHER, 4),  # from one part's end to another's
     Segment(5 * PART_NUMEL + 96, NUMEL - 3, GROUP, 2),
 )
 POSITION = 3 * PART_NUMEL
-"""Of the chunk in its block."""
+"""The chunk's offset in its block."""
 FORMS: tuple[tuple[torch.dtype, MomentDtype], ...] = (
     (torch.float32, "float32"),
     (torch.bfloat16, "float32"),
@@ -47,7 +47,7 @@ def form(request: pytest.FixtureRequest) -> MasterFormat:
 
 @pytest.fixture
 def store(form: MasterFormat, tmp_path: Path) -> Iterator[Store]:
-    """Random states of one block."""
+    """Has one block with random states."""
     numel = -(-NUMEL // form.align_numel) * form.align_numel
     specs = [
         RecordSpec("block", kind, str(form.state_dtype(kind)).removeprefix("torch."), form.numel(kind, numel))
@@ -85,10 +85,10 @@ def read_all(store: Store) -> tuple[dict[str, Tensor], list[RecordRead]]:
 def in_parts(
     store: Store, form: MasterFormat, num_threads: int, clip: float = 1.0, *, of_zeros: bool = False
 ) -> tuple[dict[str, Tensor], dict[str, Checksums]]:
-    """The records after it, and their checksums. ``of_zeros``: without a gradient, which is one of zeros."""
+    """The updated records and their checksums. ``of_zeros``: pass no gradient."""
     records, reads = read_all(store)
     for read in reads:
-        read.arrive()
+        read.wait_for_bytes()
     values = gradient(store)
     checksums = update_in_parts(
         KernelThreads(num_threads),
@@ -106,7 +106,7 @@ def in_parts(
 
 
 def in_one_piece(store: Store, form: MasterFormat, clip: float) -> dict[str, Tensor]:
-    """By torch's own function, from all of the chunk at once; what is stored in fewer bytes, segment by segment."""
+    """Updated by torch's own function on the whole chunk at once; encoded moments segment by segment."""
     records, reads = read_all(store)
     for read in reads:
         read.wait()
@@ -159,7 +159,7 @@ def test_parts_change_no_bit(store: Store, form: MasterFormat, num_threads: int,
         assert checksums[kind].tolist() == store.checksums("block", kind, expected).tolist()
 
 
-def test_no_gradient_is_one_of_zeros(store: Store, form: MasterFormat) -> None:
+def test_no_gradient_equals_a_gradient_of_zeros(store: Store, form: MasterFormat) -> None:
     records, checksums = in_parts(store, form, 2, of_zeros=True)
     for kind, expected in in_one_piece(store, form, 0.0).items():
         assert torch.equal(records[kind].view(torch.uint8), expected.view(torch.uint8)), kind
@@ -167,13 +167,13 @@ def test_no_gradient_is_one_of_zeros(store: Store, form: MasterFormat) -> None:
 
 
 @pytest.mark.parametrize("granule", [0, 5, NUMEL // GRANULE_NUMEL])
-def test_no_granule_of_any_input_is_used_unseen(
+def test_every_granule_of_every_input_is_verified(
     store: Store, form: MasterFormat, granule: int, flip: Callable[[str, int], None]
 ) -> None:
     for record in store.records:
         first = form.numel(record.kind, granule * GRANULE_NUMEL)
         flip(record.kind, first * record.itemsize + 3)
-        with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged: .* from {first} on"):
+        with pytest.raises(CorruptionError, match=f"{record.kind} of block is damaged from element {first} on"):
             in_parts(store, form, 2)
         flip(record.kind, first * record.itemsize + 3)
     in_parts(store, form, 2)
@@ -181,7 +181,7 @@ def test_no_granule_of_any_input_is_used_unseen(
 
 @pytest.fixture
 def flip(store: Store) -> Callable[[str, int], None]:
-    """Flips a bit of a byte of a record on the disk."""
+    """Flips a bit in a byte of a record on disk."""
 
     def flipped(kind: str, byte: int) -> None:
         for path, extent in store.extents("block", kind) or []:

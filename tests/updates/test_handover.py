@@ -1,4 +1,4 @@
-"""New parameters come from their update while they are in RAM, and from the store where they went by already."""
+"""New parameters come from their update while they are in RAM, and otherwise from the store."""
 
 from __future__ import annotations
 
@@ -16,9 +16,19 @@ from hf_lohan.planner import SizeClass
 from hf_lohan.store import GRANULE_NUMEL
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.paced_device import PacedDevice, SteppedClock
-from hf_lohan.updates.handover import Delivery, Handover, NewParams
+from hf_lohan.updates.handover import Delivery, DeliveryListener, Handover, NewParams
 
 NUM_CHUNKS = 4
+
+
+class Noting(DeliveryListener):
+    """Notes how a delivery ended."""
+
+    def __init__(self, errors: list[BaseException | None]) -> None:
+        self._errors = errors
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self._errors.append(error)
 
 
 def a_block() -> tuple[Block, list[Chunk]]:
@@ -28,30 +38,30 @@ def a_block() -> tuple[Block, list[Chunk]]:
 
 
 class Updates:
-    """Updates that leave in each chunk its index, in buffers of their own."""
+    """Updates that write each chunk's index to its elements, in buffers of their own."""
 
     def __init__(self, device: CpuDevice | None = None) -> None:
         self.handover = Handover(device or CpuDevice())
         self.pool = BufferPool(CpuDevice(), name="states", num_buffers=NUM_CHUNKS, buffer_bytes=4 * GRANULE_NUMEL)
 
     def hand_over(self, chunk: Chunk) -> tuple[NewParams, Event | None, Buffer]:
-        """Until `written` the buffer is the update's."""
+        """The update keeps the buffer until `note_written`."""
         buffer = self.pool.acquire()
         param = buffer.view(torch.float32, chunk.numel).fill_(float(chunk.index))
         return *self.handover.hand_over(chunk, param, buffer), buffer
 
     def finish(self, chunk: Chunk) -> Event | None:
-        """Hand over and write."""
+        """Hand over, write, and release the buffer."""
         new, copied, buffer = self.hand_over(chunk)
         if copied is not None:
             copied.synchronize()
-        self.handover.written(new)
+        self.handover.note_written(new)
         buffer.release()
         return copied
 
 
 def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object]) -> None:
-    """`meanwhile` happens while `work` waits, which has to end by it."""
+    """`work` waits until `meanwhile` has run."""
     with ThreadPoolExecutor(1) as threads:
         working = threads.submit(work)
         meanwhile()
@@ -59,9 +69,9 @@ def within_a_minute(work: Callable[[], object], meanwhile: Callable[[], object])
 
 
 @pytest.mark.parametrize("is_outstanding", [True, False])
-def test_what_updates_bring_to_others_does_not_wait_until_a_slot_is_free(is_outstanding: bool) -> None:
-    """A load into a slot that compute still reads waits for it: on its own thread if updates are to bring the block,
-    for then they also bring what comes before, which that compute may wait for."""
+def test_deliveries_to_other_slots_do_not_wait_until_a_slot_is_free(is_outstanding: bool) -> None:
+    """A load into a slot that compute still reads waits on its own thread if updates deliver the block: they also
+    deliver earlier blocks, which that compute may wait for."""
     device = PacedDevice(link_bytes_per_s=1e6, flops_per_s=1.0, clock=SteppedClock())
     updates, (block, chunks) = Updates(device), a_block()
     if is_outstanding:
@@ -76,14 +86,14 @@ def test_what_updates_bring_to_others_does_not_wait_until_a_slot_is_free(is_outs
     assert device.num_waits.total() == 1
 
 
-def test_what_nobody_updates_is_read_from_the_store() -> None:
+def test_chunks_without_an_update_are_read_from_the_store() -> None:
     block, _ = a_block()
     delivery = Handover(CpuDevice()).deliver(block, torch.zeros(block.numel))
     delivery.wait()
     assert list(delivery.ranges_to_read()) == [(0, block.numel)]
 
 
-def test_what_is_still_to_be_updated_comes_from_the_update_and_is_not_read() -> None:
+def test_chunks_with_an_update_to_come_are_delivered_and_not_read() -> None:
     block, chunks = a_block()
     updates, weights = Updates(), torch.full((block.numel,), -1.0)
     updates.handover.announce([chunks[0], chunks[2]])
@@ -98,16 +108,16 @@ def test_what_is_still_to_be_updated_comes_from_the_update_and_is_not_read() -> 
     assert [weights[chunk.start].item() for chunk in chunks] == [0.0, -1.0, 2.0, -1.0]
 
 
-def test_what_went_by_is_read_once_it_is_written() -> None:
+def test_chunks_updated_before_are_read_once_they_are_written() -> None:
     block, chunks = a_block()
     updates = Updates()
     updates.handover.announce(chunks[:2])
-    assert updates.finish(chunks[0]) is None  # nobody wants it
+    assert updates.finish(chunks[0]) is None  # no reader
     delivery = updates.handover.deliver(block, torch.zeros(block.numel))
     assert list(delivery.chunks) == [chunks[1]]
 
 
-def test_whoever_waits_is_told_of_a_failure() -> None:
+def test_a_failure_ends_waits() -> None:
     block, chunks = a_block()
     updates = Updates().handover
     updates.announce(chunks)
@@ -118,8 +128,8 @@ def test_whoever_waits_is_told_of_a_failure() -> None:
         updates.deliver(block, torch.zeros(block.numel))
 
 
-def test_each_who_waits_has_an_error_of_his_own() -> None:
-    """One object that several threads raise collects the tracebacks of them all."""
+def test_each_wait_for_a_delivery_raises_an_error_object_of_its_own() -> None:
+    """An object that several threads raise collects all their tracebacks."""
     block, chunks = a_block()
     updates, cause = Updates().handover, OSError("the drive is gone")
     updates.announce(chunks)
@@ -146,8 +156,8 @@ def test_a_dropped_step_delivers_nothing() -> None:
     assert not updates.handover.deliver(block, torch.zeros(block.numel)).chunks
 
 
-def test_the_source_is_free_when_the_event_is_reached_and_not_before() -> None:
-    """On a device whose copies run late, what is overwritten at once would arrive overwritten."""
+def test_a_buffer_may_be_overwritten_when_the_event_is_reached() -> None:
+    """On a device whose copies run late, an earlier write would reach the slot."""
     device = AsyncDevice(max_delay_s=5e-3)
     block, chunks = a_block()
     updates, weights = Updates(device), device.empty(4 * block.numel).view(torch.float32)
@@ -169,7 +179,7 @@ def test_the_source_is_free_when_the_event_is_reached_and_not_before() -> None:
 
 
 @pytest.mark.parametrize("device", [CpuDevice(), AsyncDevice(max_delay_s=5e-3)], ids=["cpu", "late"])
-def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDevice) -> None:
+def test_parameters_that_wait_to_be_written_are_kept_until_they_are_copied(device: CpuDevice) -> None:
     block, chunks = a_block()
     updates, weights = Updates(device), device.empty(4 * block.numel).view(torch.float32)
     updates.handover.announce(chunks[:2])
@@ -177,11 +187,11 @@ def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDev
     assert copied is None
     delivery = updates.handover.deliver(block, weights)
     assert list(delivery.ranges_to_read()) == [(2 * GRANULE_NUMEL, block.numel)]
-    updates.handover.written(new)
+    updates.handover.note_written(new)
     buffer.release()
-    assert updates.pool.num_free == NUM_CHUNKS - 1  # somebody reads the buffer
+    assert updates.pool.num_free == NUM_CHUNKS - 1  # the delivery reads the buffer
     errors: list[BaseException | None] = []
-    delivery.when_ended(errors.append)
+    delivery.set_listener(Noting(errors))
     assert updates.pool.num_free == NUM_CHUNKS
     buffer.bytes.fill_(0xFF)
     assert not errors  # the other chunk is still to come
@@ -190,8 +200,8 @@ def test_what_waits_to_be_written_is_copied_and_stays_until_it_is(device: CpuDev
     assert [weights[chunk.start].item() for chunk in chunks[:2]] == [0.0, 1.0]
 
 
-def test_what_waits_to_be_written_is_forgotten_once_all_is() -> None:
-    """Whoever waited for the store may change it: what was in RAM is old then."""
+def test_written_parameters_are_forgotten() -> None:
+    """A caller that waited for the store may change it, so parameters in RAM are old then."""
     block, chunks = a_block()
     updates = Updates()
     updates.handover.announce(chunks)
@@ -204,12 +214,12 @@ def test_what_waits_to_be_written_is_forgotten_once_all_is() -> None:
 
 
 @pytest.mark.parametrize("end", ["abort", "call_off"])
-def test_who_asked_to_be_told_is_told_of_a_failure_once(end: str) -> None:
+def test_a_callback_gets_a_failure_once(end: str) -> None:
     block, chunks = a_block()
     updates = Updates().handover
     updates.announce(chunks)
     errors: list[BaseException | None] = []
-    updates.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    updates.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
     assert not errors
     if end == "abort":
         updates.abort(OSError("the drive is gone"))
@@ -218,13 +228,13 @@ def test_who_asked_to_be_told_is_told_of_a_failure_once(end: str) -> None:
     assert isinstance(error, OSError if end == "abort" else RuntimeError)
 
 
-def test_a_block_that_was_forgotten_while_it_came_is_delivered_again_when_it_has_come() -> None:
-    """Else nobody would end the first delivery, and its slot would load for ever."""
+def test_a_second_delivery_of_a_block_waits_for_the_first() -> None:
+    """A slot was forgotten during a delivery. Otherwise the first delivery would never end."""
     block, chunks = a_block()
     updates = Updates()
     updates.handover.announce(chunks[:1])
     errors: list[BaseException | None] = []
-    updates.handover.deliver(block, torch.zeros(block.numel)).when_ended(errors.append)
+    updates.handover.deliver(block, torch.zeros(block.numel)).set_listener(Noting(errors))
     weights = torch.full((block.numel,), -1.0)
     again: list[Delivery] = []
 
@@ -234,16 +244,16 @@ def test_a_block_that_was_forgotten_while_it_came_is_delivered_again_when_it_has
 
     within_a_minute(deliver_again, lambda: updates.hand_over(chunks[0]))
     assert errors == [None]
-    assert weights[0].item() == 0.0  # from where it waits to be written
+    assert weights[0].item() == 0.0  # from the buffer that waits to be written
 
 
-def test_a_word_of_the_last_update_that_comes_late_does_not_end_this_one() -> None:
+def test_a_late_callback_of_the_last_update_does_not_end_this_one() -> None:
     block, chunks = a_block()
     updates = Updates()
     before, _, _ = updates.hand_over(chunks[0])
     updates.handover.announce(chunks[:1])
-    updates.handover.written(before)
+    updates.handover.note_written(before)
     assert updates.handover.deliver(block, torch.zeros(block.numel)).to_come == {chunks[0]}
     updates.hand_over(chunks[0])
-    updates.handover.written(before)
+    updates.handover.note_written(before)
     assert list(updates.handover.deliver(block, torch.zeros(block.numel)).chunks) == [chunks[0]]

@@ -1,4 +1,4 @@
-"""Gradients of bfloat16 weights that come once a step stay so on the host: half the bytes, and no bit is another."""
+"""Gradients of bfloat16 weights stay bfloat16 on the host with one backward a step: half the bytes, equal bits."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MAX_NORMS = {"defer": CLIPS, "accepted": LETS_THROUGH, "redone": CLIPS, "serial"
 
 
 class Run:
-    """A tiny model under an engine, whose gradients are kept as they come, or widened for their sum."""
+    """A tiny model under an engine that keeps the dtype of gradients, or widens them to float32."""
 
     def __init__(self, build_engine: EngineFactory, folder: Path, *, keeps: bool, way: str, **settings: Any) -> None:
         self.max_norm = MAX_NORMS.get(way, 0.0)
@@ -81,7 +81,7 @@ class Run:
 
 
 def assert_equal(run: Run, other: Run) -> None:
-    """To the bit, in everything that is stored."""
+    """All records, to the bit."""
     assert run.norms == other.norms
     records, expected = run.records(), other.records()
     assert records.keys() == expected.keys()
@@ -94,7 +94,7 @@ RunFactory = Callable[..., tuple[Run, Run]]
 
 @pytest.fixture
 def make_runs(build_engine: EngineFactory, tmp_path: Path) -> RunFactory:
-    """One that keeps dtypes, and one that widens them."""
+    """Makes a run that keeps dtypes and one that widens them."""
 
     def make(way: str = "defer", **settings: Any) -> tuple[Run, Run]:
         kept, widened = (Run(build_engine, tmp_path, keeps=keeps, way=way, **settings) for keeps in (True, False))
@@ -115,7 +115,7 @@ def held_chunks(run: Run) -> int:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
-def test_no_bit_is_another(cpu_memory: str, way: str, make_runs: RunFactory) -> None:
+def test_records_are_equal(cpu_memory: str, way: str, make_runs: RunFactory) -> None:
     kept, widened = make_runs(way, cpu_memory=cpu_memory, gpu_memory="512KiB", backend=SlowBackend(2e-4))
     for run in (kept, widened):
         run.train()
@@ -123,7 +123,7 @@ def test_no_bit_is_another(cpu_memory: str, way: str, make_runs: RunFactory) -> 
     assert_equal(kept, widened)
 
 
-def test_no_bit_is_another_where_copies_run_late(build_engine: EngineFactory, tmp_path: Path) -> None:
+def test_records_are_equal_if_copies_run_late(build_engine: EngineFactory, tmp_path: Path) -> None:
     device = AsyncDevice(max_delay_s=5e-4)
     kept = Run(build_engine, tmp_path, keeps=True, way="redone", device=device, cpu_memory=TIGHT)
     widened = Run(build_engine, tmp_path, keeps=False, way="redone", cpu_memory=TIGHT)
@@ -134,7 +134,7 @@ def test_no_bit_is_another_where_copies_run_late(build_engine: EngineFactory, tm
 
 
 @pytest.mark.parametrize("optimizer_state_dtype", ["bfloat16", "int8"])
-def test_no_bit_is_another_with_moments_in_fewer_bytes(optimizer_state_dtype: str, make_runs: RunFactory) -> None:
+def test_records_are_equal_with_encoded_moments(optimizer_state_dtype: str, make_runs: RunFactory) -> None:
     kept, widened = make_runs("redone", optimizer_state_dtype=optimizer_state_dtype)
     for run in (kept, widened):
         run.train()
@@ -147,7 +147,7 @@ def test_held_gradients_take_half_the_memory(make_runs: RunFactory) -> None:
         plan = run.engine.layout.plan
         assert not plan.spilled_blocks
         run.backward(0)
-        run.engine.clip_grad_norm(CLIPS)  # all have arrived
+        run.engine.clip_grad_norm(CLIPS)  # a barrier: all gradients have arrived
         most_bytes[run] = run.engine.tiers.gradients.high_water_bytes
         assert most_bytes[run] == held_chunks(run) * plan.buffer_bytes / plan.gradients_per_buffer
     kept_bytes, widened_bytes = most_bytes.values()
@@ -155,7 +155,7 @@ def test_held_gradients_take_half_the_memory(make_runs: RunFactory) -> None:
 
 
 def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
-    """What goes to the SSD beside weights and states is what the plan says: two bytes for each element."""
+    """The bytes that are written beside weights and states are those of the plan: two for each element."""
     kept, widened = make_runs("defer", cpu_memory=TIGHT)
     spilled_bytes = {}
     for run in (kept, widened):
@@ -178,7 +178,7 @@ def test_more_is_held_and_less_is_spilled(make_runs: RunFactory) -> None:
     assert 0 < spilled_bytes[kept] < spilled_bytes[widened] / 2
 
 
-# Several after all.
+# Several backwards a step after all.
 
 
 @pytest.mark.covering(2)
@@ -199,10 +199,10 @@ def test_several_backwards_are_summed_in_float32(
                     run.backward(10 * step + number)
                 run.step()
     assert_equal(*runs)
-    assert sum("say gradient_accumulation_steps" in record.message for record in caplog.records) == 1
+    assert sum("set gradient_accumulation_steps" in record.message for record in caplog.records) == 1
 
 
-def test_parameters_that_only_some_backwards_reach_are_summed_with_nothing(make_runs: RunFactory) -> None:
+def test_parameters_without_a_gradient_in_some_backwards(make_runs: RunFactory) -> None:
     runs = make_runs("redone", cpu_memory=TIGHT)
     for run in runs:
         early = [name for name, _ in run.model.named_parameters() if "layers.1." in name or "layers.2.mlp" in name]
@@ -234,7 +234,7 @@ def test_micro_batches_together(cpu_memory: str, way: str, make_runs: RunFactory
     assert_equal(*runs)
 
 
-def test_micro_batches_together_behind_another_backward_are_refused(make_runs: RunFactory) -> None:
+def test_micro_batches_together_after_another_backward_are_refused(make_runs: RunFactory) -> None:
     kept, widened = make_runs("defer")
     kept.backward(1)
     with pytest.raises(RuntimeError, match="say gradient_accumulation_steps before the model is offloaded"):
@@ -250,7 +250,7 @@ def test_micro_batches_together_behind_another_backward_are_refused(make_runs: R
 
 
 def some_in_float32() -> Any:
-    """Norms and the head stay in float32, all else is bfloat16."""
+    """The MLPs are bfloat16, everything else is float32."""
     model = tiny_model("llama")
     for name, parameter in model.named_parameters():
         if "mlp" in name:
@@ -270,7 +270,7 @@ def frozen_in_bfloat16() -> Any:
 
 @pytest.mark.parametrize("model_factory", [some_in_float32, frozen_in_bfloat16])
 @pytest.mark.parametrize("cpu_memory", [TIGHT, ROOMY])
-def test_each_block_has_its_own(cpu_memory: str, model_factory: Callable[[], Any], make_runs: RunFactory) -> None:
+def test_blocks_of_several_dtypes(cpu_memory: str, model_factory: Callable[[], Any], make_runs: RunFactory) -> None:
     kept, widened = make_runs("redone", cpu_memory=cpu_memory, dtype=None, model_factory=model_factory)
     for run in (kept, widened):
         assert run.engine.layout.plan.gradients_per_buffer == 1

@@ -1,4 +1,4 @@
-"""Experts that take their steps of zeros later are, whenever somebody looks, what they are that took them at once."""
+"""Experts that take steps with gradients of zeros later look the same to every reader as those updated at once."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def make(tmp_path: Path) -> Iterator[MakeBench]:
 
 
 def both(make: MakeBench, form: MasterFormat = FORMS[1], **settings: Any) -> tuple[LazyBench, LazyBench]:
-    """One whose experts may be behind, and one whose are not."""
+    """A bench with lazy experts, and one without."""
     return make(form, **settings), make(form, most=0, **settings)
 
 
 @pytest.mark.parametrize("form", FORMS, ids=lambda form: f"{form.working_dtype} {form.moment_dtype}")
 @pytest.mark.parametrize("mode", ["deferred", "in_backward", "accepted", "redone"])
-def test_who_looks_sees_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:
-    """With steps that are dropped, learning rates that change, several backwards a step, and steps not committed."""
+def test_readers_see_no_difference(mode: str, form: MasterFormat, make: MakeBench) -> None:
+    """With dropped steps, changing learning rates, several backwards a step, and uncommitted steps."""
     settings = {"hold_gradients": mode != "in_backward", "speculates": mode in ("accepted", "redone")}
     lazy, eager = both(make, form, **settings)
     choose = random.Random(f"{mode} {form}")
@@ -77,7 +77,7 @@ def test_who_looks_sees_no_difference(mode: str, form: MasterFormat, make: MakeB
     assert_equal(lazy, eager)
 
 
-def test_steps_are_left_for_later_while_enough_experts_are_left_out(make: MakeBench) -> None:
+def test_steps_are_missed_only_while_enough_experts_get_no_tokens(make: MakeBench) -> None:
     lazy, eager = both(make, from_share=0.5)
     most_touched = NUM_EXPERTS - 1
     were_behind = []
@@ -86,32 +86,32 @@ def test_steps_are_left_for_later_while_enough_experts_are_left_out(make: MakeBe
             bench.backward(set(range(num_touched)), step)
             bench.finish_step(1.0)
         were_behind.append(bool(lazy.behind()))
-    # The share is 1/n, then about a half and more, and falls again; what is behind then catches up.
+    # The fraction is 1/n, rises above a half, and falls again; then all catch up.
     assert were_behind[:4] == [False, True, True, True] and not were_behind[-1]
     assert_equal(lazy, eager)
 
 
-def test_nothing_is_read_or_written_of_what_takes_its_step_later(
+def test_experts_that_miss_a_step_are_neither_read_nor_written(
     make: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = make()
     bench.backward(ALL, 0)
     bench.finish_step()
-    asked: list[str] = []
+    accessed: list[str] = []
     for name in ("read", "write"):
-        of_store = getattr(bench.store, name)
+        method = getattr(bench.store, name)
 
-        def noted(block: str, *args: Any, of_store: Any = of_store, **keywords: Any) -> Any:
-            asked.append(block)
-            return of_store(block, *args, **keywords)
+        def noted(block: str, *args: Any, method: Any = method, **keywords: Any) -> Any:
+            accessed.append(block)
+            return method(block, *args, **keywords)
 
         monkeypatch.setattr(bench.store, name, noted)
     bench.backward({2}, 1)
     bench.finish_step()
-    assert set(asked) == {"expert2"} and bench.behind() == {0, 1, 3}
+    assert set(accessed) == {"expert2"} and bench.behind() == {0, 1, 3}
 
 
-def test_nobody_is_behind_by_more_than_was_said(make: MakeBench) -> None:
+def test_no_expert_is_more_steps_behind_than_allowed(make: MakeBench) -> None:
     lazy, eager = both(make)
     behind = []
     for step in range(2 * MOST + 3):
@@ -123,21 +123,21 @@ def test_nobody_is_behind_by_more_than_was_said(make: MakeBench) -> None:
     assert_equal(lazy, eager)
 
 
-def test_experts_of_a_layer_that_no_backward_came_by_take_no_step(make: MakeBench) -> None:
+def test_experts_that_no_backward_passed_take_no_step(make: MakeBench) -> None:
     lazy, eager = both(make)
     for bench in (lazy, eager):
         for step in range(9):
             bench.backward(ALL if step == 0 else {0}, step)
             bench.finish_step()
-            for other in range(step % 3):  # steps of something else
+            for other in range(step % 3):  # steps without these experts
                 bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
                 bench.finish_step(1 / (1 + other))
     assert_equal(lazy, eager)
 
 
 @pytest.mark.parametrize("chunk_numel", [CHUNK_NUMEL, 3 * CHUNK_NUMEL])
-def test_a_commit_knows_what_is_behind_and_how_to_catch_up(chunk_numel: int, make: MakeBench) -> None:
-    """Whoever opens it may hold more or less at once, and let none be behind."""
+def test_a_commit_has_the_missed_steps(chunk_numel: int, make: MakeBench) -> None:
+    """It may be opened with other chunks, and without lazy experts."""
     lazy, eager = both(make)
     for step in range(3):
         for bench in (lazy, eager):
@@ -158,7 +158,7 @@ def test_a_commit_knows_what_is_behind_and_how_to_catch_up(chunk_numel: int, mak
     assert_equal(again, eager)
 
 
-def test_going_back_to_a_commit_goes_back_to_what_was_behind(make: MakeBench) -> None:
+def test_going_back_to_a_commit_restores_its_missed_steps(make: MakeBench) -> None:
     lazy, eager = both(make)
     for bench in (lazy, eager):
         bench.backward(ALL, 0)
@@ -173,7 +173,7 @@ def test_going_back_to_a_commit_goes_back_to_what_was_behind(make: MakeBench) ->
     assert_equal(lazy, eager)
 
 
-def test_who_reads_makes_no_step_harder_to_undo(make: MakeBench) -> None:
+def test_reading_writes_no_drafts(make: MakeBench) -> None:
     lazy, eager = both(make, hold_gradients=False)
     for bench in (lazy, eager):
         bench.backward(ALL, 0)
@@ -190,15 +190,15 @@ def test_who_reads_makes_no_step_harder_to_undo(make: MakeBench) -> None:
     assert_equal(lazy, eager)
 
 
-def test_a_step_that_cannot_be_undone_leaves_no_expert_half_behind(make: MakeBench) -> None:
-    """Some chunks of an expert were updated when its backward broke off, and drafts of the step before lie below."""
+def test_a_step_that_cannot_be_undone_leaves_no_expert_partly_behind(make: MakeBench) -> None:
+    """Backward failed after it had updated one chunk of an expert, over drafts of the last step."""
     lazy, eager = both(make, hold_gradients=False)
     for bench in (lazy, eager):
         bench.backward(ALL, 0)
         bench.finish_step()
         bench.backward({1}, 1)
         bench.finish_step(commits=False)
-        bench.pipeline.settle()
+        bench.pipeline.wait_for_updates()
         bench.pipeline.submit(bench._arrived(bench.chunks[0], torch.ones(CHUNK_NUMEL)), is_final=True)
         bench.pipeline.abandon_step()
     assert lazy.behind() == {2, 3}
@@ -206,8 +206,8 @@ def test_a_step_that_cannot_be_undone_leaves_no_expert_half_behind(make: MakeBen
     lazy.commit()
 
 
-def test_what_is_written_over_takes_its_steps_first(make: MakeBench) -> None:
-    """Moments stay those of the weights that were there."""
+def test_a_written_block_catches_up_first(make: MakeBench) -> None:
+    """Its missed steps apply to the old weights."""
     lazy, eager = both(make)
     bounce = mapped_empty(1 << 20)
     for bench in (lazy, eager):
@@ -220,11 +220,11 @@ def test_what_is_written_over_takes_its_steps_first(make: MakeBench) -> None:
     assert_equal(lazy, eager)
 
 
-def test_single_elements_are_read_as_they_are_now(make: MakeBench) -> None:
+def test_single_elements_are_read_up_to_date(make: MakeBench) -> None:
     lazy, eager = both(make)
     bounce = mapped_empty(1 << 20)
 
-    def some(bench: LazyBench) -> Tensor:
+    def read_some(bench: LazyBench) -> Tensor:
         out = torch.empty(77)
         bench.records.read_unaligned("expert3", "exp_avg", CHUNK_NUMEL - 5, out, bounce)
         return out
@@ -232,14 +232,14 @@ def test_single_elements_are_read_as_they_are_now(make: MakeBench) -> None:
     for bench in (lazy, eager):
         bench.backward(ALL, 0)
         bench.finish_step()
-        before = some(bench)
+        before = read_some(bench)
         bench.backward({1}, 1)
         bench.finish_step()
-    assert torch.equal(some(lazy), some(eager)) and not torch.equal(some(lazy), before)
+    assert torch.equal(read_some(lazy), read_some(eager)) and not torch.equal(read_some(lazy), before)
 
 
-def test_another_rule_takes_each_step_at_once(make: MakeBench) -> None:
-    """Its hyperparameters are not what a commit can hold."""
+def test_other_rules_take_each_step_at_once(make: MakeBench) -> None:
+    """A commit cannot hold their hyperparameters."""
     lazy = make(master_format(torch.float32, rule=UpdateRule("Lion", ("exp_avg",))))
     lazy.group = (("lr", 1e-3), ("betas", (0.9, 0.99)), ("weight_decay", 0.1))
     lazy.backward({1}, 0)

@@ -1,7 +1,9 @@
-"""A step whose gradients are not finite never happened; too many in a row end the run with the culprit's name."""
+"""A step whose gradients are not finite changes nothing. Too many in a row end the run and name the parameter."""
 
 from __future__ import annotations
 
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,7 +31,7 @@ WAY = pytest.mark.parametrize("way", WAYS)
 
 @contextmanager
 def spoiled(model: Any, value: float, *names: str) -> Iterator[None]:
-    """One element of the gradients of these parameters is `value`."""
+    """Sets one element of these parameters' gradients to `value`."""
 
     def spoil(gradient: torch.Tensor) -> torch.Tensor:
         spoiled_gradient = gradient.clone()
@@ -43,7 +45,7 @@ def spoiled(model: Any, value: float, *names: str) -> Iterator[None]:
 
 
 def take_bad_step(twins: Any, value: float, *names: str, max_norm: float = CLIPS) -> None:
-    """Only the engine's twin takes it: it is to be as if nobody had."""
+    """Only the engine takes this step, and must equal the twin that does not."""
     with spoiled(twins.model, value, *names):
         twins.model(**tiny_batch(seed=77)).loss.backward()
     if twins.engine.layout.holds_gradients:
@@ -73,7 +75,7 @@ def test_the_step_is_skipped_to_the_bit(schedule: str, value: float, way: str, m
     twins.assert_equal()
     assert twins.engine.skipped_steps.total == 2
     num_clipped = 4 if twins.engine.layout.holds_gradients else 0
-    assert twins.engine.clip_history.clip_rate == num_clipped / 6  # a step that was skipped was not clipped
+    assert twins.engine.clip_history.clip_rate == num_clipped / 6  # skipped steps do not count as clipped
 
 
 @WAY
@@ -97,7 +99,7 @@ def test_a_loss_that_is_infinite(way: str, make_twins: TwinsFactory) -> None:
 
 
 def test_not_finite_only_in_the_sum(make_twins: TwinsFactory) -> None:
-    """Each backward's gradient is finite; what they add up to is not."""
+    """The gradients of both backwards are finite, their sum is not."""
     twins = make_twins("llama")
     twins.train(1, max_norm=CLIPS)
     with spoiled(twins.model, 3e38, LATE):
@@ -128,7 +130,7 @@ def test_not_finite_in_one_of_several_backwards(is_final_bad: bool, make_twins: 
 
 
 @WAY
-def test_too_many_in_a_row_name_the_first_culprit_in_the_models_order(way: str, make_twins: TwinsFactory) -> None:
+def test_too_many_in_a_row_name_the_first_parameter_in_the_models_order(way: str, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", max_skipped_steps=3, **WAYS[way])
     train(twins, 1, first_seed=100)
     for _ in range(2):
@@ -151,8 +153,8 @@ def test_a_good_step_resets_the_count(make_twins: TwinsFactory) -> None:
         take_bad_step(twins, NAN, LATE)
 
 
-def test_skipped_steps_leave_no_mark_in_a_store_without_versions(make_twins: TwinsFactory) -> None:
-    """Gradients that are held can be forgotten there as well."""
+def test_skipped_steps_change_nothing_in_a_store_without_versions(make_twins: TwinsFactory) -> None:
+    """Held gradients can be dropped."""
     twins = make_twins("llama", durability="checkpoint")
     twins.train(1, max_norm=CLIPS)
     take_bad_step(twins, NAN, EARLY)
@@ -160,8 +162,8 @@ def test_skipped_steps_leave_no_mark_in_a_store_without_versions(make_twins: Twi
     twins.assert_equal()
 
 
-def test_what_can_neither_be_skipped_nor_undone_is_not_written(make_twins: TwinsFactory, tmp_path: Path) -> None:
-    """Updates in backward, in place: the run ends, and the culprit is as it was."""
+def test_updates_that_cannot_be_undone_refuse_such_gradients(make_twins: TwinsFactory, tmp_path: Path) -> None:
+    """Updates in backward, in place: the run ends, and nothing that is not finite is written."""
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     twins.train(1)
     twins.engine.settle()
@@ -175,27 +177,30 @@ def test_what_can_neither_be_skipped_nor_undone_is_not_written(make_twins: Twins
 
 @pytest.mark.parametrize("durability", ["step", "checkpoint"])
 @WAY
-def test_what_lies_in_buffers_where_no_gradient_came_is_not_judged(
+def test_uninitialized_memory_in_buffers_does_not_count(
     way: str, durability: str, make_twins: TwinsFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     twins = make_twins("llama", durability=durability, **WAYS[way])
     pool = twins.engine.tiers.gradients
-    acquire = pool.acquire
+    acquire_within, num_dirty = pool.acquire_within, Counter[str]()
 
-    def acquire_dirty(*, half: bool = False, **how: Any) -> Buffer:
-        buffer = acquire(half=half, **how)
-        buffer.bytes.fill_(0xFF)  # NaN, as somebody may have left behind
+    def acquire_dirty(timeout_s: float | None, *, half: bool = False) -> Buffer | None:
+        buffer = acquire_within(timeout_s, half=half)
+        if buffer is not None:
+            buffer.bytes.fill_(0xFF)  # NaN
+            num_dirty[threading.current_thread().name] += 1
         return buffer
 
-    monkeypatch.setattr(pool, "acquire", acquire_dirty)
+    monkeypatch.setattr(pool, "acquire_within", acquire_dirty)
     for model in twins.models:
         model.get_parameter("model.layers.1.input_layernorm.weight").requires_grad_(False)
     train(twins, 2, first_seed=100)
+    assert num_dirty["MainThread"] > 0
     twins.assert_equal()
 
 
-def test_norms_that_overflow_do_not_unmake_what_was_applied_for_good(make_twins: TwinsFactory) -> None:
-    """Each element is finite, their norm is not in float32: torch applies such a step, and so does a store in place."""
+def test_a_norm_that_overflows_does_not_skip_a_step_applied_in_place(make_twins: TwinsFactory) -> None:
+    """Each element is finite, and their float32 norm is not. torch applies such a step."""
     twins = make_twins("llama", hold_gradients=False, durability="checkpoint")
     for model in twins.models:
         with spoiled(model, 1e30, EARLY):

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +19,8 @@ from hf_lohan.device import PoolAborted
 from hf_lohan.files import IoRequest
 from hf_lohan.model import ParamSlice
 from hf_lohan.store import Checksums
-from hf_lohan.updates.chunk_gradient import ChunkGradient
-from hf_lohan.updates.means import OwnGradients
+from hf_lohan.updates import RankGradientPipeline, UpdateSetup
+from hf_lohan.updates.gradients import ChunkGradient
 
 
 def test_optimized_reads_the_next_chunk_before_it_writes_the_last(make_bench: Callable[..., Bench]) -> None:
@@ -37,12 +38,12 @@ def test_naive_takes_one_chunk_after_another(make_bench: Callable[..., Bench]) -
 
 
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
-def test_held_gradients_are_applied_only_by_the_step_first_block_first(
+def test_held_gradients_are_applied_at_the_step_in_forward_order(
     schedule: Schedule, make_bench: Callable[..., Bench]
 ) -> None:
     bench = make_bench(schedule, hold_gradients=True)
     bench.submit_all()
-    bench.pipeline.wait_for_norms()  # a barrier: all has been taken in
+    bench.pipeline.wait_for_norms()  # a barrier: all gradients were accepted
     assert bench.store.order == []
     bench.finish_step()
     reads = [event for event in bench.store.order if event.startswith("r")]
@@ -51,7 +52,7 @@ def test_held_gradients_are_applied_only_by_the_step_first_block_first(
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
-def test_every_schedule_gives_all_buffers_back_and_the_same_numbers(
+def test_every_schedule_releases_all_buffers_and_equals_adamw(
     schedule: Schedule, hold_gradients: bool, make_bench: Callable[..., Bench]
 ) -> None:
     bench = make_bench(schedule, hold_gradients=hold_gradients)
@@ -68,7 +69,7 @@ def test_every_schedule_gives_all_buffers_back_and_the_same_numbers(
         assert buffers.num_free == buffers.num_buffers
 
 
-def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: Callable[..., Bench]) -> None:
+def test_deferred_updates_delay_only_readers_of_their_block(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("optimized", hold_gradients=True)
     bench.submit_all()
     bench.pipeline.wait_for_norms()
@@ -80,7 +81,7 @@ def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: 
         assert not reader.done()
         bench.store.may_read.set()
         read = reader.result(60)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert torch.equal(read, bench.store.records["param"])
     assert [event for event in bench.store.order if event.startswith("w")] == ["w0", "w1", "w2", "w3"]
 
@@ -88,10 +89,10 @@ def test_held_updates_hold_nobody_up_but_those_who_read_their_block(make_bench: 
 def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever the pipeline gets to it: a scheduler moves on as soon as the step returns."""
+    """A scheduler may change them as soon as the step returns, before the chunk is updated."""
     bench = make_bench("optimized", hold_gradients=False)
     pipeline = bench.pipeline
-    monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # it never has the time to finish the last chunk
+    monkeypatch.setattr(pipeline._thread, "_idle", lambda: False)  # so that it does not finish the last chunk early
     gate = threading.Event()
     queue = pipeline._worker._queue
     end_step = queue.end_step
@@ -106,7 +107,7 @@ def test_the_last_chunk_of_a_backward_has_the_hyperparameters_of_its_step(
     pipeline.finish_step(1.0, lambda part: GROUP)
     bench.groups.append(replace(GROUP, lr=1.0))
     gate.set()
-    pipeline.settle()
+    pipeline.wait_for_updates()
     assert len(bench.store.records["param"].unique()) == 1
 
 
@@ -120,7 +121,7 @@ def test_the_clip_coefficient_scales_once(make_bench: Callable[..., Bench]) -> N
     assert torch.allclose(bench.store.records["exp_avg"], torch.tensor(0.19))
 
 
-def test_dropped_gradients_are_gone_and_their_buffers_back(make_bench: Callable[..., Bench]) -> None:
+def test_dropped_gradients_release_their_buffers(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench(hold_gradients=True)
     bench.submit_all()
     assert bench.pipeline.abandon_step() == (set(), False)
@@ -129,18 +130,18 @@ def test_dropped_gradients_are_gone_and_their_buffers_back(make_bench: Callable[
     assert bench.store.order == []
 
 
-def test_a_failure_wakes_who_waits_for_buffers_and_is_raised_at_the_step(make_bench: Callable[..., Bench]) -> None:
+def test_a_failure_ends_waits_for_buffers_and_is_raised_by_the_step(make_bench: Callable[..., Bench]) -> None:
     cause = OSError("the drive is gone")
     bench = make_bench(hold_gradients=False, fail=cause)
     with pytest.raises(PoolAborted, match="the drive is gone") as aborted:
-        for _ in range(bench.gradients.num_buffers + 1):  # backward, which nobody told
+        for _ in range(bench.gradients.num_buffers + 1):  # a backward that does not know of it
             bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
     assert aborted.value.__cause__ is cause
     with pytest.raises(OSError, match="the drive is gone"):
         bench.finish_step()
 
 
-def test_updates_after_backward_read_further_ahead_with_the_gradients_buffers(make_bench: Callable[..., Bench]) -> None:
+def test_updates_after_backward_read_further_ahead_with_borrowed_buffers(make_bench: Callable[..., Bench]) -> None:
     borrowing, other = (
         make_bench("optimized", hold_gradients=True, lends_gradient_buffers=lends) for lends in (True, False)
     )
@@ -149,13 +150,13 @@ def test_updates_after_backward_read_further_ahead_with_the_gradients_buffers(ma
         bench.finish_step(0.5)
         assert (bench.gradients.num_free, bench.states.num_free) == (2 * NUM_CHUNKS, 3 * NUM_CHUNKS)
     assert other.store.order == ["r0", "r1", "w0", "r2", "w1", "r3", "w2", "w3"]
-    # Of eight buffers, gradients hold four: one more update can begin, and the next when two have freed theirs.
+    # Gradients hold four of eight buffers: one more update can begin, and the next one after two have ended.
     assert borrowing.store.order == ["r0", "r1", "r2", "w0", "w1", "r3", "w2", "w3"]
     for kind, record in other.store.records.items():
         assert torch.equal(borrowing.store.records[kind], record)
 
 
-def test_no_update_in_backward_borrows_what_gradients_arrive_in(make_bench: Callable[..., Bench]) -> None:
+def test_updates_in_backward_borrow_no_gradient_buffers(make_bench: Callable[..., Bench]) -> None:
     bench = make_bench("optimized", hold_gradients=False, lends_gradient_buffers=True)
     bench.submit_all()
     bench.finish_step()
@@ -165,7 +166,7 @@ def test_no_update_in_backward_borrows_what_gradients_arrive_in(make_bench: Call
 def test_a_buffer_is_not_released_while_it_is_written(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of an update's buffers comes back with the write out of it, however that ends."""
+    """Each buffer of an update is released when its own write ends, successfully or not."""
     bench = make_bench("optimized", hold_gradients=True)
     writes: list[IoRequest] = []
 
@@ -177,7 +178,7 @@ def test_a_buffer_is_not_released_while_it_is_written(
     bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
     bench.pipeline.wait_for_norms()
     bench.pipeline.finish_step(1.0, lambda part: GROUP)
-    bench.pipeline.wait_for_norms()  # it has got that far
+    bench.pipeline.wait_for_norms()  # a barrier: the writes are issued
     assert bench.gradients.num_free == bench.gradients.num_buffers
     num_free = bench.states.num_free
     assert num_free == bench.states.num_buffers - 3
@@ -190,16 +191,16 @@ def test_a_buffer_is_not_released_while_it_is_written(
     assert bench.pipeline.failure is cause
 
 
-def test_what_goes_wrong_when_a_write_has_ended_is_told(
+def test_an_error_at_the_end_of_a_write_fails_the_pipeline(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A request logs and forgets what its callbacks raise: whoever reads would wait for ever."""
+    """A request only logs errors of its callbacks, so a reader would wait for ever."""
     bench = make_bench("optimized", hold_gradients=True)
 
     def written(_new: object) -> None:
         raise RuntimeError("planned")
 
-    monkeypatch.setattr(bench.pipeline._handover, "written", written)
+    monkeypatch.setattr(bench.pipeline._handover, "note_written", written)
     bench.submit_all()
     with pytest.raises(RuntimeError, match="planned"):
         bench.finish_step()
@@ -207,23 +208,23 @@ def test_what_goes_wrong_when_a_write_has_ended_is_told(
         bench.read_weights()
 
 
-def test_each_who_meets_a_failure_has_an_error_of_his_own(make_bench: Callable[..., Bench]) -> None:
+def test_each_wait_raises_an_error_object_of_its_own(make_bench: Callable[..., Bench]) -> None:
     cause = OSError(5, "the drive is gone")
     bench = make_bench(hold_gradients=False, fail=cause)
     bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
     raised = []
     for _ in range(2):
         with pytest.raises(OSError, match="the drive is gone") as error:
-            bench.pipeline.settle()
+            bench.pipeline.wait_for_updates()
         assert error.value.errno == 5
         raised.append(error.value)
     assert raised[0] is not raised[1] and {error.__cause__ for error in raised} == {cause}
 
 
-def test_an_update_reads_nothing_that_its_last_update_has_not_written(
+def test_an_update_reads_after_the_writes_of_the_last_one(
     make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads overtake writes."""
+    """Reads overtake writes unless they wait."""
     bench = make_bench("optimized", hold_gradients=True)
     bench.store.write_requests = "when_waited_for"
     under_way: list[IoRequest] = []
@@ -246,17 +247,15 @@ def test_an_update_reads_nothing_that_its_last_update_has_not_written(
         bench.pipeline.submit(bench.arrived(0, 1.0), is_final=True)
         bench.pipeline.wait_for_norms()
         bench.pipeline.finish_step(1.0, lambda part: GROUP)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert num_reads == 2 * 3
 
 
-def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsewhere(
-    make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A norm's last bit depends on how many there are; what is only held does not need them."""
+def test_sums_are_measured_on_all_threads(make_bench: Callable[..., Bench], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A norm's last bit depends on the number of threads. Holding a gradient needs only one."""
     num_threads = dict[str, set[int]](held=set(), summed=set())
     bench = make_bench("optimized", hold_gradients=True)
-    held, norms = bench.pipeline._worker._held, bench.pipeline.norms
+    held, norms = bench.pipeline._worker._held, bench.pipeline._norms
     monkeypatch.setattr(norms, "set_summed", lambda *args: num_threads["summed"].add(torch.get_num_threads()))
     hold = held.hold
 
@@ -274,10 +273,15 @@ def test_gradients_are_summed_and_measured_on_as_many_threads_as_torch_has_elsew
 
 
 def test_another_rank_may_have_failed_before_the_pipeline_is_made(make_bench: Callable[..., Bench]) -> None:
-    def means(put: Callable[..., None], failed: Callable[[BaseException], None]) -> OwnGradients:
-        failed(RuntimeError("rank 1 ended"))
-        return OwnGradients(put, failed)
+    def start(put: Any, on_failure: Callable[[BaseException], None], apply_unexpected: Any) -> None:
+        on_failure(RuntimeError("rank 1 ended"))
 
-    bench = make_bench("optimized", hold_gradients=False, means=means)
+    exchange: Any = SimpleNamespace(start=start, fail=lambda error: None, close=lambda: None, published=set())
+    agreement: Any = None
+
+    def make_pipeline(setup: UpdateSetup) -> RankGradientPipeline:
+        return RankGradientPipeline(setup, exchange, agreement)
+
+    bench = make_bench("optimized", hold_gradients=False, make_pipeline=make_pipeline)
     with pytest.raises((RuntimeError, PoolAborted), match="rank 1 ended"):
         bench.submit_all()

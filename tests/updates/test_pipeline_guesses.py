@@ -1,4 +1,4 @@
-"""What the pipeline does with guesses: in which order, on which threads, and who may see them."""
+"""Guesses in the pipeline: the order of reads and writes, and who may see a guess."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_right_guess_is_written_in_backward_and_not_again(make_bench: MakeBenc
     assert_all_buffers_back(bench)
 
 
-def test_a_wrong_guess_is_dropped_when_all_of_it_is_written_and_done_over(make_bench: MakeBench) -> None:
+def test_a_wrong_guess_is_dropped_after_its_last_write_and_redone(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
     bench.finish_step(0.5)
@@ -65,7 +65,7 @@ def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: M
     bench.pipeline.wait_for_norms()
     later = replace(GROUP, lr=0.5)
     _, applied = bench.pipeline.finish_step(1.0, lambda part: later)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert applied == "redone"
     reference = nn.Parameter(torch.zeros(4))
     reference.grad = torch.ones(4)
@@ -73,8 +73,8 @@ def test_hyperparameters_that_change_after_the_guess_make_it_wrong(make_bench: M
     assert bool((bench.store.records["param"] == reference[0]).all())
 
 
-def test_what_no_guess_covers_is_applied_with_the_right_guess(make_bench: MakeBench) -> None:
-    """Chunks 0 and 2 got their gradients in an earlier backward only."""
+def test_gradients_without_a_guess_are_applied_with_a_right_guess(make_bench: MakeBench) -> None:
+    """Chunks 0 and 2 only have gradients of an earlier backward."""
     bench = make_bench(hold_gradients=True, speculates=True)
     for index in (2, 0):
         bench.pipeline.submit(bench.arrived(index, 1.0), is_final=False)
@@ -99,7 +99,7 @@ def test_a_reader_never_sees_a_guess(make_bench: MakeBench) -> None:
     assert (bench.applied, bench.store.order) == (["deferred"], [*GUESSES, "drop", *REDONE])
 
 
-def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench) -> None:
+def test_a_second_gradient_of_a_guessed_chunk_undoes_all_guesses(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all(value=1.0)
     bench.submit_all(value=2.0)
@@ -110,20 +110,20 @@ def test_more_gradient_for_a_guessed_chunk_takes_all_back(make_bench: MakeBench)
     assert_all_buffers_back(bench)
 
 
-@pytest.mark.parametrize("look", ["settle", "when_written", "undo_guesses"])
-def test_guesses_are_gone_before_what_looks_at_the_store(look: str, make_bench: MakeBench) -> None:
+@pytest.mark.parametrize("look", ["wait_for_updates", "run_when_written", "undo_guesses"])
+def test_guesses_are_undone_before_the_store_is_read(look: str, make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.submit_all()
     seen: list[bool] = []
-    if look == "when_written":
-        bench.pipeline.when_written(lambda: seen.append(bool(bench.store.records["param"].any())))
-        bench.pipeline.settle()
+    if look == "run_when_written":
+        bench.pipeline.run_when_written(lambda: seen.append(bool(bench.store.records["param"].any())))
+        bench.pipeline.wait_for_updates()
     else:
         getattr(bench.pipeline, look)()
         seen.append(bool(bench.store.records["param"].any()))
     assert seen == [False]
     bench.finish_step()
-    bench.pipeline.speculate(True)  # the next step may guess again, if it is told to
+    bench.pipeline.set_speculation(True)
     bench.submit_all()
     bench.finish_step()
     assert bench.applied == ["deferred", "accepted"]
@@ -142,7 +142,7 @@ def test_dropped_guesses_are_undone(make_bench: MakeBench) -> None:
     assert bench.applied == ["accepted"]
 
 
-def test_updates_in_backward_are_undone_where_the_store_can(make_bench: MakeBench) -> None:
+def test_updates_in_backward_are_undone_if_the_store_has_drafts(make_bench: MakeBench) -> None:
     bench = make_bench(hold_gradients=False)
     bench.submit_all()
     bench.finish_step()
@@ -154,10 +154,8 @@ def test_updates_in_backward_are_undone_where_the_store_can(make_bench: MakeBenc
 
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
-def test_where_drafts_of_others_lie_nothing_is_guessed_and_nothing_undone(
-    hold_gradients: bool, make_bench: MakeBench
-) -> None:
-    """Going back would take what they wrote with it."""
+def test_over_older_drafts_nothing_is_guessed_or_undone(hold_gradients: bool, make_bench: MakeBench) -> None:
+    """Undoing would drop these drafts as well."""
     bench = make_bench(hold_gradients=hold_gradients, speculates=True)
     bench.store.has_drafts = True
     bench.submit_all()
@@ -167,8 +165,8 @@ def test_where_drafts_of_others_lie_nothing_is_guessed_and_nothing_undone(
 
 
 @pytest.mark.parametrize("end", ["redone", "dropped", "read"])
-def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench: MakeBench) -> None:
-    """A write that ends after the drop would pass for the truth."""
+def test_drafts_are_dropped_only_after_all_writes(end: str, make_bench: MakeBench) -> None:
+    """A write that ends after the drop would count as an update."""
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.store.write_requests = "when_waited_for"
     bench.submit_all()
@@ -179,18 +177,18 @@ def test_nothing_is_dropped_while_a_guess_is_being_written(end: str, make_bench:
             bench.pipeline.abandon_step()
         case "read":
             bench.read_weights()
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert bench.store.order[: len(GUESSES) + 1] == [*GUESSES, "drop"]
     assert bench.store.num_under_way == 0
 
 
-def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: MakeBench) -> None:
-    """The thread that has written the last of a guess may say so only when the step is being done over."""
+def test_a_late_callback_of_a_guess_does_not_end_the_second_update(make_bench: MakeBench) -> None:
+    """The I/O thread may report the end of a guess's write while the step is being redone."""
     bench = make_bench(hold_gradients=True, speculates=True)
     bench.store.write_requests = "late_callbacks"
     bench.submit_all()
     bench.pipeline.wait_for_norms()
-    bench.pipeline._thread.call(bench.pipeline._worker._queue.settle)
+    bench.pipeline._thread.call(bench.pipeline._worker._queue.wait_for_writes)
     bench.store.may_read.clear()
     bench.store.write_requests = "at_once"
     bench.pipeline.finish_step(0.5, lambda part: GROUP)
@@ -201,7 +199,7 @@ def test_a_late_word_about_a_guess_does_not_pass_for_its_second_try(make_bench: 
         reader = threads.submit(bench.read_weights)
         bench.store.may_read.set()
         read = reader.result(60)
-    bench.pipeline.settle()
+    bench.pipeline.wait_for_updates()
     assert torch.equal(read, bench.store.records["param"])
     assert bench.store.order == [*GUESSES, "drop", *REDONE]
     assert len(bench.store.late) == 3 * NUM_CHUNKS

@@ -1,4 +1,4 @@
-"""Clipping by speculation is clipping as torch does it: a guess that turns out wrong leaves no trace."""
+"""Clipping by speculation equals torch's clipping: a wrong guess leaves no trace."""
 
 from __future__ import annotations
 
@@ -52,15 +52,13 @@ def test_every_schedule_clips_as_torch(
     train(twins, max_norms)
     twins.assert_equal()
     if schedule == "serial":
-        assert counts(twins) == (0, 0)  # it updates after backward only, by definition
+        assert counts(twins) == (0, 0)  # it updates after backward only
     else:
         assert_speculated(twins, max_norms)
 
 
 @MAX_NORMS
-def test_gradients_that_are_spilled_are_still_there_to_do_it_over(
-    max_norms: list[float], make_twins: TwinsFactory
-) -> None:
+def test_spilled_gradients_of_a_wrong_guess_are_kept(max_norms: list[float], make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="speculate", cpu_memory="2MiB", gpu_memory="512KiB", backend=SlowBackend(2e-4))
     assert twins.engine.layout.plan.spilled_blocks
     train(twins, max_norms)
@@ -125,8 +123,8 @@ def test_announced_accumulation_guesses_in_the_last_backward(max_norm: float, ma
 
 
 @EITHER_WAY
-def test_gradients_that_only_an_earlier_backward_brought_are_applied(max_norm: float, make_twins: TwinsFactory) -> None:
-    """The last backward does not touch a whole layer and part of another: no guess covers those."""
+def test_gradients_of_earlier_backwards_alone_are_applied(max_norm: float, make_twins: TwinsFactory) -> None:
+    """The last backward leaves out a layer and part of another, so no guess covers these."""
     twins = make_twins("llama", clip="speculate", backend=SlowBackend(1e-3))
     names = [name for name, _ in twins.stock.named_parameters()]
     early_only = [name for name in names if "layers.1." in name or name.endswith("layers.2.mlp.up_proj.weight")]
@@ -143,7 +141,7 @@ def test_gradients_that_only_an_earlier_backward_brought_are_applied(max_norm: f
 
 
 @EITHER_WAY
-def test_accumulation_that_nobody_announces_ends_the_guessing(max_norm: float, make_twins: TwinsFactory) -> None:
+def test_unannounced_accumulation_ends_speculation(max_norm: float, make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="speculate")
     for step in range(3):
         for number in range(2):
@@ -158,7 +156,7 @@ def test_accumulation_that_nobody_announces_ends_the_guessing(max_norm: float, m
 # Whether to guess.
 
 
-def test_nothing_is_guessed_where_nothing_can_be_undone(make_twins: TwinsFactory) -> None:
+def test_nothing_is_guessed_if_nothing_can_be_undone(make_twins: TwinsFactory) -> None:
     twins = make_twins("llama", clip="speculate", durability="checkpoint")
     train(twins, NORMS["some_steps_clip"])
     twins.assert_equal()
@@ -168,34 +166,34 @@ def test_nothing_is_guessed_where_nothing_can_be_undone(make_twins: TwinsFactory
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("pattern", [[True], [False], [True, False], [False, False, True]])
 @MAX_NORMS
-def test_steps_clip_as_they_are_told_and_stay_exact(
+def test_the_way_of_clipping_may_change_between_steps(
     pattern: list[bool], max_norms: list[float], make_twins: TwinsFactory
 ) -> None:
-    """A plan may think better of it between two steps."""
+    """As a new plan may ask."""
     twins = make_twins("llama", clip="speculate")
-    told = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
-    for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, told, strict=True)):
+    ways = list(itertools.islice(itertools.cycle(pattern), 2 * len(max_norms)))
+    for step, (max_norm, guesses) in enumerate(zip(max_norms * 2, ways, strict=True)):
         twins.engine.clip_by("speculate" if guesses else "defer")
         twins.train(1, first_seed=10 * step, max_norm=max_norm)
     twins.assert_equal()
-    assert counts(twins)[0] == sum(told)
+    assert counts(twins)[0] == sum(ways)
 
 
 @pytest.mark.parametrize(
     ("max_norms", "guesses"),
     [
         ([CLIPS] * 3, (0, 0)),
-        ([LETS_THROUGH] * 3, (2, 0)),  # the first one knows nothing yet
+        ([LETS_THROUGH] * 3, (2, 0)),  # the first step has no history
         ([LETS_THROUGH, CLIPS, LETS_THROUGH, CLIPS], (1, 1)),
     ],
     ids=["every", "none", "some"],
 )
-def test_auto_does_not_guess_behind_steps_that_clipped(
+def test_auto_does_not_guess_after_steps_that_clipped(
     max_norms: list[float], guesses: tuple[int, int], make_twins: TwinsFactory
 ) -> None:
-    """A wrong guess is written to the drive, and written once more."""
+    """A wrong guess is written to the drive twice."""
     twins = make_twins("llama", clip="auto")
-    twins.engine.clip_by("speculate")  # a plan thinks that it pays
+    twins.engine.clip_by("speculate")  # as planned
     train(twins, max_norms)
     twins.assert_equal()
     assert counts(twins) == guesses

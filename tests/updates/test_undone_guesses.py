@@ -1,4 +1,4 @@
-"""A guess is never seen: not by who looks at the weights between backward and step, and not after a dropped step."""
+"""No reader sees a guess, neither between backward and step nor after a dropped step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_lohan.testing.storage_doubles import SlowBackend
 TwinsFactory = Callable[..., Any]
 
 
-# Whoever looks at weights between backward and step sees those of the last step.
+# Between backward and step, readers see the weights of the last step.
 
 
 @EITHER_WAY
@@ -34,7 +34,7 @@ def test_an_evaluation_between_backward_and_step(max_norm: float, gpu_memory: st
 @EITHER_WAY
 @pytest.mark.parametrize("schedule", ["optimized", "naive"])
 def test_an_evaluation_right_after_a_step(max_norm: float, schedule: str, make_twins: TwinsFactory) -> None:
-    """Guesses and what replaces them are still being written then."""
+    """Guesses and their second updates are still being written then."""
     twins = make_twins("llama", clip="speculate", schedule=schedule, backend=SlowBackend(3e-3), gpu_memory="512KiB")
     for step in range(3):
         twins.train(1, first_seed=step, max_norm=max_norm)
@@ -46,7 +46,7 @@ def test_an_evaluation_right_after_a_step(max_norm: float, schedule: str, make_t
 
 @EITHER_WAY
 def test_a_part_of_the_model_called_between_backward_and_step(max_norm: float, make_twins: TwinsFactory) -> None:
-    """Without the model's own forward, which would announce it."""
+    """Not by the model's own forward, whose hooks undo guesses."""
     twins = make_twins("llama", clip="speculate", gpu_memory="512KiB")
     for step in range(3):
         twins.backward(step)
@@ -93,7 +93,7 @@ def test_hyperparameters_set_between_backward_and_step(max_norm: float, make_twi
             group["weight_decay"] += 0.1
         twins.step()
     twins.assert_equal()
-    # A guess that was wrong though nothing clips is wrong every time: such a loop guesses once.
+    # A wrong guess without a clip means that the loop changes hyperparameters: no more guesses.
     assert counts(twins) == ((3, 3) if max_norm == CLIPS else (1, 1))
 
 
@@ -110,7 +110,7 @@ def test_weights_loaded_between_backward_and_step_stay_loaded(make_twins: TwinsF
     twins.assert_equal()
 
 
-# Steps that are not taken.
+# Dropped steps.
 
 
 def test_a_guess_that_zero_grad_drops_leaves_no_trace(make_twins: TwinsFactory) -> None:
@@ -129,7 +129,7 @@ def test_a_guess_that_zero_grad_drops_leaves_no_trace(make_twins: TwinsFactory) 
 
 @EITHER_WAY
 @pytest.mark.parametrize("place", ["model.layers.0.mlp", "model.layers.1.self_attn.o_proj", "model.norm"])
-def test_a_backward_that_breaks_while_guessing(place: str, max_norm: float, make_twins: TwinsFactory) -> None:
+def test_a_backward_that_fails_while_guessing(place: str, max_norm: float, make_twins: TwinsFactory) -> None:
     class PlannedError(Exception):
         """Raised on purpose."""
 

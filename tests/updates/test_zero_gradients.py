@@ -1,4 +1,4 @@
-"""What a backward came by without a gradient for it has one of zeros: it takes torch's step, and no gradient buffer."""
+"""Chunks that a backward passes without a gradient are updated with zeros, as by torch, and need no gradient buffer."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Stock:
 
 
 def submit(bench: Bench, touched: Collection[int], value: float, *, is_final: bool = True) -> None:
-    """A backward that came by all chunks."""
+    """A backward that passes all chunks and has gradients for the touched ones."""
     gate = bench.hold_up()
     for index in sorted(touched, reverse=True):
         bench.pipeline.submit(bench.arrived(index, value), is_final=is_final)
-    bench.pipeline.reach(bench.chunks)
+    bench.pipeline.note_passed(bench.chunks)
     gate.set()
 
 
@@ -50,7 +50,7 @@ def gradients(touched: Collection[int], value: float) -> list[float | None]:
 
 @pytest.mark.parametrize("hold_gradients", [True, False])
 @pytest.mark.parametrize("schedule", ["optimized", "naive", "serial"])
-def test_what_gets_no_gradient_takes_the_step_of_one_of_zeros(
+def test_passed_chunks_without_a_gradient_are_updated_with_zeros(
     schedule: Schedule, hold_gradients: bool, make_bench: Callable[..., Bench]
 ) -> None:
     bench, stock = make_bench(schedule, hold_gradients=hold_gradients), Stock()
@@ -63,19 +63,19 @@ def test_what_gets_no_gradient_takes_the_step_of_one_of_zeros(
         assert buffers.num_free == buffers.num_buffers
 
 
-def test_what_no_backward_came_by_takes_no_step(make_bench: Callable[..., Bench]) -> None:
+def test_chunks_that_no_backward_passed_take_no_step(make_bench: Callable[..., Bench]) -> None:
     bench, stock = make_bench(hold_gradients=True), Stock()
     submit(bench, ALL, 1.0)
     bench.finish_step()
     stock.step(gradients(ALL, 1.0))
     bench.pipeline.submit(bench.arrived(1, 2.0), is_final=True)
-    bench.pipeline.reach(bench.chunks[1:3])
+    bench.pipeline.note_passed(bench.chunks[1:3])
     bench.finish_step()
     stock.step([None, 2.0, 0.0, None])
     stock.assert_equal(bench)
 
 
-def test_a_later_backward_may_bring_what_an_earlier_one_did_not(make_bench: Callable[..., Bench]) -> None:
+def test_a_later_backward_may_have_the_gradient(make_bench: Callable[..., Bench]) -> None:
     bench, stock = make_bench(hold_gradients=True), Stock()
     submit(bench, ALL, 1.0)
     bench.finish_step()
@@ -87,7 +87,7 @@ def test_a_later_backward_may_bring_what_an_earlier_one_did_not(make_bench: Call
     stock.assert_equal(bench)
 
 
-def test_it_takes_no_buffer_in_which_gradients_arrive(make_bench: Callable[..., Bench]) -> None:
+def test_a_gradient_of_zeros_needs_no_arrival_buffer(make_bench: Callable[..., Bench]) -> None:
     bench, stock = make_bench(hold_gradients=True), Stock()
     taken = [bench.gradients.acquire() for _ in range(bench.gradients.num_buffers - 1)]
     submit(bench, {2}, 1.0)
@@ -99,7 +99,7 @@ def test_it_takes_no_buffer_in_which_gradients_arrive(make_bench: Callable[..., 
 
 
 @pytest.mark.parametrize(("clip_coefficient", "applied"), [(1.0, "accepted"), (0.5, "redone")])
-def test_steps_on_a_guess_are_those_of_zeros_too(
+def test_guesses_and_gradients_of_zeros(
     clip_coefficient: float, applied: str, make_bench: Callable[..., Bench]
 ) -> None:
     bench, stock = make_bench(hold_gradients=True, speculates=True), Stock()
@@ -112,7 +112,7 @@ def test_steps_on_a_guess_are_those_of_zeros_too(
 
 
 @pytest.mark.parametrize("speculates", [True, False])
-def test_a_step_that_is_abandoned_leaves_none_behind(speculates: bool, make_bench: Callable[..., Bench]) -> None:
+def test_an_abandoned_step_leaves_no_gradients_of_zeros(speculates: bool, make_bench: Callable[..., Bench]) -> None:
     bench, stock = make_bench(hold_gradients=True, speculates=speculates), Stock()
     submit(bench, ALL, 1.0)
     bench.finish_step()
@@ -120,7 +120,7 @@ def test_a_step_that_is_abandoned_leaves_none_behind(speculates: bool, make_benc
     submit(bench, {0}, float("nan"))
     bench.pipeline.wait_for_norms()
     bench.pipeline.abandon_step()
-    bench.pipeline.reach(bench.chunks)  # of a backward that broke off before it brought anything
+    bench.pipeline.note_passed(bench.chunks)  # a backward that failed before its first gradient
     bench.pipeline.abandon_step()
     bench.pipeline.submit(bench.arrived(1, 2.0), is_final=True)
     bench.finish_step()
@@ -128,7 +128,7 @@ def test_a_step_that_is_abandoned_leaves_none_behind(speculates: bool, make_benc
     stock.assert_equal(bench)
 
 
-def test_who_reads_such_a_block_waits_for_its_step(make_bench: Callable[..., Bench]) -> None:
+def test_readers_wait_for_an_update_with_zeros(make_bench: Callable[..., Bench]) -> None:
     bench, stock = make_bench("optimized", hold_gradients=True), Stock()
     submit(bench, ALL, 1.0)
     bench.finish_step()

@@ -17,7 +17,7 @@ from hf_lohan.model import Block, lay_out_block
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, RecordSpec, Store
 from hf_lohan.updates import Delivery
-from hf_lohan.weights import LocalWeights, Prefetcher, SlotRing
+from hf_lohan.weights import LayerLoader, LocalWeights, SlotRing
 
 NUM_BLOCKS = 6
 BLOCK_NUMEL = 5 * GRANULE_NUMEL
@@ -61,7 +61,7 @@ class Stream:
 
     blocks: list[Block]
     ring: SlotRing
-    prefetcher: Prefetcher
+    prefetcher: LayerLoader
     reader: NotingReader
     staging: BufferPool
 
@@ -86,7 +86,7 @@ class Stream:
 
         def nothing_to_do() -> bool:
             loading = any(slot.is_loading for slot in self.ring.slots[SizeClass.LAYER])
-            return not loading and self.prefetcher._next() is None
+            return not loading and self.prefetcher.find_load() is None
 
         with self.ring.lock:
             assert self.ring.changed.wait_for(nothing_to_do, timeout=60)
@@ -139,7 +139,7 @@ def make_stream(tmp_path: Path) -> Iterator[StreamFactory]:
             return delivers(block, weights)
 
         loader = LocalWeights(device, reader, staging, deliver)
-        streams.append(Stream(blocks, ring, Prefetcher(ring, loader, blocks), reader, staging))
+        streams.append(Stream(blocks, ring, LayerLoader(ring, loader, blocks), reader, staging))
         return streams[-1]
 
     yield make

@@ -206,7 +206,7 @@ def run_program(
             case "begin":
                 loader.begin_pass(is_training=bool(number))
             case "foresee":
-                loader.foresee(is_training=bool(number))
+                loader.foresee_pass(is_training=bool(number))
             case "end":
                 loader.end_pass()
             case "cancel":

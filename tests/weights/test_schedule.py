@@ -21,44 +21,44 @@ MODEL = [EMBEDDING, *LAYERS, HEAD]
 
 
 def all_loads(schedule: LoadSchedule) -> str:
-    order = schedule._order
+    order = schedule._now.order
     return " ".join(order.uses[place].name for place in order.loads)
 
 
 def test_a_training_pass_is_forward_and_back_each_class_as_early_as_its_slots_allow() -> None:
     schedule = LoadSchedule(MODEL, {SizeClass.LAYER: 2, SizeClass.OUTER: 1, SizeClass.RESIDENT: 0})
-    schedule.foresee(is_training=True)
+    schedule.foresee_pass(is_training=True)
     assert all_loads(schedule) == "embedding b0 b1 head b2 b3 b4 b5 embedding b3 b2 b1 b0"
 
 
 def test_what_stays_is_not_loaded_again() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 6, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.foresee(is_training=True)
+    schedule.foresee_pass(is_training=True)
     assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
 
 
 def test_another_order_corrects_the_next_pass_of_its_kind_alone() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=False)
+    schedule.begin_pass(is_training=False)
     for number in (4, 0, 2):
         schedule.use(LAYERS[number])
-    schedule.end()
-    schedule.foresee(is_training=False)
+    schedule.end_pass()
+    schedule.foresee_pass(is_training=False)
     assert all_loads(schedule) == "b4 b0 b2"
-    schedule.foresee(is_training=True)
+    schedule.foresee_pass(is_training=True)
     assert all_loads(schedule).startswith("b0 b1 b2")
 
 
 def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_its_backward() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=True)
+    schedule.begin_pass(is_training=True)
     for used in LAYERS:
         schedule.use(used)
-    schedule.begin(is_training=False)
+    schedule.begin_pass(is_training=False)
     assert schedule.next_load(lambda _block: False) == (0, LAYERS[0])
     for used in LAYERS:
         schedule.use(used)
-    schedule.end()
+    schedule.end_pass()
     loaded = []
     for used in reversed(LAYERS):
         load = schedule.next_load(lambda _block: False)
@@ -66,21 +66,21 @@ def test_a_training_pass_goes_on_behind_one_without_gradients_that_came_before_i
         loaded.append(load[1].name)
         schedule.use(used)
     assert loaded == ["b5", "b4", "b3", "b2", "b1", "b0"]
-    schedule.end()
-    schedule.foresee(is_training=False)
+    schedule.end_pass()
+    schedule.foresee_pass(is_training=False)
     assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5"
-    schedule.foresee(is_training=True)
+    schedule.foresee_pass(is_training=True)
     assert all_loads(schedule) == "b0 b1 b2 b3 b4 b5 b3 b2 b1 b0"
 
 
 def test_what_made_room_out_of_turn_is_loaded_again() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=False)
+    schedule.begin_pass(is_training=False)
     here = {LAYERS[0], LAYERS[1]}
     schedule.use(LAYERS[0])
     assert schedule.next_load(here.__contains__) == (2, LAYERS[2])
     here.remove(LAYERS[1])
-    schedule.lose(LAYERS[1])
+    schedule.note_displaced(LAYERS[1])
     assert schedule.next_load(here.__contains__) == (1, LAYERS[1])
     schedule.use(LAYERS[1])
     assert schedule.next_load(here.__contains__) == (2, LAYERS[2])
@@ -88,7 +88,7 @@ def test_what_made_room_out_of_turn_is_loaded_again() -> None:
 
 def test_uses_that_are_skipped_are_past() -> None:
     schedule = LoadSchedule(LAYERS, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=False)
+    schedule.begin_pass(is_training=False)
     schedule.use(LAYERS[3])
     assert schedule.next_use(LAYERS[2]) == NEVER
     assert schedule.next_load(lambda _block: False) == (4, LAYERS[4])
@@ -98,21 +98,21 @@ def test_twelve_thousand_blocks() -> None:
     """Experts are blocks. A use must not cost a walk over all of them: that would end at the time limit."""
     blocks = [block(f"e{number}") for number in range(12_000)]
     schedule = LoadSchedule(blocks, {SizeClass.LAYER: 8, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=True)
+    schedule.begin_pass(is_training=True)
     here: dict[Block, None] = {}
     for used in [*blocks, *reversed(blocks)]:
         while (load := schedule.next_load(here.__contains__)) is not None and len(here) < 8:
             here[load[1]] = None
         schedule.use(used)
         here.pop(used, None)
-    schedule.end()
+    schedule.end_pass()
 
 
 def test_what_was_to_be_loaded_again_ends_with_its_pass() -> None:
     blocks = LAYERS
     schedule = LoadSchedule(blocks, {SizeClass.LAYER: 2, SizeClass.OUTER: 0, SizeClass.RESIDENT: 0})
-    schedule.begin(is_training=True)
+    schedule.begin_pass(is_training=True)
     schedule.use(blocks[0])
-    schedule.lose(blocks[4])
-    schedule.cancel()
+    schedule.note_displaced(blocks[4])
+    schedule.cancel_pass()
     assert schedule.next_load(lambda _block: False) is None

@@ -30,8 +30,8 @@ from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
-from hf_lohan.weights import LockstepPrefetcher, SharedWeights, SlotRing
-from hf_lohan.weights.shared_places import SharedPlaces
+from hf_lohan.weights import LockstepLoader, SharedWeights, SlotRing
+from hf_lohan.weights.shared_source import SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
 NEVER = 1 << 60
@@ -139,7 +139,7 @@ class RankStore:
                 self.store.write(chunk.block.name, "param", chunk.start, param).wait()
                 if self._delays.random() < 0.3:
                     time.sleep(2e-3 * self._delays.random())
-                self.handover.written(new)
+                self.handover.note_written(new)
                 buffer.release()
                 self._outstanding.discard(chunk)
         except BaseException as error:
@@ -192,7 +192,7 @@ class World:
             source = SharedWeights(
                 device, store.store, store.handover.deliver, links, memory, blocks, read_bytes=3 * 4 * GRANULE_NUMEL
             )
-            prefetcher = LockstepPrefetcher(ring, source, blocks)
+            prefetcher = LockstepLoader(ring, source, blocks)
             stack.callback(prefetcher.close)
             run_program(ops, blocks, prefetcher, ring, store)
             if not any(verb == "fault" for verb, _ in ops):
@@ -328,7 +328,7 @@ def test_a_dropped_step_leaves_the_weights_of_the_store(tmp_path: Path) -> None:
             return delivery
 
         source = SharedWeights(device, store.store, deliver, links, box.memory, blocks, read_bytes=4 * GRANULE_NUMEL)  # type: ignore[arg-type]
-        prefetcher = LockstepPrefetcher(ring, source, blocks)
+        prefetcher = LockstepLoader(ring, source, blocks)
         store.handover.announce([chunk for chunk in block.cut(CHUNK_NUMEL) if chunk.owner == links.ranks.rank])
 
         def drop() -> None:
@@ -364,26 +364,26 @@ def test_a_second_source_hears_nothing_of_the_first(tmp_path: Path) -> None:
 
 def places_of(memory_bytes: int, sizes: Sequence[int]) -> Iterator[int | None]:
     """Where each of some blocks goes to, if none of them is freed."""
-    places = SharedPlaces(memory_bytes)
+    places = SharedRegions(memory_bytes)
     for number, num_bytes in enumerate(sizes):
-        start = places.next_start(num_bytes)
+        start = places.find_start(num_bytes)
         yield start
         if start is not None:
-            places.take(number, start, num_bytes)
+            places.take_region(number, start, num_bytes)
 
 
 def test_blocks_pass_through_shared_memory_one_behind_the_other() -> None:
     assert list(places_of(8 * 4096, [3 * 4096, 3 * 4096, 3 * 4096])) == [0, 3 * 4096, None]
     assert list(places_of(8 * 4096, [100, 100, 8 * 4096])) == [0, 4096, None]
-    places = SharedPlaces(8 * 4096)
+    places = SharedRegions(8 * 4096)
     for number in range(100):
         num_bytes = (1 + number * 7 % 8) * 4096
-        start = places.next_start(num_bytes)
+        start = places.find_start(num_bytes)
         while start is None:
-            places.free(next(iter(places._in_use)))
-            start = places.next_start(num_bytes)
-        places.take(number, start, num_bytes)
-        taken = sorted(places._in_use.values())
+            places.free_region(next(iter(places._regions)))
+            start = places.find_start(num_bytes)
+        places.take_region(number, start, num_bytes)
+        taken = sorted(places._regions.values())
         assert all(last <= first for (_, last), (first, _) in pairwise(taken))
         assert taken[-1][1] <= 8 * 4096
 

@@ -34,9 +34,9 @@ def ring() -> SlotRing:
 
 
 def load(ring: SlotRing, block: Block, value: float) -> None:
-    """What the prefetch thread does, into a slot that holds nothing."""
+    """What the loading thread does, into a slot that holds nothing."""
     with ring.lock:
-        slot = next(slot for slot in ring.claimable(SizeClass.LAYER) if slot.block is None)
+        slot = next(slot for slot in ring.slots[SizeClass.LAYER] if slot.block is None)
         ring.claim(slot, block)
         slot.weights.fill_(value)
         ring.publish(slot, DEVICE.record(Lane.H2D))
@@ -56,11 +56,11 @@ def test_a_shown_parameter_is_a_view_into_its_slot(ring: SlotRing) -> None:
     for part in block.slices:
         assert part.parameter.shape == part.shape
         assert bool((part.parameter == 2.0).all())
-        assert ring.slot_behind(part.parameter.data) is ring.slot_of(block)
-        assert ring.slot_behind(part.parameter.data.flatten()[2:]) is ring.slot_of(block)
+        assert ring.block_behind(part.parameter.data) is block
+        assert ring.block_behind(part.parameter.data.flatten()[2:]) is block
         weights[part.start] = 9.0
         assert part.parameter.flatten()[0] == 9.0
-    assert ring.slot_behind(torch.zeros(3)) is None
+    assert ring.block_behind(torch.zeros(3)) is None
 
 
 def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotRing) -> None:
@@ -77,7 +77,7 @@ def test_a_hidden_parameter_keeps_its_shape_holds_nothing_and_is_nan(ring: SlotR
         with without_torch_function():
             assert bool(data.isnan().all())
             assert data.untyped_storage().nbytes() == 4
-            assert ring.slot_behind(data) is None
+            assert ring.block_behind(data) is None
 
 
 def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) -> None:
@@ -87,10 +87,10 @@ def test_pinned_slots_are_not_claimable_until_the_last_pin_goes(ring: SlotRing) 
     pin(ring, first)
     pin(ring, first)
     ring.unpin(first)
-    assert ring.slot_of(first) not in ring.claimable(SizeClass.LAYER)
-    assert ring.slot_of(second) in ring.claimable(SizeClass.LAYER)
+    assert not ring.slot_of(first).is_claimable
+    assert ring.slot_of(second).is_claimable
     ring.unpin(first)
-    assert ring.slot_of(first) in ring.claimable(SizeClass.LAYER)
+    assert ring.slot_of(first).is_claimable
     assert ring.slot_of(first).last_use is not None  # what the next copy into it must wait for
     with pytest.raises(AssertionError, match="unpinned more often"):
         ring.unpin(first)
@@ -111,25 +111,25 @@ def test_a_released_block_stays_until_its_slot_is_claimed(ring: SlotRing) -> Non
 def test_a_slot_that_is_being_loaded_is_not_claimable(ring: SlotRing) -> None:
     block = layer("a", (4,))
     with ring.lock:
-        slot = ring.claimable(SizeClass.LAYER)[0]
+        slot = ring.slots[SizeClass.LAYER][0]
         ring.claim(slot, block)
-        assert slot not in ring.claimable(SizeClass.LAYER)
+        assert not slot.is_claimable
         assert ring.is_here(block)  # it will be: whoever needs it waits for it
         ring.abandon(slot)
-        assert slot in ring.claimable(SizeClass.LAYER)
+        assert slot.is_claimable
         assert not ring.is_here(block)
 
 
 def test_a_slot_whose_block_is_forgotten_while_it_loads_is_claimable_when_the_load_ends(ring: SlotRing) -> None:
     first = layer("a", (4,))
     with ring.lock:
-        slot = ring.claimable(SizeClass.LAYER)[0]
+        slot = ring.slots[SizeClass.LAYER][0]
         ring.claim(slot, first)
     ring.forget([first])
     with ring.lock:
-        assert not ring.is_here(first) and slot not in ring.claimable(SizeClass.LAYER)
+        assert not ring.is_here(first) and not slot.is_claimable
         ring.publish(slot, DEVICE.record(Lane.H2D))
-        assert slot in ring.claimable(SizeClass.LAYER) and not ring.is_here(first)
+        assert slot.is_claimable and not ring.is_here(first)
         assert slot.ready is None  # of nothing
 
 
@@ -151,7 +151,7 @@ def test_after_an_exception_every_pin_goes(ring: SlotRing) -> None:
         pin(ring, block)
     pin(ring, second)
     ring.unpin_all()
-    assert len(ring.claimable(SizeClass.LAYER)) == 2
+    assert all(slot.is_claimable for slot in ring.slots[SizeClass.LAYER])
     assert all(slot.last_use is not None for slot in ring.slots[SizeClass.LAYER])
 
 

@@ -19,7 +19,7 @@ from hf_lohan.model import lay_out_block
 from hf_lohan.planner import SizeClass
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend
-from hf_lohan.updates import Delivery
+from hf_lohan.updates import Delivery, DeliveryListener
 from hf_lohan.weights import LocalWeights, Slot
 
 
@@ -104,7 +104,7 @@ def test_a_later_pass_works_when_the_fault_is_gone(make_stream: StreamFactory) -
 def test_a_fault_while_reading_ahead_reaches_the_next_acquire(make_stream: StreamFactory) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
-    stream.prefetcher.foresee(is_training=True)
+    stream.prefetcher.foresee_pass(is_training=True)
     stream.until_idle()  # it has failed by now: nobody has asked yet
     with pytest.raises(StorageError):
         stream.use(stream.blocks[0])
@@ -115,7 +115,7 @@ def test_a_fault_while_reading_ahead_that_is_gone_when_the_pass_begins_is_forgot
 ) -> None:
     backend = FaultyBackend("read", 1, errno.EIO, sticky=True)
     stream = make_stream(num_slots=2, backend=backend)
-    stream.prefetcher.foresee(is_training=True)
+    stream.prefetcher.foresee_pass(is_training=True)
     stream.until_idle()
     backend.fail_on = NEVER
     stream.training_pass()
@@ -138,14 +138,25 @@ class HeldRead:
     def __init__(self, reads: HeldReads, block: str, out: Tensor) -> None:
         self._reads, self._block, self._out = reads, block, out
 
-    def arrive(self) -> None:
+    def wait_for_bytes(self) -> None:
         assert self._reads.may_end.wait(60)
 
     def wait(self) -> None:
-        self.arrive()
+        self.wait_for_bytes()
         if self._block == self._reads.fails:
             raise OSError(f"{self._block} cannot be read")
         self._out.fill_(float(self._block[1:]))
+
+
+class NotedEnd(DeliveryListener):
+    """Notes by block how loads ended."""
+
+    def __init__(self, ended: dict[str, BaseException | None], name: str) -> None:
+        self._ended = ended
+        self._name = name
+
+    def on_delivered(self, error: BaseException | None) -> None:
+        self._ended[self._name] = error
 
 
 class OverlappingLoads:
@@ -165,7 +176,7 @@ class OverlappingLoads:
 
     def begin(self, number: int) -> None:
         block = self.blocks[number]
-        self.source.begin(block, self.slots[number], lambda error: self.ended.update({block.name: error}))
+        self.source.begin_load(block, self.slots[number], NotedEnd(self.ended, block.name))
 
     def is_right(self, number: int) -> bool:
         self.device.record(Lane.H2D).synchronize()
@@ -187,7 +198,7 @@ def test_the_next_reads_are_ordered_before_the_last_ones_end(make_device: Callab
     assert loads.ended == {"b0": None} and loads.is_right(0)
     loads.begin(2)
     assert loads.ended == {"b0": None, "b1": None} and loads.is_right(1)
-    loads.source.finish()
+    loads.source.finish_loads()
     assert loads.ended["b2"] is None and loads.is_right(2)
 
 
@@ -199,7 +210,7 @@ def test_of_loads_that_overlap_one_fails_alone(make_device: Callable[[], CpuDevi
     loads.reads.fails = f"b{failing}"
     for number in range(3):
         loads.begin(number)
-    loads.source.finish()
+    loads.source.finish_loads()
     for number in range(3):
         error = loads.ended[f"b{number}"]
         assert (str(error) == f"b{number} cannot be read") if number == failing else (error is None)
@@ -207,5 +218,5 @@ def test_of_loads_that_overlap_one_fails_alone(make_device: Callable[[], CpuDevi
     loads.reads.fails = ""
     for number in range(3):  # all buffers were given back
         loads.begin(number)
-    loads.source.finish()
+    loads.source.finish_loads()
     assert set(loads.ended.values()) == {None} and all(map(loads.is_right, range(3)))

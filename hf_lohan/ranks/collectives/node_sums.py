@@ -50,7 +50,7 @@ class NodeSums:
     def send(self, name: _Name, values: list[Tensor], owner: int) -> None:
         """Send the sum of what the ranks of this box have. Does not wait."""
         assert self._thread is not None
-        self._thread.put(partial(self._send, name, values, owner))
+        self._thread.submit(partial(self._send, name, values, owner))
 
     def sum_nodes(self, name: _Name, out: Tensor, values: list[Tensor], boxes: list[int]) -> Tensor:
         """Set `out` to the sum over `boxes`, of which this one has `values`."""

@@ -1,0 +1,33 @@
+"""Device-independent names of operations."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import TypeAlias
+
+from hf_lohan.compat.torch_private import HigherOrderOperator, OpOverload, operation_name
+
+Operation: TypeAlias = OpOverload | HigherOrderOperator
+
+_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_scaled_mm", "linear", "convolution"})
+_ATTENTION_KERNELS = "_scaled_dot_product_"
+_ATTENTION = "scaled_dot_product_attention"
+_LOHAN = "lohan"
+"""All experts of a layer are one operation, `lohan::experts`."""
+_FLEX_ATTENTION = frozenset({"flex_attention"})
+
+
+@cache
+def anchor_name(operation: Operation) -> str | None:
+    """The name of an operation whose output is worth keeping for backward because it has many FLOPs a byte: a matrix
+    product ("aten.mm"), or an attention by any kernel ("aten.scaled_dot_product_attention"). None for other operations,
+    which are cheap to recompute.
+
+    The caller numbers the operations of one kind within a layer's forward: "aten.mm#0".
+    """
+    if isinstance(operation, HigherOrderOperator):
+        return operation.name() if operation.name() in _FLEX_ATTENTION else None
+    name = operation_name(operation)
+    if name.startswith(_ATTENTION_KERNELS):
+        return None if name.endswith("_backward") else f"{operation.namespace}.{_ATTENTION}"
+    return f"{operation.namespace}.{name}" if name in _PRODUCTS or operation.namespace == _LOHAN else None

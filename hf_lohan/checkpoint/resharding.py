@@ -1,0 +1,255 @@
+"""The last step of a run, copied into new stores for another number of ranks."""
+
+from __future__ import annotations
+
+import re
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.files import IoEngine, StorageError, StorePath
+from hf_lohan.files.directories import make_folders
+from hf_lohan.files.durable_file import remove_folder
+from hf_lohan.model import StoredForm, records_of_rank
+from hf_lohan.ranks import RanksDisagreeError, newest_common_commit
+from hf_lohan.store import Commit, RecordSpec, Store
+from hf_lohan.store.commits import ImmediateAgreement
+from hf_lohan.store.rank_folders import files_of, rank_folder, ranks_under, stores_under, why_incomplete
+from hf_lohan.store.store_folders import remove_store
+from hf_lohan.updates import MISSED_STEPS_NAME
+
+_IO_PIECE_BYTES = 4 << 20
+_COPY_BYTES = 8 << 20
+_RANDOM_STATE = re.compile(r"((?:epoch_)?rng_state)(?:_\d+)?\.pth")
+"""Of one rank. With several ranks the rank's number stands behind the name."""
+_EPOCH_RANDOM_STATE = "epoch_rng_state"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resharded:
+    """What `reshard` has written."""
+
+    commit_number: int
+    global_step: int | None
+    num_ranks_before: int
+    folders: tuple[str, ...]
+    """Of the new stores, on their first ssd path."""
+    old_files: str
+    new_files: str
+    """The files to delete on each ssd path to remove the old stores, or the new ones."""
+
+
+def reshard(
+    paths: Sequence[str],
+    num_ranks: int,
+    *,
+    form_of: Callable[[Store], StoredForm],
+    removes_old: bool = False,
+    on_copied: Callable[[int, int], None] = lambda num_bytes, total_bytes: None,
+) -> Resharded:
+    """Copy the newest step that all ranks of a run hold into new stores for ``num_ranks``, beside the old stores.
+
+    ``paths`` are all ssd paths of the run's stores. ``form_of`` returns the form of the model that a store describes.
+    ``removes_old``: remove the old stores in the end. ``on_copied`` is called with the bytes of each piece that was
+    copied, and with those of all. The new stores count from the moment when all of them are committed; a run that
+    begins earlier reports what is missing. Raises ValueError where there is no step to copy or the new stores exist
+    already, and whatever `Store` raises.
+    """
+    if num_ranks < 1:
+        raise ValueError(f"the number of ranks is {num_ranks}; it must be at least 1")
+    num_before = _num_ranks_before(paths, num_ranks)
+    io = IoEngine(num_threads=2, piece_bytes=_IO_PIECE_BYTES, max_inflight_bytes=4 * _IO_PIECE_BYTES)
+    try:
+        with ExitStack() as stack:
+            old = [
+                stack.enter_context(Store.open(_store_paths(paths, rank, num_before), model=None, engine=io))
+                for rank in range(num_before)
+            ]
+            commits = _commits_to_copy(old)
+            _refuse_deferred_steps(commits, paths)
+            form = form_of(next((store for store in old if store.model_folder is not None), old[0]))
+            _refuse_streamed_experts(form, num_ranks, paths)
+            _check_records(form, old)
+            records = _records_by_rank(form, num_ranks)
+            new = [stack.enter_context(_new_store(paths, rank, records, old[0], io)) for rank in range(num_ranks)]
+            total_bytes = sum(record.num_bytes for store in new for record in store.records)
+            for store in new:
+                for num_bytes in copy_records(old, store):
+                    on_copied(num_bytes, total_bytes)
+            _commit(old, new, commits)
+            resharded = Resharded(
+                commit_number=commits[0].number,
+                global_step=commits[0].facts.get("global_step"),
+                num_ranks_before=num_before,
+                folders=tuple(store.paths[0].path for store in new),
+                old_files=files_of(paths[0], num_before),
+                new_files=files_of(paths[0], num_ranks),
+            )
+            old_directories = [[path.path for path in store.paths] for store in old]
+            for directories in old_directories if removes_old else ():
+                remove_store(directories)
+        if removes_old and num_before > 1:
+            for directory in (directory for directories in old_directories for directory in directories):
+                remove_folder(directory)
+        return resharded
+    finally:
+        io.close()
+
+
+def _refuse_deferred_steps(commits: Sequence[Commit], paths: Sequence[str]) -> None:
+    if any(MISSED_STEPS_NAME in commit.journal for commit in commits):
+        raise ValueError(
+            f"experts in {paths[0]} have updates that lazy_experts (auto by default) has deferred, and records for "
+            "another number of ranks cannot catch up; train one step with lazy_experts=false first"
+        )
+
+
+def _refuse_streamed_experts(form: StoredForm, num_ranks: int, paths: Sequence[str]) -> None:
+    if num_ranks > 1 and form.model_blocks.experts:
+        raise ValueError(
+            f"the experts in {paths[0]} are streamed one by one, which several ranks cannot do; resume from a "
+            "checkpoint of the run, which goes with experts: with_layer"
+        )
+
+
+def _num_ranks_before(paths: Sequence[str], num_ranks: int) -> int:
+    """The number of ranks whose stores are there."""
+    stores = stores_under(paths[0])
+    if not stores:
+        raise ValueError(f"there is no store in {paths[0]}, nor of ranks under it; give the ssd paths of the run")
+    if num_ranks in stores:
+        folders = ", ".join(folder for _, folder in stores[num_ranks])
+        lacks = why_incomplete(num_ranks, stores[num_ranks])
+        if lacks and len(stores) > 1:
+            raise ValueError(
+                f"{folders} was left by a reshard that was interrupted ({lacks}): delete "
+                f"{files_of(paths[0], num_ranks)} on each ssd path, and call this again"
+            )
+        raise ValueError(
+            f"{folders} holds a store of a run with so many ranks already; if its state is no longer needed, delete "
+            f"{files_of(paths[0], num_ranks)} on each ssd path"
+        )
+    return ranks_under(paths[0])
+
+
+def _store_paths(paths: Sequence[str], rank: int, num_ranks: int) -> list[StorePath]:
+    return [StorePath(rank_folder(path, rank, num_ranks)) for path in paths]
+
+
+def _commits_to_copy(old: Sequence[Store]) -> list[Commit]:
+    """The newest step that all stores hold, as a commit of each. Each store goes back to it, as on resume."""
+    commits_by_rank = [{(commit.group_id, commit.number): commit for commit in store.kept_commits} for store in old]
+    if not all(commits_by_rank):
+        empty = next(store for store, commits in zip(old, commits_by_rank, strict=True) if not commits)
+        raise ValueError(f"nothing is committed in {empty.paths[0].path}; there is no step to copy")
+    try:
+        newest = newest_common_commit([list(commits) for commits in commits_by_rank])
+    except RanksDisagreeError as error:
+        raise ValueError(str(error)) from None
+    for store, commits in zip(old, commits_by_rank, strict=True):
+        store.restore_commit(commits[newest])
+    return [commits[newest] for commits in commits_by_rank]
+
+
+def _records_by_rank(form: StoredForm, num_ranks: int) -> list[tuple[RecordSpec, ...]]:
+    if num_ranks == 1:
+        return [form.records]
+    for block in form.model_blocks.blocks:
+        block.cut_for_ranks(num_ranks)
+    return [records_of_rank(form.model_blocks.blocks, rank) for rank in range(num_ranks)]
+
+
+def _check_records(form: StoredForm, old: Sequence[Store]) -> None:
+    """Raises ValueError unless this version would cut the model into the records that the stores have."""
+    for store, records in zip(old, _records_by_rank(form, len(old)), strict=True):
+        if store.records != records:
+            raise ValueError(
+                f"the records in {store.paths[0].path} are not those that this version of hf_lohan makes for "
+                f"{len(old)} ranks; use the version that made them, or resume from a checkpoint"
+            )
+
+
+def _new_store(
+    paths: Sequence[str], rank: int, records: Sequence[tuple[RecordSpec, ...]], like: Store, io: IoEngine
+) -> Store:
+    store_paths = _store_paths(paths, rank, len(records))
+    for path in store_paths:
+        make_folders(path.path, mode=0o700)
+    return Store.create(store_paths, records[rank], model=like.model, engine=io, num_homes=like.num_homes)
+
+
+def copy_records(old: Sequence[Store], new: Store) -> Iterator[int]:
+    """Write all records of ``new`` from the ``old`` stores, each of which has a shard; yields the bytes of each piece.
+
+    Reads are verified. Raises `CorruptionError`, `CapacityError`, and `StorageError`, also for an element that no store
+    has.
+    """
+    memory = mapped_empty(_COPY_BYTES)
+    for record in new.records:
+        element, end = record.first, record.first + record.numel
+        numel_at_once = _COPY_BYTES // record.granule_bytes * record.granule_numel
+        while element < end:
+            store, stop = _store_with(old, record, element)
+            stop = min(stop, end, element + numel_at_once)
+            piece = memory[: (stop - element) * record.itemsize].view(getattr(torch, record.dtype))
+            store.read(record.block, record.kind, element, piece).wait()
+            new.write(record.block, record.kind, element, piece).wait()
+            element = stop
+            yield piece.nbytes
+
+
+def _store_with(old: Sequence[Store], record: RecordSpec, element: int) -> tuple[Store, int]:
+    """The store that has an element of the record's block, and the end of its shard."""
+    for store in old:
+        if store.has(record.block, record.kind):
+            shard = store.layout.record(record.block, record.kind)
+            if shard.first <= element < shard.first + shard.numel:
+                return store, shard.first + shard.numel
+    raise StorageError(
+        f"no element {element} of {record.kind} of {record.block} is in",
+        path=" or ".join(store.paths[0].path for store in old),
+        advice="give the stores of all ranks of the run",
+    )
+
+
+def _commit(old: Sequence[Store], new: Sequence[Store], commits: Sequence[Commit]) -> None:
+    facts, journals = facts_of_all([commit.facts for commit in commits]), [commit.journal for commit in commits]
+    group_id = commits[0].group_id or uuid.uuid4().hex
+    for rank, store in enumerate(new):
+        source = old[rank if rank < len(old) else 0]
+        if len(new) > 1:
+            store.agree_on_commits(ImmediateAgreement(group_id))
+        store.count_commits_from(commits[0].number)
+        journal = journal_of_rank(journals, rank, len(new))
+        store.commit(facts, journal, source.log, model_files=source.model_files)
+
+
+def journal_of_rank(journals: Sequence[Mapping[str, bytes]], rank: int, num_ranks: int) -> dict[str, bytes]:
+    """The journal of one of ``num_ranks``, from the journals of all ranks before.
+
+    A new rank gets a copy of rank 0's journal without its random state, about which transformers warns on resume. All
+    ranks draw an epoch's order from the same random state.
+    """
+    is_old_rank = rank < len(journals)
+    journal: dict[str, bytes] = {}
+    for name, content in journals[rank if is_old_rank else 0].items():
+        match = _RANDOM_STATE.fullmatch(name)
+        if match is None:
+            journal[name] = content
+        elif is_old_rank or match[1] == _EPOCH_RANDOM_STATE:
+            journal[f"{match[1]}.pth" if num_ranks == 1 else f"{match[1]}_{rank}.pth"] = content
+    return journal
+
+
+def facts_of_all(facts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Rank 0's facts, with each parameter's number of updates as the rank counts it that owns the parameter."""
+    num_updates: dict[str, int] = {}
+    for facts_of_rank in facts:
+        for name, count in facts_of_rank.get("num_updates", {}).items():
+            num_updates[name] = max(num_updates.get(name, 0), int(count))
+    return {**facts[0], **({"num_updates": num_updates} if num_updates else {})}

@@ -1,0 +1,264 @@
+"""The memory that a plan counts on: allocates it for activations and copies of records, and advises if it runs out."""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from hf_lohan.activations import LayerTrace
+from hf_lohan.activations.swapper import SPILL_BLOCK, SPILL_KIND
+from hf_lohan.activations.tiers import ActivationTiers, Sizes, placed_bytes, swap_everything
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import BufferPool
+from hf_lohan.device.host_stack import CACHE_LINE_BYTES
+from hf_lohan.engine.tiers import Tiers
+from hf_lohan.files import CapacityError
+from hf_lohan.planner import ActivationPlacements
+from hf_lohan.planning import OffloadLayout, PlannedStep, StepShape
+from hf_lohan.planning.layout import NUM_ACTIVATION_STAGING_BUFFERS
+from hf_lohan.store import GRANULE_NUMEL, RECORD_ALIGN_NUMEL, RecordSpec
+from hf_lohan.wording import UNIT_BYTES, format_bytes
+
+logger = logging.getLogger(__name__)
+
+_HEADROOM = 1.25
+"""Later batches may be longer than the first one."""
+_SPILL_NAME = "activations"
+_SIGNS = ("CUDA out of memory.", "CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+_TRIED = re.compile(r"Tried to allocate (?P<number>[\d.]+) (?P<unit>[KMG]iB)")
+_TORCH_ADVICE = " If reserved but unallocated memory is large"
+_HAS_ADVICE = "_lohan_has_advice"
+
+
+class PlannedMemory:
+    """Allocates the memory for activations and for copies of records, once, and decides where activations go.
+
+    The plan is made before the first layer runs. Without a plan the first step recomputes everything and is traced, and
+    the placements are chosen after it.
+    """
+
+    def __init__(
+        self,
+        activations: ActivationTiers,
+        config: OffloadConfig,
+        tiers: Tiers,
+        layout: OffloadLayout,
+        on_decided: Callable[[OffloadLayout], None] = lambda _layout: None,
+    ) -> None:
+        """``on_decided`` is called once, with the layout that the run follows."""
+        self._activations = activations
+        self._mode = mode = config.activations
+        self._planned: PlannedStep | None = None
+        self.last_shape: StepShape | None = None
+        """Of the last training forward, if its batch had token ids."""
+        self.out_of_memory = OutOfMemoryAdvice(config, lambda: (self._planned, self.last_shape))
+        """For errors that are raised while a step runs."""
+        self._tiers = tiers
+        self.layout = layout
+        """Divides the RAM as the plan does; before the plan, as it will if there is none."""
+        self._on_decided = on_decided
+        self._has_copies = False
+        self.num_together = 1
+        """Largest number of micro-batches whose forwards all ran before the first backward."""
+        self.trace: Mapping[str, LayerTrace] = activations.watch() if mode != "keep" else {}
+        """Of the layers in the first step."""
+        self.sizes: Sizes = {}
+        """Bytes that one micro-batch could swap, once that is known."""
+        self._staging: BufferPool | None = None
+
+    def follow_plan(self, planned: PlannedStep) -> None:
+        """Follow a plan from the next layer on."""
+        self._planned = planned
+        self._activations.end_watching()
+        if not self._has_copies:
+            self.layout = planned.layout
+            self.allocate_copies()
+        self.sizes = planned.activation_bytes
+        if self._mode in ("auto", "swap"):
+            self.set_placements(planned.plan.activations)
+
+    def allocate_copies(self) -> None:
+        """Allocate the memory for copies of records, unless it is allocated: with the plan, or when the model is used
+        without one."""
+        if self._has_copies:
+            return
+        self._has_copies = True
+        self.layout = self.layout.decided()
+        self._on_decided(self.layout)
+        names = [(record.block, record.kind) for record in self.layout.resident_records]
+        self._tiers.store.keep_copies(names, self._tiers.device.host_empty)
+        if names:
+            logger.info("copies of records take %s of RAM", format_bytes(self.layout.resident_bytes))
+
+    def expect_micro_batches(self, num_together: int) -> bool:
+        """The forwards of so many micro-batches will run before the first backward. Returns whether these are more than
+        ever before. Placements are then chosen again: the first step may have been the short one of an epoch's end."""
+        if num_together <= self.num_together:
+            return False
+        self.num_together = num_together
+        if self.trace and not self._activations.is_watching:
+            self._swap_traced_layers()
+        return True
+
+    def begin_step(self) -> None:
+        """The first forward after a step begins. If that step was traced, choose the placements."""
+        if self._end_watching():
+            self._swap_traced_layers()
+
+    def _end_watching(self) -> bool:
+        """Returns whether a whole step was traced. A forward without a backward does not count."""
+        if not self._activations.is_watching or not any(layer.recomputed for layer in self.trace.values()):
+            return False
+        self._activations.end_watching()
+        self.sizes = {name: layer.sizes() for name, layer in self.trace.items()}
+        return True
+
+    def _swap_traced_layers(self) -> None:
+        if self._mode == "swap":
+            self.set_placements(swap_everything(self.sizes, self.layout.activation_ram_bytes // self.num_together))
+
+    def set_placements(self, placements: ActivationPlacements) -> None:
+        """Follow `placements` from now on. The first ones that need memory allocate it, for all later ones as well."""
+        self._end_watching()
+        ram_bytes, ssd_bytes = (self.num_together * num_bytes for num_bytes in placed_bytes(self.sizes, placements))
+        all_bytes = self.num_together * sum(sum(sizes.values()) for sizes in self.sizes.values())
+        room_bytes, gradient_bytes = int(all_bytes * _HEADROOM), self._gradient_bytes()
+        if (ram_bytes or ssd_bytes or gradient_bytes) and not self._tiers.shared_ram.num_bytes:
+            self._tiers.shared_ram.reallocate(min(self.layout.activation_ram_bytes, room_bytes + gradient_bytes))
+        if ssd_bytes and not self._activations.swapper.ssd_bytes:
+            self._allocate_ssd(room_bytes)
+        self._activations.set_placements(placements)
+        logger.info(
+            "of %s that the layers keep for backward, %s are swapped to RAM and %s to the SSD",
+            format_bytes(all_bytes),
+            format_bytes(ram_bytes),
+            format_bytes(ssd_bytes),
+        )
+
+    def _gradient_bytes(self) -> int:
+        """RAM that gradients would use if none of them went to the SSD."""
+        if not self.layout.held_gradients():
+            return 0
+        num_chunks = len(self.layout.chunks()) - self.layout.num_held_chunks
+        return sum(record.num_bytes for record in self.layout.spill_records()) + num_chunks * CACHE_LINE_BYTES
+
+    def _allocate_ssd(self, num_bytes: int) -> None:
+        if self.layout.activation_staging_bytes < GRANULE_NUMEL:
+            logger.warning("cpu_memory leaves no buffers to swap activations to the SSD, so they are recomputed")
+            return
+        unit = max(GRANULE_NUMEL, RECORD_ALIGN_NUMEL)
+        # A tensor's last granule may be short.
+        num_tensors = self.num_together * sum(map(len, self.sizes.values()))
+        numel = -(-(num_bytes + num_tensors * GRANULE_NUMEL) // unit) * unit
+        record = RecordSpec(SPILL_BLOCK, SPILL_KIND, "uint8", numel)
+        try:
+            files = self._tiers.store.scratch([record], _SPILL_NAME)
+        except CapacityError as error:
+            logger.warning("there is no room to swap activations to the SSD, so they are recomputed: %s", error)
+            return
+        self._staging = BufferPool(
+            self._tiers.device,
+            name="activation staging",
+            num_buffers=NUM_ACTIVATION_STAGING_BUFFERS,
+            buffer_bytes=self.layout.activation_staging_bytes,
+        )
+        self._activations.swapper.use_ssd(files, self._staging, numel)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the device had no memory for something."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+
+
+class OutOfMemoryAdvice:
+    """Adds to an error of torch what the user can do. The error keeps its class and its beginning, by which programs
+    recognize it (`auto_find_batch_size` does)."""
+
+    def __init__(
+        self,
+        config: OffloadConfig,
+        latest: Callable[[], tuple[PlannedStep | None, StepShape | None]] = lambda: (None, None),
+    ) -> None:
+        """``latest``: returns the plan that is followed and the shape of the last batch."""
+        self._config = config
+        self._latest = latest
+
+    @contextmanager
+    def added_to_errors(self) -> Iterator[None]:
+        """Errors that are raised within this context get the advice."""
+        try:
+            yield
+        except RuntimeError as error:
+            self.add_to(error)
+            raise
+
+    def add_to_current_error(self) -> None:
+        """For a hook that is called because of an error but does not get it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self.add_to(error)
+
+    def add_to(self, error: BaseException) -> None:
+        """Once an error."""
+        if not is_out_of_memory(error) or getattr(error, _HAS_ADVICE, False):
+            return
+        setattr(error, _HAS_ADVICE, True)
+        measured = str(error).partition(_TORCH_ADVICE)[0].strip()
+        if not measured.startswith(_SIGNS[0]):  # an error of cuBLAS or the driver
+            measured = f"{_SIGNS[0]} {measured}"
+        planned, seen = self._latest()
+        advice = self._what_to_change(planned, seen, missing_bytes(measured))
+        counts = self._plan_counts_on(planned)
+        error.args = (f"{measured} {counts} {advice} No committed step is lost: the next run goes on from it.",)
+
+    def _plan_counts_on(self, planned: PlannedStep | None) -> str:
+        if planned is None:
+            gpu_memory = self._config.gpu_memory
+            allowed = format_bytes(gpu_memory) if isinstance(gpu_memory, int) else str(gpu_memory)
+            return f"No step is planned yet; gpu_memory is {allowed}."
+        parts = planned.plan.prediction.tier_bytes["gpu"]
+        named = ", ".join(f"{name.replace('_', ' ')} {format_bytes(size)}" for name, size in parts.items() if size)
+        return (
+            f"The plan counts on {format_bytes(sum(parts.values()))} ({named}) of the "
+            f"{format_bytes(planned.hardware.device.memory_bytes)} that were free when it was made, for batches of "
+            f"{_shape_text(planned.shape)} tokens."
+        )
+
+    def _what_to_change(self, planned: PlannedStep | None, seen: StepShape | None, missing: int) -> str:
+        smaller = "use a smaller batch size or shorter sequences"
+        if planned is None:
+            return f"End what else uses the device, lower gpu_memory, or {smaller}."
+        shape = planned.shape
+        if seen is not None and seen.batch_size * seen.sequence_length > shape.batch_size * shape.sequence_length:
+            lower = self._lower(planned, missing)
+            return f"This batch has {_shape_text(seen)} tokens: give all batches one length, or {lower}{smaller}."
+        if self._config.activations == "keep":
+            return f"Set activations to auto, or {smaller}."
+        what = f"{self._lower(planned, missing)}{smaller}, or end what else uses the device."
+        return what[0].upper() + what[1:]
+
+    def _lower(self, planned: PlannedStep, missing: int) -> str:
+        """Advice to lower `gpu_memory` so far that it may help, if activations are kept on the device."""
+        parts = planned.plan.prediction.tier_bytes["gpu"]
+        kept = parts["activations"]
+        if not kept:
+            return ""
+        lower = parts["slots"] + max(0, kept - max(missing, kept // 8))
+        return f"set gpu_memory to {lower >> 20}MiB, so that less is kept there, or "
+
+
+def missing_bytes(message: str) -> int:
+    """Bytes that torch tried to allocate, by its message."""
+    match = _TRIED.search(message)
+    return int(float(match["number"]) * UNIT_BYTES[match["unit"].lower()]) if match else 0
+
+
+def _shape_text(shape: StepShape) -> str:
+    return f"{shape.batch_size} x {shape.sequence_length}"

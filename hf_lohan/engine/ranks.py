@@ -1,0 +1,220 @@
+"""The parts of an engine that depend on the number of ranks. Everything else is the same for one rank and several."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from hf_lohan.config import Collectives
+from hf_lohan.device import Device
+from hf_lohan.engine.commits import CommitInterval
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.ranks import (
+    GRADIENTS_INT4,
+    GRADIENTS_INT8,
+    WEIGHTS_INT8,
+    CodedTraffic,
+    MeasuredCodec,
+    CommitAgreement,
+    Links,
+    RanksDisagreeError,
+    SharedRegion,
+    StepAgreement,
+)
+from hf_lohan.store import Store
+from hf_lohan.weights import PeerWeightCache, RamPeerWeights, SsdPeerWeights
+from hf_lohan.wording import format_bytes, percent
+
+logger = logging.getLogger(__name__)
+
+_KEPT_NAME = "kept_weights"
+"""The scratch file of other nodes' weights."""
+_DIGEST_BYTES = 8
+_GRADIENT_CODECS = {"int8": GRADIENTS_INT8, "int4": GRADIENTS_INT4}
+_NUM_MEASURED_STEPS = 3
+"""The coding error is measured in the first steps and logged once."""
+
+
+class LinkCodecs:
+    """Codecs for what one rank sends to other nodes. Lossy codecs are logged when they are made, their error later."""
+
+    def __init__(self, collectives: Collectives, links: Links) -> None:
+        """Called by all ranks together. Raises RanksDisagreeError if their settings differ."""
+        self._links = links
+        self._num_steps = 0
+        self.weights: MeasuredCodec | None = None
+        self.changes: CodedTraffic | None = None
+        """For weights, if only the changes of a step are sent."""
+        self.gradients: MeasuredCodec | None = None
+        if links.ranks.num_ranks > 1:
+            _check_equal_settings(collectives, links)
+        if links.ranks.num_nodes == 1:
+            if collectives != Collectives():
+                logger.info(
+                    "collectives=%s has no effect: all ranks are on one machine, where nothing is rounded",
+                    collectives.to_setting(),
+                )
+            return
+        if collectives.forward == "int8":
+            self.weights = MeasuredCodec("weights", WEIGHTS_INT8)
+        if collectives.gradients != "exact":
+            self.gradients = MeasuredCodec("gradients", _GRADIENT_CODECS[collectives.gradients])
+        for lane, word in ((self.weights, collectives.forward), (self.gradients, collectives.gradients)):
+            if lane is not None and links.ranks.rank == 0:
+                logger.warning(
+                    "collectives: %s are sent between machines in %s, which rounds them, so this run differs from one "
+                    "with 'exact'",
+                    lane.name,
+                    word,
+                )
+
+    def count_changes(self) -> CodedTraffic:
+        """From now on weights go to other nodes as the changes of a step. Returns the counter of their bytes."""
+        self.changes = CodedTraffic("weights")
+        return self.changes
+
+    @property
+    def all(self) -> list[CodedTraffic]:
+        return [lane for lane in (self.weights, self.changes, self.gradients) if lane is not None]
+
+    def end_step(self) -> None:
+        """Log the error and stop measuring it, after the first steps."""
+        self._num_steps += 1
+        if self._num_steps != _NUM_MEASURED_STEPS:
+            return
+        for lane in self.all:
+            lane.stop_measuring()
+            if lane.relative_rms is not None and lane.flushed_fraction is not None:
+                logger.info(
+                    "rank %d sent %s in %d steps with a relative error of %s (root mean square); %s of the values "
+                    "became zero; %s instead of %s",
+                    self._links.ranks.rank,
+                    lane.name,
+                    self._num_steps,
+                    percent(lane.relative_rms),
+                    percent(lane.flushed_fraction),
+                    format_bytes(lane.sent_bytes),
+                    format_bytes(lane.exact_bytes),
+                )
+
+    def figures(self) -> dict[str, Any]:
+        """Bytes that this rank has sent to others, by lane; for lanes with a codec, also the uncoded bytes and the
+        coding error. Empty for a single rank."""
+        if self._links.ranks.num_ranks == 1:
+            return {}
+        coded = {
+            lane.name: {
+                "exact_bytes": lane.exact_bytes,
+                "sent_bytes": lane.sent_bytes,
+                "relative_rms_error": lane.relative_rms,
+                "flushed_fraction": lane.flushed_fraction,
+            }
+            for lane in self.all
+        }
+        sent = {str(lane): num_bytes for lane, num_bytes in self._links.sent_bytes.items()}
+        return {"sent_bytes": sent, "coded": coded}
+
+
+def _check_equal_settings(collectives: Collectives, links: Links) -> None:
+    mine = json.dumps(collectives.to_setting())
+    for rank, theirs in enumerate(links.all_gather("the setting collectives", mine.encode())):
+        if theirs.decode() != mine:
+            raise RanksDisagreeError(
+                f"rank {links.ranks.rank} has collectives={mine}, and rank {rank} {theirs.decode()}; give all ranks "
+                "the same settings"
+            )
+
+
+def check_equal_weights(weights: Iterable[tuple[str, Tensor]], links: Links) -> None:
+    """Raises RanksDisagreeError for the first weight whose bits differ between ranks. Called by all ranks together."""
+    if not links.ranks.others:
+        return
+    named = [(name, weight) for name, weight in weights if weight.device.type != "meta"]
+    digests = links.all_gather("the weights to be the same", b"".join(_digest(weight) for _, weight in named))
+    for rank, of_rank in enumerate(digests):
+        if len(of_rank) != len(digests[0]):
+            raise RanksDisagreeError(
+                f"rank 0 has {len(digests[0]) // _DIGEST_BYTES} weights and rank {rank} "
+                f"{len(of_rank) // _DIGEST_BYTES}; build the same model on all ranks"
+            )
+        for number, (name, _) in enumerate(named):
+            one = slice(number * _DIGEST_BYTES, (number + 1) * _DIGEST_BYTES)
+            if of_rank[one] != digests[0][one]:
+                raise RanksDisagreeError(
+                    f"{name} differs between rank {rank} and rank 0; set the same seed on all ranks before the model "
+                    "is built (transformers.set_seed), or load it from one checkpoint"
+                )
+
+
+def _digest(weight: Tensor) -> bytes:
+    content = weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return xxhash.xxh3_64_digest(content.numpy().data)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankMemory:
+    """Host memory that several ranks need beside the pools of each."""
+
+    gradients: SharedRegion
+    """The buffers in which gradients arrive, of all ranks of this node."""
+    own_gradients: Tensor
+    """This rank's buffers in it."""
+    weights: SharedRegion
+    """Through it blocks pass to all ranks of this node."""
+
+
+def open_rank_memory(layout: OffloadLayout, device: Device, links: Links) -> RankMemory | None:
+    """Called by all ranks together. None for a single rank."""
+    ranks = links.ranks
+    if not ranks.others:
+        return None
+    weights = SharedRegion.create(links, layout.shared_weight_bytes, "weights", device)
+    num_bytes = layout.plan.num_gradient_buffers * layout.plan.buffer_bytes
+    gradients = SharedRegion.create(links, ranks.num_local * num_bytes, "gradients", device)
+    return RankMemory(
+        gradients=gradients,
+        own_gradients=gradients.bytes.split(num_bytes)[ranks.local_rank],
+        weights=weights,
+    )
+
+
+def open_peer_weights(layout: OffloadLayout, device: Device, store: Store) -> PeerWeightCache | None:
+    """This rank's room for the weights of other nodes, in RAM or on the SSD. None if the collectives that were decided
+    keep no copy of all weights in each node. Raises CapacityError."""
+    way = layout.collectives
+    if way is None or way.backward == "world":
+        return None
+    if way.backward == "ssd":
+        return SsdPeerWeights(store.scratch(layout.copy_records, _KEPT_NAME))
+    memory = device.host_empty(layout.copy_bytes) if layout.copy_bytes else torch.empty(0, dtype=torch.uint8)
+    return RamPeerWeights(memory, layout.blocks, layout.ranks, keeps_own=way.keeps_own)
+
+
+def agree_on_commits(store: Store, links: Links) -> None:
+    """Bring the store to the newest commit that all ranks hold. From now on it commits together with the others'."""
+    if links.ranks.others:
+        CommitAgreement(links).restore_common_commit(store)
+
+
+def agreed_decision(
+    agreement: StepAgreement, store: Store, interval: CommitInterval
+) -> Callable[[CommitInterval, int, float, float], bool]:
+    """`decide_alone` for several ranks. They agreed on this step when the step before ended; here each says what it
+    wants of the next one. ``interval``: decides about the first step."""
+    first_is_due = store.num_homes > 1 and interval.num_steps == 1
+
+    def decide(interval: CommitInterval, num_steps: int, since_s: float, step_s: float) -> bool:
+        agreed = agreement.commits_next
+        is_due = first_is_due if agreed is None else agreed
+        num_before, before_s = (0, 0.0) if is_due else (num_steps, since_s + step_s)
+        agreement.request_commit(interval.is_over(num_before + 1, before_s + step_s))
+        return is_due
+
+    return decide

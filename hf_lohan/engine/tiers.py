@@ -1,0 +1,159 @@
+"""Opens the tiers of a run: the store on the SSDs, its I/O threads, and the host pools."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import BufferPool, Device, HostStack
+from hf_lohan.engine.ranks import LinkCodecs, RankMemory, agree_on_commits, open_rank_memory
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.planning import OffloadLayout
+from hf_lohan.ranks import Links, one_rank_at_a_time
+from hf_lohan.store import RecordFiles, Store
+from hf_lohan.wording import format_bytes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Tiers:
+    """What an engine streams through. The engine closes it."""
+
+    device: Device
+    io: IoEngine
+    store: Store
+    spill: RecordFiles | None
+    staging: BufferPool
+    expert_staging: BufferPool
+    """For experts that are loaded one by one."""
+    states: BufferPool
+    gradients: BufferPool
+    recall: BufferPool
+    shared_ram: HostStack
+    """For swapped activations and held gradients. Allocated with the plan."""
+    links: Links
+    """To the other ranks. Not closed with the tiers."""
+    codecs: LinkCodecs
+    """For what goes to other nodes."""
+    rank_memory: RankMemory | None = None
+    """None for a single rank."""
+
+    @property
+    def pools(self) -> tuple[BufferPool, ...]:
+        staging = (self.staging, self.expert_staging) if self.expert_staging.num_buffers else (self.staging,)
+        return *staging, self.states, self.gradients, self.recall
+
+    @property
+    def peak_cpu_pool_bytes(self) -> int:
+        """High-water mark over all host pools."""
+        return sum(pool.high_water_bytes for pool in self.pools)
+
+    @property
+    def store_bytes(self) -> int:
+        """Size of the files that stay after the run."""
+        return self.store.size_bytes
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Size of the files for spilled gradients and activations, which last as long as the run."""
+        return self.store.scratch_bytes
+
+    def close(self) -> None:
+        self.store.close()
+        self.io.close()
+
+
+def open_tiers(layout: OffloadLayout, config: OffloadConfig, device: Device, links: Links | None = None) -> Tiers:
+    """Allocate the memory and open the model's store, or create it. Its records are zeros, to be loaded. The last
+    commit of an earlier run stays until the next commit. Raises CapacityError, StorageError or ForeignStoreError."""
+    plan, links = layout.plan, links or Links.alone()
+    codecs = LinkCodecs(config.collectives, links)
+    assert links.ranks == layout.ranks, "a store is laid out for the ranks that there are"
+    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int) and config.ssd != "auto"
+    io = IoEngine(
+        num_threads=config.io_threads,
+        piece_bytes=config.io_piece_bytes,
+        max_inflight_bytes=max(plan.cpu_pool_bytes + plan.gpu_pool_bytes, config.io_piece_bytes),
+        timeline=device.timeline,
+    )
+    paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
+    try:
+        with one_rank_at_a_time(links, "the store"):  # they may share parent folders
+            store = Store.open_or_create(
+                paths,
+                layout.records,
+                model=layout.identity,
+                engine=io,
+                durability=config.durability,
+                scratch=(*layout.spill_records(), *layout.decided().copy_records),
+            )
+    except BaseException:
+        io.close()
+        raise
+    try:
+        agree_on_commits(store, links)  # before loaded weights replace a commit
+        store.clear_records()
+        spill_records = layout.spill_records()
+        spill = store.scratch(spill_records) if spill_records else None
+
+        rank_memory = open_rank_memory(layout, device, links)
+        own_gradients = rank_memory.own_gradients if rank_memory is not None else None
+
+        def staging(name: str, num_buffers: int) -> BufferPool:
+            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.staging_buffer_bytes)
+
+        def pool(name: str, num_buffers: int, memory: Tensor | None = None) -> BufferPool:
+            return BufferPool(device, name=name, num_buffers=num_buffers, buffer_bytes=plan.buffer_bytes, memory=memory)
+
+        tiers = Tiers(
+            device,
+            io,
+            store,
+            spill,
+            staging("staging", plan.num_staging_buffers),
+            staging("expert staging", plan.num_expert_staging_buffers),
+            pool("states", plan.num_state_buffers),
+            pool("gradients", plan.num_gradient_buffers, own_gradients),
+            pool("recall", plan.num_recall_buffers),
+            HostStack(device),
+            links,
+            codecs,
+            rank_memory,
+        )
+    except BaseException:
+        store.close()
+        io.close()
+        raise
+    _log_tiers(layout, tiers)
+    return tiers
+
+
+def _log_tiers(layout: OffloadLayout, tiers: Tiers) -> None:
+    plan, master = layout.plan, layout.master
+    if master.moment_codec is not None:
+        logger.warning(
+            "optimizer_state_dtype=%s: AdamW's moments are rounded when they are stored, in %g bytes a parameter "
+            "instead of 8, so this run differs from one with float32 (see docs/configuration.md)",
+            master.moment_dtype,
+            sum(master.state_bytes(kind) for kind in master.moment_kinds),
+        )
+    logger.info(
+        "%s: %d parameters in %d blocks; store %s (durability: %s), and %s for spilled gradients, on %s; host pools %s "
+        "(%d-element chunks); device slots %s; gradients of %d blocks held in RAM, of %d spilled",
+        layout.identity.model_class,
+        layout.num_parameters,
+        len(layout.blocks),
+        format_bytes(tiers.store_bytes),
+        tiers.store.durability,
+        format_bytes(tiers.scratch_bytes),
+        ", ".join(path.path for path in tiers.store.paths),
+        format_bytes(plan.cpu_pool_bytes),
+        plan.chunk_numel,
+        format_bytes(plan.gpu_pool_bytes),
+        len(plan.held_blocks),
+        len(plan.spilled_blocks),
+    )

@@ -1,0 +1,211 @@
+"""Generate text from a prompt with a checkpoint that may be larger than RAM, and say how near to its bound that was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer, LogitsProcessor, LogitsProcessorList, TextStreamer
+
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import Lane
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.hardware.measurement import store_paths
+from hf_lohan.hardware.ssd_rates import SsdIo, measure_ssds
+from hf_lohan.huggingface.attachment import engine_of
+from hf_lohan.huggingface.generate.generation import load_for_generation
+from hf_lohan.planning import bytes_per_token
+from hf_lohan.timeline import SSD_READ
+
+_SCRATCH_BYTES, _BUFFER_BYTES = 128 << 20, 64 << 20
+_MEASURING_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextRequest:
+    """What to generate, and how the next token is chosen: the likeliest one; by chance, if a temperature, top_p or a
+    seed is given; the best of several beams."""
+
+    prompt: str
+    max_new_tokens: int = 128
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    num_beams: int = 1
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1 or self.num_beams < 1:
+            raise ValueError(
+                f"max_new_tokens={self.max_new_tokens} and num_beams={self.num_beams} must both be at least 1"
+            )
+        if self.temperature is not None and self.temperature <= 0:
+            raise ValueError(f"temperature={self.temperature} must be above 0; leave it out for the likeliest token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p={self.top_p} must be above 0 and at most 1")
+
+    @property
+    def is_sampled(self) -> bool:
+        return not (self.temperature is None and self.top_p is None and self.seed is None)
+
+    def settings(self) -> dict[str, Any]:
+        """For `generate`."""
+        settings = {"temperature": self.temperature, "top_p": self.top_p} if self.is_sampled else {}
+        given = {name: value for name, value in settings.items() if value is not None}
+        return {
+            "max_new_tokens": self.max_new_tokens,
+            "num_beams": self.num_beams,
+            "do_sample": self.is_sampled,
+            **given,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationFigures:
+    """How a generation went. A pass is one token of each sequence; the first one reads the prompt."""
+
+    num_prompt_tokens: int
+    num_passes: int
+    load_s: float
+    first_pass_s: float
+    pass_s: float
+    """Of each later one, on average; 0.0 where there was none."""
+    read_bytes: float
+    """From the drives, by each later one, on average."""
+    missing_bytes: int
+    """What a pass has to read: what neither slots nor copies in RAM keep."""
+    drive_bytes_per_s: float
+    """Read from all drives of the store at once, measured; 0.0 where nothing had to be read."""
+    num_expert_loads: int = 0
+    """By all passes, of experts that come one by one."""
+    num_experts_from_ram: int = 0
+    """Those of them whose weights were in RAM."""
+
+    @property
+    def bound_s(self) -> float:
+        """No pass is shorter: the drives read what is missing, or what was read where slots had kept more than that."""
+        num_bytes = min(self.missing_bytes, self.read_bytes)
+        return num_bytes / self.drive_bytes_per_s if self.missing_bytes else 0.0
+
+
+class PassClock(LogitsProcessor):
+    """Notes when each pass has its logits, and what was read from the drives until then. Changes nothing."""
+
+    def __init__(self, engine: OffloadEngine) -> None:
+        self._engine = engine
+        self.passes: list[tuple[float, int]] = []
+        """(seconds of `time.perf_counter`, bytes read so far)."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self._engine.device.record(Lane.COMPUTE).synchronize()
+        self.passes.append((time.perf_counter(), self._engine.timeline.totals()[SSD_READ].num_bytes))
+        return scores
+
+    def per_pass(self) -> tuple[float, float]:
+        """Seconds and bytes read of each pass behind the first, on average."""
+        (first_s, first_bytes), (last_s, last_bytes) = self.passes[0], self.passes[-1]
+        num = max(1, len(self.passes) - 1)
+        return (last_s - first_s) / num, (last_bytes - first_bytes) / num
+
+
+def generate_text(
+    path: str | Path,
+    request: TextRequest,
+    offload: Any = "lohan",
+    *,
+    write: Callable[[str], None],
+    default_ssd_path: str | Path,
+    torch_device: torch.device | str | None = None,
+) -> GenerationFigures:
+    """Give ``write`` the text that follows the prompt: piece by piece as it comes, with beams in the end. Raises as
+    `load_for_generation`, and ValueError for an empty prompt or a folder without a tokenizer."""
+    began_s = time.perf_counter()
+    tokenizer = _tokenizer_of(path)
+    inputs = tokenizer(request.prompt, return_tensors="pt")
+    num_prompt_tokens = inputs["input_ids"].shape[1]
+    if not num_prompt_tokens:
+        raise ValueError(f"prompt={request.prompt!r} has no tokens; give some text")
+    model = load_for_generation(
+        path,
+        offload,
+        max_length=num_prompt_tokens + request.max_new_tokens,
+        num_sequences=request.num_beams,
+        torch_device=torch_device,
+        default_ssd_path=default_ssd_path,
+    )
+    engine = engine_of(model)
+    assert engine is not None
+    try:
+        loaded_s = time.perf_counter()
+        clock = PassClock(engine)
+        settings = request.settings() | {"logits_processor": LogitsProcessorList([clock])}
+        if request.seed is not None:
+            torch.manual_seed(request.seed)
+        inputs = {name: tensor.to(engine.device.torch_device) for name, tensor in inputs.items()}
+        if request.num_beams == 1:
+            model.generate(**inputs, **settings, streamer=_Streamer(tokenizer, write))
+        else:
+            tokens = model.generate(**inputs, **settings)[0, num_prompt_tokens:]
+            write(tokenizer.decode(tokens, skip_special_tokens=True))
+        pass_s, read_bytes = clock.per_pass()
+        missing_bytes = bytes_per_token(engine.layout)
+        experts = engine.expert_loader.figures if engine.expert_loader is not None else None
+        return GenerationFigures(
+            num_prompt_tokens=num_prompt_tokens,
+            num_passes=len(clock.passes),
+            load_s=loaded_s - began_s,
+            first_pass_s=clock.passes[0][0] - loaded_s,
+            pass_s=pass_s,
+            read_bytes=read_bytes,
+            missing_bytes=missing_bytes,
+            drive_bytes_per_s=_drive_bytes_per_s(engine) if missing_bytes else 0.0,
+            num_expert_loads=experts.num_loads if experts is not None else 0,
+            num_experts_from_ram=experts.num_from_ram if experts is not None else 0,
+        )
+    finally:
+        engine.close()
+
+
+def _tokenizer_of(path: str | Path) -> Any:
+    """Raises ValueError if the folder has none, or none that can be read."""
+    if not Path(path).is_dir():
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; give the path of one")
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        has_files = any(Path(path).glob("tokenizer*")) or any(Path(path).glob("*.model"))
+        reason = " ".join(str(error).split()) if has_files else "there is no tokenizer.json, nor another of its files"
+        raise ValueError(
+            f"{str(path)!r} has no tokenizer that can be read ({reason}); save the one that the model was trained with "
+            "into that folder: tokenizer.save_pretrained(folder)"
+        ) from None
+
+
+class _Streamer(TextStreamer):
+    """Text goes to a function, not to stdout."""
+
+    def __init__(self, tokenizer: Any, write: Callable[[str], None]) -> None:
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._write = write
+
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        self._write(text)
+
+
+def _drive_bytes_per_s(engine: OffloadEngine) -> float:
+    """Of all drives of the store at once, as the run reads them."""
+    config: OffloadConfig = engine.config
+    assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
+    _, together = measure_ssds(
+        store_paths(config),
+        engine.device,
+        SsdIo(num_threads=config.io_threads, piece_bytes=config.io_piece_bytes),
+        scratch_bytes=_SCRATCH_BYTES,
+        buffer_bytes=_BUFFER_BYTES,
+        budget_s=_MEASURING_S,
+    )
+    return together.read_bytes_per_s

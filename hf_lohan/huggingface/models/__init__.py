@@ -1,0 +1,3 @@
+"""Models between checkpoints and the store: loading, saving, adapters, export."""
+
+__all__: list[str] = []

@@ -1,0 +1,217 @@
+"""A store turned into a plain Hugging Face model, without the code that trained it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Container
+from functools import partial
+from pathlib import Path
+from typing import Any, cast, get_args
+
+import torch
+import transformers
+from safetensors.torch import load, load_file
+from torch import nn
+
+from hf_lohan.checkpoint.model_description import BUFFERS_NAME, FACTS_NAME, MODEL_FORMAT_VERSION
+from hf_lohan.checkpoint.resume_point import store_paths_of
+from hf_lohan.checkpoint.whole_folder import unfinished_checkpoint
+from hf_lohan.config.offload_config import SaveDtype
+from hf_lohan.device import BufferPool, CpuDevice
+from hf_lohan.engine import ParameterAccess
+from hf_lohan.files import IoEngine, StorePath
+from hf_lohan.files.directories import keep_from_others
+from hf_lohan.files.durable_file import write_folder
+from hf_lohan.huggingface.models.saving import StoredModel, save_pretrained_from_store
+from hf_lohan.model import StoredForm, stored_form
+from hf_lohan.optim import MomentDtype, UpdateRule
+from hf_lohan.store import Store
+from hf_lohan.store.rank_folders import ranks_under
+from hf_lohan.updates import MISSED_STEPS_NAME, MissedSteps, UpToDateRecords
+
+_BUFFER_BYTES = 4 << 20
+_NUM_BUFFERS = 4
+
+
+def export_model(run: str | Path, out: str | Path, dtype: str = "auto") -> int | None:
+    """Write the model that was committed last into the folder `out`; returns its global step, where Trainer told one.
+
+    Args:
+        run: the output folder of a run, or the folder of its store.
+        out: a new or empty folder.
+        dtype: of the weights; "auto" is that in which the run saves them (`save_dtype`).
+
+    The folder is there when it is whole. Raises ValueError if there is nothing to export or `out` is in use,
+    `StoreInUseError` while the run goes on, and `CorruptionError` if a byte of the weights is not what was written.
+    """
+    if dtype not in get_args(SaveDtype):
+        raise ValueError(f"dtype={dtype!r} is not allowed; give one of {', '.join(get_args(SaveDtype))}")
+    if os.path.lexists(out) and not (os.path.isdir(out) and not os.listdir(out)):
+        raise ValueError(f"{str(out)!r} is there and is no empty folder; give a new one")
+    keep_from_others()
+    paths = store_paths_of(run)
+    num_ranks = ranks_under(paths[0])
+    if num_ranks > 1:
+        raise ValueError(
+            f"the model lies in the stores of {num_ranks} ranks in {paths[0]}; make them one with lohan reshard {run} "
+            "--ranks 1 --remove-old, and export that"
+        )
+    io = IoEngine(num_threads=2, piece_bytes=_BUFFER_BYTES, max_inflight_bytes=_NUM_BUFFERS * _BUFFER_BYTES)
+    try:
+        with Store.open([StorePath(path) for path in paths], model=None, engine=io) as store:
+            if store.committed is None:
+                raise ValueError(f"nothing is committed in {store.paths[0].path}; there is no model to export")
+            target = Path(os.path.abspath(out))
+            with unfinished_checkpoint(str(target.parent), target.name, f"_unfinished_{target.name}") as unfinished:
+                _export_store(store, unfinished / target.name, dtype)
+            step = store.committed.facts.get("global_step")
+            return int(step) if step is not None else None
+    finally:
+        io.close()
+
+
+def _moment_dtype(store: Store) -> MomentDtype:
+    name = store.model.optimizer_state_dtype
+    if name not in get_args(MomentDtype):
+        raise ValueError(
+            f"the store in {store.paths[0].path} has optimizer_state_dtype={name}, which this hf_lohan does not know; "
+            "upgrade it"
+        )
+    return cast(MomentDtype, name)
+
+
+def _rules(facts: dict[str, Any], model: nn.Module) -> dict[nn.Parameter, UpdateRule]:
+    rule_of = {name: UpdateRule.parse(text) for text, names in facts.get("optimizers", {}).items() for name in names}
+    return {parameter: rule_of[name] for name, parameter in model.named_parameters() if name in rule_of}
+
+
+def described_model(store: Store) -> tuple[Any, StoredForm]:
+    """The model that a store describes, on meta, and the form that its records have. Raises ValueError if it tells
+    nothing, or has other records."""
+    if store.model_folder is None:
+        raise ValueError(
+            f"the store in {store.paths[0].path} tells nothing of its model, so it cannot be exported without the code "
+            "that trains it"
+        )
+    folder = Path(store.model_folder)
+    assert store.committed is not None
+    named = store.committed.model_files
+    if FACTS_NAME not in named:
+        raise ValueError(
+            f"{folder / FACTS_NAME} is missing, so the store cannot be exported without the code that trains it"
+        )
+    model: Any = _build_described(folder, named)
+    dtypes = {record.dtype for record in store.records if record.kind == "param"}
+    # Of several, each parameter has its own, as it was described.
+    working_dtype = getattr(torch, dtypes.pop()) if len(dtypes) == 1 else None
+    # A run's budgets decided whether its experts are blocks of their own.
+    for streams_experts in (False, True):
+        form = stored_form(
+            model,
+            working_dtype,
+            _moment_dtype(store),
+            partial(_rules, _read_facts(folder)),
+            streams_experts=streams_experts,
+        )
+        if form.identity.fingerprint == store.model.fingerprint:
+            break
+    else:
+        raise ValueError(
+            f"the model that {folder} describes is not laid out as its records are (it was trained with another "
+            "version of transformers or hf_lohan); use that version, or a checkpoint"
+        )
+    return model, form
+
+
+def _saved_dtypes(form: StoredForm, facts: dict[str, Any], asked: str) -> dict[str, torch.dtype]:
+    """By name, of weights that are written in another dtype than they are stored in."""
+    working = {part.name: block.master.working_dtype for block in form.model_blocks.blocks for part in block.slices}
+    if asked == "auto":
+        saved = facts.get("saved_dtypes", {})
+        return {name: getattr(torch, text) for text, names in saved.items() for name in names if name in working}
+    if asked == "bfloat16" and form.master.working_dtype == torch.bfloat16:
+        return {}  # what is float32 among such is to stay so
+    return {name: getattr(torch, asked) for name, dtype in working.items() if dtype != getattr(torch, asked)}
+
+
+def _export_store(store: Store, out: Path, dtype: str) -> None:
+    model, form = described_model(store)
+    folder = Path(str(store.model_folder))
+    assert store.committed is not None
+    if store.records != form.records:
+        raise ValueError(
+            f"the records in {store.paths[0].path} are not those of the whole model that {folder} describes; use the "
+            "version of hf_lohan that made the store, or a checkpoint"
+        )
+    if BUFFERS_NAME in store.committed.journal:  # as they were at that step
+        model.load_state_dict(load(store.committed.journal[BUFFERS_NAME]), strict=False, assign=True)
+    pool = BufferPool(CpuDevice(), name="export", num_buffers=_NUM_BUFFERS, buffer_bytes=_BUFFER_BYTES)
+    blocks = form.model_blocks.blocks
+    missed = MissedSteps(blocks, [chunk for block in blocks for chunk in block.cut(_BUFFER_BYTES)])
+    missed.restore(store.committed.journal.get(MISSED_STEPS_NAME))
+    access = ParameterAccess(UpToDateRecords(store, blocks, missed), blocks, pool)
+    base = model.get_base_model() if hasattr(model, "peft_config") else model
+    base.config.dtype = form.master.working_dtype
+    stored_model = StoredModel(model, lambda: access, dtypes=_saved_dtypes(form, _read_facts(folder), dtype))
+    save_pretrained_from_store(stored_model, type(model).save_pretrained, out)
+    files = store.model_files or {}
+    if "tokenizer_config.json" in files:
+        with tempfile.TemporaryDirectory() as alone:  # the commit's files: others may lie beside them
+            write_folder(alone, {name: content for name, content in files.items() if Path(name).name == name})
+            transformers.AutoTokenizer.from_pretrained(alone).save_pretrained(out)
+
+
+def _build_described(folder: Path, named: Container[str]) -> Any:
+    """The model on meta, with its frozen weights marked and its buffers filled in. Of the files in the folder those
+    count that are ``named``.
+
+    Raises ValueError if the folder has no description, or one of a class that transformers does not have.
+    """
+    facts = _read_facts(folder)
+    model_class: Any = getattr(transformers, facts["model_class"], None)
+    if not (isinstance(model_class, type) and issubclass(model_class, transformers.PreTrainedModel)):
+        raise ValueError(
+            f"{folder} is of the class {facts['model_class']!r}, which transformers {transformers.__version__} does "
+            "not have; load the model with its own code and resume from a checkpoint instead"
+        )
+    config = transformers.AutoConfig.from_pretrained(folder)
+    with torch.device("meta"):
+        model = model_class(config)
+        for adapter in facts["adapters"]:
+            model = _with_adapter(model, folder / adapter, adapter)
+    trainable = set(facts["trainable"])
+    dtypes = facts.get("dtypes", {})
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(name in trainable)
+        if name in dtypes:
+            parameter.data = parameter.data.to(getattr(torch, dtypes[name]))
+    model.load_state_dict(load_file(folder / BUFFERS_NAME), strict=False, assign=True)
+    base = model.get_base_model() if facts["adapters"] else model
+    if "generation_config.json" in named:
+        base.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+    return model
+
+
+def _read_facts(folder: Path) -> dict[str, Any]:
+    file = folder / FACTS_NAME
+    facts: dict[str, Any] = json.loads(file.read_text())
+    if facts["format_version"] != MODEL_FORMAT_VERSION:
+        raise ValueError(
+            f"{file} has format {facts['format_version']}, this version reads {MODEL_FORMAT_VERSION}; update hf_lohan"
+        )
+    outside = [name for name in facts["adapters"] if Path(name).name != name]
+    if outside:
+        raise ValueError(f"{file} names an adapter outside its folder: {outside[0]!r}")
+    return facts
+
+
+def _with_adapter(model: Any, folder: Path, name: str) -> Any:
+    from peft import PeftConfig, PeftModel, get_peft_model  # where it is installed
+
+    config = PeftConfig.from_pretrained(str(folder))
+    if isinstance(model, PeftModel):
+        model.add_adapter(name, config)
+        return model
+    return get_peft_model(model, config, adapter_name=name)

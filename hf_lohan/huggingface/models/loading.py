@@ -1,0 +1,389 @@
+"""Stream a checkpoint into the store, tensor by tensor: the model never stands in RAM."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
+
+from hf_lohan.checkpoint.model_description import copy_buffers
+from hf_lohan.compat.transformers_conversions import loaded_in_rows
+from hf_lohan.compat.transformers_private import build_from_config, is_loaded, mark_loaded
+from hf_lohan.config import OffloadConfig
+from hf_lohan.device import default_torch_device
+from hf_lohan.engine import OffloadEngine, ParameterAccess, check_equal_weights
+from hf_lohan.huggingface.attachment import (
+    activations_kept_if_needed,
+    attach,
+    dtypes_of,
+    open_device,
+    open_tiers_or_take_over,
+    refuse_chunks,
+    settings_given,
+)
+from hf_lohan.huggingface.models.adapters import adapted, adapted_skeleton, check_peft_config
+from hf_lohan.huggingface.models.saving import dtypes_to_save
+from hf_lohan.huggingface.models.state_dicts import has_state_dict, saves_itself, stream_state_dict
+from hf_lohan.huggingface.models.weightless_model import model_class_of
+from hf_lohan.huggingface.optimizers import make_optimizer_choice
+from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.model import kept_in_float32
+from hf_lohan.planning import experts_as_stored, lay_out
+from hf_lohan.planning.layout import resolved_here
+
+logger = logging.getLogger(__name__)
+
+_CONVERSIONS = {
+    method: f"from_pretrained(path, dtype='bfloat16', quantization_config={config}(dequantize=True)).save_pretrained()"
+    for method, config in (("fp8", "FineGrainedFP8Config"), ("mxfp4", "Mxfp4Config"))
+}
+"""How transformers itself makes a bfloat16 checkpoint of a quantized one."""
+_MOST_ROWS_BYTES = 32 << 20
+"""Of larger weights so much is read and converted at a time, or what one buffer holds, if that is less."""
+
+
+class WeightSink:
+    """Writes loaded weights into the store, under the names that they have there."""
+
+    def __init__(
+        self, access: ParameterAccess, names: Mapping[str, str] | None = None, *, of_any_dtype: bool = True
+    ) -> None:
+        """`names`: in the store, of weights that are called otherwise when they are loaded. Unless they may be
+        ``of_any_dtype``, only those are taken that have the dtype of the working weights."""
+        self.most_bytes = min(access.piece_bytes, _MOST_ROWS_BYTES)
+        self.written: set[str] = set()
+        self._access = access
+        self._names = names or {}
+        self._of_any_dtype = of_any_dtype
+
+    def take(self, name: str, weight: Tensor) -> bool:
+        """Says whether the store wants it. Raises ValueError for one of another shape or dtype."""
+        name = self._names.get(name, name)
+        if name not in self._access.parts:
+            return False  # an alias of a tied weight: stored under its first name
+        self._check_dtype(name, weight)
+        self._access.write_parameter(name, weight)
+        self._note(name, weight)
+        return True
+
+    def take_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool:
+        """`take` for the rows from ``first`` on of a weight of this shape; one of another shape is not wanted."""
+        name = self._names.get(name, name)
+        if name not in self._access.parts or self._access.parts[name][0][1].shape != shape:
+            return False
+        self._check_dtype(name, rows)
+        self._access.write_elements(name, first * shape[1:].numel(), rows)
+        self._note(name, rows)
+        return True
+
+    def _note(self, name: str, weight: Tensor) -> None:
+        self.written.add(name)
+        advance(weight.numel() * self._dtype_of(name).itemsize)
+
+    def _check_dtype(self, name: str, weight: Tensor) -> None:
+        if not self._of_any_dtype and weight.dtype != self._dtype_of(name):
+            raise ValueError(
+                f"{name} is of {weight.dtype} when it is loaded, and its model's config describes one of "
+                f"{self._dtype_of(name)}; load the model with dtype='float32', or in memory"
+            )
+
+    def _dtype_of(self, name: str) -> torch.dtype:
+        block, _ = self._access.parts[name][0]
+        return block.master.working_dtype
+
+
+def from_pretrained(
+    path: str | Path,
+    offload: Any = "lohan",
+    *,
+    torch_device: torch.device | str | None = None,
+    dtype: torch.dtype | str = "auto",
+    bf16: bool = False,
+    default_ssd_path: str | Path = "lohan_store",
+    hold_gradients: bool = True,
+    sums_gradients: bool = True,
+    model_class: Any = None,
+    is_trained: bool = True,
+    optimizer: Any = None,
+    peft_config: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a causal LM with its weights streamed into the store, ready to train.
+
+    Args:
+        path: a checkpoint folder, as for `AutoModelForCausalLM.from_pretrained`.
+        offload: anything that `OffloadConfig.load` takes.
+        torch_device: where to compute; None is the GPU if there is one.
+        dtype: dtype of the working weights; "auto" is the checkpoint's own. `bf16=True` means bfloat16 working
+            weights whose float32 masters equal the checkpoint's values exactly.
+        default_ssd_path: the store's folder if the configuration names none.
+        hold_gradients: keep gradients until `step()`, as clipping and accumulation need; False applies them in
+            backward.
+        sums_gradients: several backwards a step are to be expected, so gradients are kept in float32. With False those
+            of bfloat16 weights stay in bfloat16, in half the memory, and if there are several after all, their sums
+            wait on the SSD. No number is another one.
+        model_class: default `AutoModelForCausalLM`, or the class that the checkpoint's config names if it has the head
+            of another task, such as `BertForSequenceClassification`.
+        is_trained: False freezes all weights: there are no optimizer states, and no second version of anything.
+        optimizer: whose states the store has: a class of `torch.optim`, or (class, keyword arguments); default
+            AdamW, or as the configuration says.
+        peft_config: of PEFT; returns a `PeftModel`, whose base is streamed as well.
+        kwargs: for the model class's own `from_pretrained`.
+
+    Raises ValueError (unknown keys, budgets, capacities, a foreign store, untrainable dtypes) before weights are read.
+    """
+    from transformers import AutoConfig
+
+    if not os.path.isdir(path):
+        raise ValueError(f"{str(path)!r} is not a checkpoint folder; pass the path of one, or a model in memory")
+    if peft_config is not None:
+        check_peft_config(peft_config)
+    # A Trainer hands on what it was given, or a part of it.
+    config = offload if isinstance(offload, OffloadConfig) else settings_given(offload)
+    device = open_device(config, torch_device or default_torch_device())
+    config = resolved_here(config, device, default_ssd_path, links_to_other_ranks())
+    model_config = kwargs.pop("config", None) or AutoConfig.from_pretrained(path)
+    model_class = model_class or model_class_of(model_config)
+    loaded_dtype = load_dtype(path, model_config, dtype)
+    working_dtype = torch.bfloat16 if bf16 else None
+
+    with torch.device("meta"):
+        skeleton = skeleton_of(model_class, model_config, loaded_dtype)
+        names = {name: name for name, _ in skeleton.named_parameters()}
+        if peft_config is not None:
+            skeleton, names = adapted_skeleton(skeleton, peft_config)
+    if not is_trained:
+        skeleton.requires_grad_(False)
+    config = activations_kept_if_needed(skeleton, config)
+    refuse_chunks(skeleton, config)
+    config = experts_as_stored(skeleton, config, links_to_other_ranks().ranks)
+    lay_out_for_this = partial(
+        lay_out,
+        config=config,
+        working_dtype=working_dtype,
+        hold_gradients=hold_gradients,
+        sums_gradients=sums_gradients,
+        memory_is_host=device.memory_is_host,
+        rules=None if optimizer is None else make_optimizer_choice(optimizer).rules,
+        ranks=links_to_other_ranks().ranks,
+    )
+    layout = lay_out_for_this(skeleton)
+    saved_dtypes = dtypes_to_save(layout, config.save_dtype, dtypes_of(skeleton))
+    tiers = open_tiers_or_take_over(layout, config, device)
+    try:
+        access = ParameterAccess(tiers.store, layout.blocks, tiers.states, tiers.links)
+        model = stream_model(path, model_class, model_config, loaded_dtype, access, names, casts=bf16, **kwargs)
+        if not is_trained:
+            model.requires_grad_(False)
+        check_equal_weights(model.named_parameters(), links_to_other_ranks())  # new heads, that no checkpoint has
+        store_the_rest(model, access, names)
+        if peft_config is not None:
+            model = adapted(model, peft_config, access, names)
+        final = lay_out_for_this(model)
+        if final.identity != layout.identity:
+            raise ValueError(
+                "the loaded model differs from the one its config describes, so its weights are not where they were "
+                "planned; load it in memory and pass the model instead of its path"
+            )
+        return attach(model, replace(final, saved_dtypes=saved_dtypes), tiers, config).model
+    except BaseException:
+        tiers.close()
+        raise
+
+
+def stream_model(
+    path: str | Path,
+    model_class: Any,
+    model_config: Any,
+    dtype: torch.dtype,
+    access: ParameterAccess,
+    names: Mapping[str, str],
+    *,
+    casts: bool = False,
+    **kwargs: Any,
+) -> Any:
+    """The model of a checkpoint, its weights in the store and on meta. ``names`` are those in the store, which may have
+    another dtype if it ``casts``."""
+    sink = WeightSink(access, names, of_any_dtype=casts)
+    with long_work(f"streaming {path}", _stored_bytes(access, names.values())), streamed_to(sink):
+        return model_class.from_pretrained(path, config=model_config, dtype=dtype, **kwargs)
+
+
+def reload_weights(engine: OffloadEngine, model: Any, path: str | Path) -> None:
+    """Stream a checkpoint's weights over those in the store (resume, best model).
+
+    Goes through `from_pretrained`, not `load_state_dict`: MoE experts are saved un-fused and must be fused again.
+    """
+    if not saves_itself(model) and (has_state_dict(path) or not hasattr(type(model), "from_pretrained")):
+        reload_state_dict(engine, model, path)
+        return
+    sink = WeightSink(engine.parameters)
+    if hasattr(model, "peft_config"):
+        _stream_adapters(model, path, sink)
+        expected = {part.name for part in engine.parameter_slices if part.trainable}
+    else:
+        total_bytes = _stored_bytes(engine.parameters, engine.parameters.parts)
+        with long_work(f"streaming {path}", total_bytes), streamed_to(sink):
+            loaded = type(model).from_pretrained(path, dtype="auto")
+        for name, parameter in loaded.named_parameters():
+            if parameter.device.type != "meta":
+                sink.take(name, parameter)
+        copy_buffers(model, loaded.state_dict())
+        expected = set(engine.parameters.parts)
+    _end_reload(engine, path, expected, sink)
+
+
+def reload_state_dict(engine: OffloadEngine, model: nn.Module, path: str | Path) -> None:
+    """Stream the state dict that a file has, or a folder, over the weights that are in the store."""
+    access = engine.parameters
+    stored = {part.parameter: part.name for part in engine.parameter_slices}
+    names = {
+        name: stored[parameter]
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if parameter in stored
+    }
+    sink = WeightSink(access, names)
+    with long_work(f"streaming {path}", _stored_bytes(access, access.parts)):
+        copy_buffers(model, stream_state_dict(path, sink))
+    _end_reload(engine, path, set(access.parts), sink)
+
+
+def _end_reload(engine: OffloadEngine, path: str | Path, expected: set[str], sink: WeightSink) -> None:
+    engine.forget_weights()
+    missing = sorted(expected - sink.written)
+    if missing:
+        raise ValueError(
+            f"the checkpoint {str(path)!r} has no weights for {len(missing)} parameters of this model, such as "
+            f"{missing[0]}; resume from a checkpoint of the same model"
+        )
+
+
+def _stream_adapters(model: Any, path: str | Path, sink: WeightSink) -> None:
+    """PEFT saves the adapters alone, under shorter names, those that are not the default in folders of their own: let
+    PEFT itself translate ours, and match them."""
+    from peft import get_peft_model_state_dict, load_peft_weights
+
+    own = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    name_of = {id(tensor): name for name, tensor in own.items()}
+    for adapter in model.peft_config:
+        folder = Path(path) if adapter == "default" else Path(path) / adapter
+        saved = load_peft_weights(str(folder), device="cpu")
+        tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=adapter, save_embedding_layers=False)
+        for saved_name, tensor in tensors.items():
+            if saved_name in saved and id(tensor) in name_of:
+                sink.take(name_of[id(tensor)], saved[saved_name])
+
+
+@contextlib.contextmanager
+def streamed_to(sink: WeightSink) -> Iterator[None]:
+    """While this is on, every weight that transformers has loaded, renamed, fused and cast goes to `sink` and leaves a
+    meta parameter behind: large ones some rows at a time, others whole, by torch's registration hooks."""
+    parents: dict[nn.Module, tuple[nn.Module, str]] = {}
+
+    def name_of(module: nn.Module, name: str) -> str:
+        while module in parents:
+            module, own_name = parents[module]
+            name = f"{own_name}.{name}"
+        return name
+
+    def on_module(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+        if submodule is not None:
+            parents[submodule] = (module, name)
+
+    def on_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> nn.Parameter | None:
+        if parameter is None or parameter.device.type == "meta" or not is_loaded(parameter):
+            return None
+        if not sink.take(name_of(module, name), parameter):
+            return None
+        meta = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+        mark_loaded(meta)
+        return meta
+
+    hooks = [
+        register_module_module_registration_hook(on_module),
+        # Torch documents that the hook may return a replacement; its annotation forgot.
+        register_module_parameter_registration_hook(on_parameter),  # type: ignore[arg-type]
+    ]
+    try:
+        with loaded_in_rows(sink.take_rows, sink.most_bytes):
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _stored_bytes(access: ParameterAccess, names: Iterable[str]) -> int:
+    """Of the parameters of these names in the store."""
+    parts = [pair for name in names for pair in access.parts[name]]
+    return sum(part.numel * block.master.working_dtype.itemsize for block, part in parts)
+
+
+def _refuse_quantized(path: str | Path, model_config: Any) -> None:
+    found = getattr(model_config, "quantization_config", None)
+    if found is None:
+        return
+    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
+    method = str(getattr(method, "value", method))
+    raise ValueError(
+        f"{str(path)!r} is a quantized checkpoint ({method}), which cannot be trained; take its original in bfloat16"
+        + (f", or convert it where it fits into RAM: {_CONVERSIONS[method]}" if method in _CONVERSIONS else "")
+    )
+
+
+def skeleton_of(model_class: Any, model_config: Any, dtype: torch.dtype) -> Any:
+    """The model without weights, in the dtypes that it is loaded in. Call it with meta as torch's default device."""
+    skeleton = build_from_config(model_class, model_config, dtype)
+    kept = kept_in_float32(skeleton) if dtype == torch.bfloat16 else set[str]()
+    for name, parameter in skeleton.named_parameters():
+        # Transformers makes all weights that it loads trainable, also those that their class freezes.
+        parameter.requires_grad_(parameter.is_floating_point())
+        if name in kept:
+            parameter.data = parameter.data.to(torch.float32)
+    return skeleton
+
+
+def load_dtype(path: str | Path, model_config: Any, dtype: torch.dtype | str) -> torch.dtype:
+    """In which the checkpoint's weights are loaded. Raises ValueError for a quantized one."""
+    _refuse_quantized(path, model_config)
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    checkpoint_dtype = getattr(model_config, "dtype", None) or torch.float32
+    found = checkpoint_dtype if dtype == "auto" else dtype
+    resolved = getattr(torch, found, None) if isinstance(found, str) else found
+    if not isinstance(resolved, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is not a torch dtype; use 'auto', 'float32' or 'bfloat16'")
+    return resolved
+
+
+def store_the_rest(model: nn.Module, access: ParameterAccess, names: Mapping[str, str]) -> None:
+    """Store weights that the checkpoint did not have (new heads), and make every parameter a placeholder. ``names``
+    are those in the store."""
+    for name, parameter in list(model.named_parameters()):
+        if parameter.device.type != "meta":
+            access.write_parameter(names[name], parameter)
+    make_placeholders(model, {name: access.parts[names[name]][0][0].master.working_dtype for name in names})
+
+
+def make_placeholders(model: nn.Module, dtypes: Mapping[str, torch.dtype] | None = None) -> None:
+    """Take its numbers from every parameter, be it on meta or not. ``dtypes``: those that change, by name."""
+    for name, parameter in list(model.named_parameters()):
+        dtype = (dtypes or {}).get(name, parameter.dtype)
+        placeholder = nn.Parameter(
+            torch.full((1,), float("nan"), dtype=dtype).expand(parameter.shape),
+            requires_grad=parameter.requires_grad,
+        )
+        # Keeps the parameter's identity, so tied weights stay one; `.data` of a meta parameter cannot be set.
+        torch.utils.swap_tensors(parameter, placeholder)

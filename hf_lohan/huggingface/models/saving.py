@@ -1,0 +1,289 @@
+"""`save_pretrained` of a model whose weights are in the store: piece by piece, no weight whole in RAM."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
+from hf_lohan.compat.transformers_conversions import SavedTensor, SavingConversion, saved_by
+from hf_lohan.compat.transformers_private import config_saved_with
+from hf_lohan.config.offload_config import SaveDtype
+from hf_lohan.engine import CollectiveReads, OffloadEngine, ParameterAccess
+from hf_lohan.huggingface.progress import advance, long_work
+from hf_lohan.model import StoredForm
+from hf_lohan.ranks import Links
+
+logger = logging.getLogger(__name__)
+
+_MASTERS_NUMEL = 1 << 20
+"""So many masters are put together at a time."""
+
+
+def dtypes_to_save(form: StoredForm, asked: SaveDtype, loaded: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """By name the dtypes of weights that are saved in another one than they compute in. ``loaded``: in which they came.
+
+    Raises ValueError if checkpoints would lose bits: float32 weights that train are saved as such.
+    """
+    blocks = form.model_blocks.blocks
+    is_float32 = all(block.master.working_dtype == torch.float32 for block in blocks)
+    if asked == "bfloat16" and is_float32 and any(block.state_numel for block in blocks):
+        raise ValueError(
+            "save_dtype: bfloat16 would round the float32 weights of this run in its checkpoints as well, which could "
+            "not be resumed exactly; leave it at auto, and write a bfloat16 model of the last step by lohan export "
+            "RUN OUT --dtype bfloat16"
+        )
+    computing_bfloat16 = (block for block in blocks if block.master.working_dtype == torch.bfloat16)
+    names = (part.name for block in computing_bfloat16 for part in block.slices)
+    return {
+        name: torch.float32
+        for name in names
+        if asked == "float32" or (asked == "auto" and loaded.get(name) == torch.float32)
+    }
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model whose weights are in a store: under an engine, or only to be saved."""
+
+    model: Any
+    access: Callable[[], ParameterAccess]
+    """Asked for each weight: an engine then waits for its updates."""
+    links: Links = field(default_factory=Links.alone)
+    """To the other ranks. Where there are some, all of them save together."""
+    led: CollectiveReads | None = None
+    """On rank 0, while it saves: what the others follow."""
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """By stored name, of weights that are saved in another dtype than they are stored in."""
+
+    @property
+    def reads(self) -> ParameterAccess | CollectiveReads:
+        """By which weights are read."""
+        return self.led or self.access()
+
+    @classmethod
+    def of(cls, engine: OffloadEngine) -> StoredModel:
+        """The model of an engine."""
+        return cls(engine.model, lambda: engine.parameters, engine.links, dtypes=engine.layout.saved_dtypes)
+
+
+class StoredWeights(Mapping[str, Tensor]):
+    """A model's weights by their names in its state dict (aliases of tied weights included), read when asked for."""
+
+    def __init__(self, stored_model: StoredModel, root: nn.Module | None = None) -> None:
+        """`root`: whose names to use, if not the model's own."""
+        self._stored_model = stored_model
+        root = root or stored_model.model
+        stored = {parts[0][1].parameter: name for name, parts in stored_model.reads.parts.items()}
+        self._stored_name: dict[str, str] = {
+            name: stored[parameter]
+            for name, parameter in root.named_parameters(remove_duplicate=False)
+            if parameter in stored
+        }
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """In which a weight is saved."""
+        block, _ = self._stored_model.reads.parts[self._stored_name[name]][0]
+        return self._stored_model.dtypes.get(self._stored_name[name], block.master.working_dtype)
+
+    def __getitem__(self, name: str) -> Tensor:
+        stored_name = self._stored_name[name]
+        if stored_name in self._stored_model.dtypes:
+            shape = self._stored_model.reads.parts[stored_name][0][1].shape
+            return self._elements(stored_name, 0, shape.numel()).view(shape)
+        weight = self._stored_model.reads.read_parameter(stored_name)
+        advance(weight.nbytes)
+        return weight
+
+    def pieces(self, name: str) -> Iterator[Tensor]:
+        """One weight, flat, in pieces that are valid until the next."""
+        stored_name = self._stored_name[name]
+        if stored_name in self._stored_model.dtypes:
+            numel = self._stored_model.reads.parts[stored_name][0][1].shape.numel()
+            for first in range(0, numel, _MASTERS_NUMEL):
+                yield self._elements(stored_name, first, min(first + _MASTERS_NUMEL, numel))
+            return
+        for _, piece in self._stored_model.reads.read_pieces(stored_name, "param"):
+            yield piece
+            advance(piece.nbytes)
+
+    def _elements(self, stored_name: str, first: int, last: int) -> Tensor:
+        """Elements [first, last) of the flattened weight, in the dtype that it is saved in."""
+        reads, dtype = self._stored_model.reads, self._stored_model.dtypes.get(stored_name)
+        read = reads.read_masters if dtype == torch.float32 else reads.read_elements
+        found = read(stored_name, first, last)
+        advance(found.nbytes)
+        return found if dtype is None else found.to(dtype)
+
+    def rows(self, name: str, row: int | None) -> Tensor:
+        """A row of a weight of shape [rows, ...] as one of shape [1, ...]; without ``row`` all of it."""
+        if row is None:
+            return self[name]
+        stored_name = self._stored_name[name]
+        shape = self._stored_model.reads.parts[stored_name][0][1].shape[1:]
+        return self._elements(stored_name, row * shape.numel(), (row + 1) * shape.numel()).view(1, *shape)
+
+    def aliases(self) -> set[str]:
+        """Names of weights that have an earlier one."""
+        first = {stored: name for name, stored in reversed(self._stored_name.items())}
+        return {name for name, stored in self._stored_name.items() if first[stored] != name}
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._stored_name  # without reading it
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored_name)
+
+    def __len__(self) -> int:
+        return len(self._stored_name)
+
+
+def save_together(stored_model: StoredModel, save: Callable[[StoredModel], Any]) -> Any:
+    """What `save` returns. Where there are several ranks all of them call this, and rank 0 saves."""
+    links = stored_model.links
+    if not links.ranks.others:
+        return save(stored_model)
+    reads = CollectiveReads(stored_model.access, links)
+    if links.ranks.rank != 0:
+        return reads.follow_rank_0()
+    with reads.leading():
+        return save(replace(stored_model, led=reads))
+
+
+def save_pretrained_from_store(
+    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """`save_from_store`, on all ranks together."""
+    if stored_model.links.ranks.others:
+        kwargs.pop("is_main_process", None)  # who writes is decided
+    return save_together(stored_model, lambda model: save_from_store(model, stock, save_directory, **kwargs))
+
+
+def save_from_store(
+    stored_model: StoredModel, stock: Callable[..., Any], save_directory: str | Path, **kwargs: Any
+) -> Any:
+    """The stock `save_pretrained`, with every placeholder replaced by its stored weight.
+
+    Weights go into the files a piece at a time, and experts that a checkpoint has one by one pass one by one. Where
+    transformers makes a file's tensor of several weights at once, or mixes rows of one, these stand in RAM for it. A
+    `state_dict` passed in is not used (scripts pass what `accelerator.get_state_dict` gave them, which are the same
+    weights); that is logged.
+    """
+    model = stored_model.model
+    if kwargs.pop("state_dict", None) is not None:
+        logger.warning("saving the weights that are in the store; the state_dict passed to save_pretrained is not used")
+    if hasattr(model, "peft_config") and hasattr(model, "base_model"):
+        adapters, embeddings = kwargs.get("selected_adapters"), kwargs.get("save_embedding_layers", "auto")
+        with torch.no_grad():  # prompts are computed by their encoders, which are called for that
+            state_dict = _adapter_state_dict(stored_model, adapters, embeddings)
+            return stock(model, save_directory, state_dict=state_dict, **kwargs)
+    weights = StoredWeights(stored_model)
+    state_dict = on_meta(model, weights)
+    # Stock takes tied ones out of the dict that it is given; these live on, else an `id` could be another tensor's.
+    forms = {name: state_dict[name] for name in weights}
+    named = {id(form): name for name, form in forms.items()}
+    saved_dtype = next((weights.dtype_of(name) for name, _ in model.named_parameters() if name in weights), None)
+
+    def write_file(tensors: Mapping[str, Tensor], path: str, metadata: dict[str, str]) -> None:
+        pieces = _Pieces(weights, named, made)
+        specs = [
+            TensorSpec(name, tensor.dtype, tensor.numel(), pieces.of(name, tensor), shape=tuple(tensor.shape))
+            for name, tensor in sorted(tensors.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))
+        ]
+        write_safetensors(Path(path), specs, metadata)
+
+    with (
+        long_work(f"saving {save_directory}", num_bytes(forms)),
+        config_saved_with(getattr(model, "config", None), saved_dtype),
+        saved_by(model, write_file) as made,
+    ):
+        return stock(model, save_directory, state_dict=state_dict, **kwargs)
+
+
+def on_meta(model: Any, weights: StoredWeights) -> dict[str, Tensor]:
+    """The state dict, with what is stored on meta in the dtype that it is saved in."""
+    return {
+        name: torch.empty(tensor.shape, dtype=weights.dtype_of(name), device="meta") if name in weights else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+def num_bytes(tensors: Mapping[str, Tensor]) -> int:
+    """Of all of them together."""
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+class _Pieces:
+    """What the tensors of one file are made of."""
+
+    def __init__(self, weights: StoredWeights, named: Mapping[int, str], made: Mapping[int, SavedTensor]) -> None:
+        """`named`: weights on meta by their `id`; ``made``: what transformers made of such."""
+        self._weights = weights
+        self._named = named
+        self._made = made
+        self._last: tuple[SavingConversion | None, int | None, list[Tensor]] = (None, None, [])
+        """A conversion's results for one row: what is made together is written one after another, as a rule."""
+
+    def of(self, name: str, tensor: Tensor) -> Iterator[Tensor]:
+        """A tensor of the file, in order, each piece valid until the next."""
+        if tensor.device.type != "meta":
+            yield tensor
+        elif id(tensor) in self._named:
+            yield from self._weights.pieces(self._named[id(tensor)])
+        elif id(tensor) in self._made:
+            yield from self._converted(self._made[id(tensor)])
+        else:
+            raise RuntimeError(
+                f"transformers saves {name}, and it is not known of which weights it is made; save with "
+                "save_original_format=False"
+            )
+
+    def _converted(self, saved: SavedTensor) -> Iterator[Tensor]:
+        conversion, num_rows = saved.conversion, saved.conversion.num_rows
+        if num_rows is None:
+            yield self._results(conversion, None)[saved.index]
+        elif conversion.is_split:
+            kind, row = divmod(saved.index, num_rows)
+            yield self._results(conversion, row)[kind]
+        else:
+            for row in range(num_rows):
+                yield self._results(conversion, row)[saved.index]
+
+    def _results(self, conversion: SavingConversion, row: int | None) -> list[Tensor]:
+        if self._last[:2] != (conversion, row):
+            self._last = (None, None, [])  # let go of before the next are made
+            self._last = (conversion, row, conversion.results(lambda form: self._value(form, row)))
+        return self._last[2]
+
+    def _value(self, form: Tensor, row: int | None) -> Tensor:
+        """Of what was on meta: whole, or one row."""
+        if form.device.type != "meta":
+            return form if row is None else form[row : row + 1]
+        return self._weights.rows(self._named[id(form)], row)
+
+
+def _adapter_state_dict(
+    stored_model: StoredModel, selected_adapters: Sequence[str] | None, save_embedding_layers: bool | str
+) -> dict[str, Tensor]:
+    """What PEFT saves: adapters, and embeddings where it says so; the rest only by name."""
+    from peft import get_peft_model_state_dict
+
+    weights, model = StoredWeights(stored_model), stored_model.model
+    state_dict = on_meta(model, weights)
+    saved = {name for name, parameter in model.named_parameters() if parameter.requires_grad and name in weights}
+    names = {id(tensor): name for name, tensor in state_dict.items() if name in weights}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT says them again when it saves
+        for adapter in selected_adapters or model.peft_config:
+            tensors = get_peft_model_state_dict(
+                model, state_dict=state_dict, adapter_name=adapter, save_embedding_layers=save_embedding_layers
+            )
+            saved.update(names[id(tensor)] for tensor in tensors.values() if id(tensor) in names)
+    return {**state_dict, **{name: weights[name] for name in saved}}

@@ -1,0 +1,181 @@
+"""State dicts in files, for models that have no `save_pretrained` of transformers: any `nn.Module` with layers, and
+those of diffusers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_lohan.checkpoint.safetensors_stream import TensorSpec, write_safetensors
+from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, num_bytes, on_meta, save_together
+from hf_lohan.huggingface.progress import long_work
+
+WEIGHTS_NAME = "model"
+"""Of the files, where nobody says otherwise: as transformers and accelerate have it."""
+_FILE = f"{WEIGHTS_NAME}.safetensors"
+_INDEX = f"{_FILE}.index.json"
+_DIFFUSERS_WEIGHTS_NAME = "diffusion_pytorch_model"
+_MAX_SHARD_SIZE = "10GB"
+"""As accelerate and diffusers have it."""
+
+
+def saves_itself(model: Any) -> bool:
+    """Whether Trainer has a model saved by its own `save_pretrained`; of others it takes the state dict."""
+    return isinstance(model, PreTrainedModel) or hasattr(model, "peft_config")
+
+
+class _StateDict:
+    """What a model's state dict has, under its own names, each tied weight once."""
+
+    def __init__(self, stored_model: StoredModel) -> None:
+        self._weights = StoredWeights(stored_model)
+        aliases = self._weights.aliases()
+        self.forms = {
+            name: form for name, form in on_meta(stored_model.model, self._weights).items() if name not in aliases
+        }
+
+    def write(self, file: Path, names: Iterable[str]) -> None:
+        """Those of these names, as one file."""
+        specs = []
+        for name in sorted(names, key=lambda name: (-self.forms[name].dtype.itemsize, name)):
+            form = self.forms[name]
+            pieces = self._weights.pieces(name) if name in self._weights else [form]
+            specs.append(TensorSpec(name, form.dtype, form.numel(), pieces, shape=tuple(form.shape)))
+        write_safetensors(file, specs)
+
+
+def save_state_dict(stored_model: StoredModel, file: str | Path) -> None:
+    """What `safetensors` writes of a model's state dict, as one file, on all ranks together."""
+
+    def save(model: StoredModel) -> None:
+        state_dict = _StateDict(model)
+        with long_work(f"saving {file}", num_bytes(state_dict.forms)):
+            state_dict.write(Path(file), state_dict.forms)
+
+    save_together(stored_model, save)
+
+
+def save_shards(
+    stored_model: StoredModel,
+    folder: str | Path,
+    *,
+    weights_name: str = WEIGHTS_NAME,
+    max_shard_size: int | str | None = None,
+    suffix: str = "",
+) -> None:
+    """A model's state dict in files of at most this size, with an index of them if there are several. ``suffix``
+    stands before their extension."""
+    folder, state_dict = Path(folder), _StateDict(stored_model)
+    folder.mkdir(parents=True, exist_ok=True)
+    split = split_torch_state_dict_into_shards(
+        state_dict.forms,
+        max_shard_size=max_shard_size or _MAX_SHARD_SIZE,
+        filename_pattern=f"{weights_name}{{suffix}}{suffix}.safetensors",
+    )
+    with long_work(f"saving {folder}", num_bytes(state_dict.forms)):
+        for file, names in split.filename_to_tensors.items():
+            state_dict.write(folder / file, names)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / f"{weights_name}.safetensors.index{suffix}.json").write_text(text, encoding="utf-8")
+
+
+def is_of_diffusers(model: nn.Module) -> bool:
+    """Whether diffusers loads and saves it."""
+    return any(base.__module__.partition(".")[0] == "diffusers" for base in type(model).__mro__)
+
+
+def save_diffusers_model(stored_model: StoredModel, save_directory: str | Path, **kwargs: Any) -> None:
+    """`save_diffusers_from_store`, on all ranks together."""
+    if stored_model.links.ranks.others:
+        kwargs.pop("is_main_process", None)  # who writes is decided
+    save_together(stored_model, lambda model: save_diffusers_from_store(model, save_directory, **kwargs))
+
+
+def save_diffusers_from_store(
+    stored_model: StoredModel,
+    save_directory: str | Path,
+    *,
+    is_main_process: bool = True,
+    max_shard_size: int | str | None = None,
+    variant: str | None = None,
+    **kwargs: Any,
+) -> None:
+    """`ModelMixin.save_pretrained`, with its files and their names, piece by piece from the store. Raises ValueError
+    for arguments that it does not take."""
+    asked = {name: value for name, value in kwargs.items() if value and name != "safe_serialization"}
+    if asked or kwargs.get("safe_serialization") is False:
+        raise ValueError(
+            f"save_pretrained of an offloaded model does not take {', '.join(asked) or 'safe_serialization=False'}; "
+            "leave it out, and push the folder when it is there"
+        )
+    if not is_main_process:
+        return
+    folder = Path(save_directory)
+    folder.mkdir(parents=True, exist_ok=True)
+    stored_model.model.save_config(folder)
+    suffix = f".{variant}" if variant else ""
+    save_shards(
+        stored_model, folder, weights_name=_DIFFUSERS_WEIGHTS_NAME, max_shard_size=max_shard_size, suffix=suffix
+    )
+
+
+class TakesWeights(Protocol):
+    """See `loading.WeightSink`."""
+
+    most_bytes: int
+
+    def take(self, name: str, weight: Tensor) -> bool: ...
+
+    def take_rows(self, name: str, shape: torch.Size, first: int, rows: Tensor) -> bool: ...
+
+
+def stream_state_dict(path: str | Path, sink: TakesWeights) -> dict[str, Tensor]:
+    """Give ``sink`` the weights of a file, or of those in a folder, large ones some rows at a time. Returns what it
+    does not want. Raises ValueError where there is no such file."""
+    rest: dict[str, Tensor] = {}
+    for file in _files_of(Path(path)):
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                if not _took_rows(opened, name, sink):
+                    weight = opened.get_tensor(name)
+                    if not sink.take(name, weight):
+                        rest[name] = weight
+    return rest
+
+
+def _took_rows(opened: Any, name: str, sink: TakesWeights) -> bool:
+    """Whether the sink has it, which then was large."""
+    rows = opened.get_slice(name)
+    shape = torch.Size(rows.get_shape())
+    rows_at_once = max(1, sink.most_bytes * shape[0] // (4 * shape.numel())) if shape.numel() else 1
+    if not shape or rows_at_once >= shape[0]:
+        return False
+    for first in range(0, shape[0], rows_at_once):
+        if not sink.take_rows(name, shape, first, rows[first : first + rows_at_once]):
+            return False
+    return True
+
+
+def has_state_dict(path: str | Path) -> bool:
+    """Whether there is one in this folder."""
+    return any((Path(path) / name).is_file() for name in (_FILE, _INDEX))
+
+
+def _files_of(path: Path) -> list[Path]:
+    if path.is_file():
+        return [path]
+    if not has_state_dict(path):
+        raise ValueError(f"{str(path)!r} has no {_FILE}; give the folder of a checkpoint")
+    if (path / _FILE).is_file():
+        return [path / _FILE]
+    return [path / name for name in sorted(set(json.loads((path / _INDEX).read_text())["weight_map"].values()))]

@@ -1,0 +1,84 @@
+"""A model as its config describes it, without weights: for planning."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_lohan.compat.transformers_private import build_from_config, groups_experts
+from hf_lohan.huggingface.models.adapters import adapted_skeleton
+
+_CONFIG_NAME = "config.json"
+_TASK_HEAD = re.compile(r"\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
+_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+
+
+def weightless_model(config: Any, dtype: torch.dtype | str = "auto", lora_rank: int | None = None) -> Any:
+    """The causal LM that a config of `read_model_config` describes, all on meta. With a `lora_rank` it is frozen, and
+    has LoRA of that rank on all linear layers.
+
+    Experts run grouped, as in training. Raises ValueError for what cannot be built or trained.
+    """
+    with torch.device("meta"):
+        model = build_from_config(model_class_of(config), config, planning_dtype(config, dtype))
+    if groups_experts(model):
+        model.set_experts_implementation("grouped_mm")  # others look at the routing, which weights decide
+    if lora_rank is None:
+        return model
+    from peft import LoraConfig, TaskType
+
+    with torch.device("meta"):
+        lora = LoraConfig(r=lora_rank, target_modules="all-linear", task_type=TaskType.CAUSAL_LM)
+        return adapted_skeleton(model, lora)[0]
+
+
+def model_class_of(config: Any) -> Any:
+    """What a checkpoint with this config is loaded as where nobody says: a causal LM, or the class that its config
+    names, if that has the head of another task."""
+    import transformers
+
+    name = next(iter(getattr(config, "architectures", None) or ()), "")
+    found = getattr(transformers, name, None) if _TASK_HEAD.fullmatch(name) else None
+    return found or transformers.AutoModelForCausalLM
+
+
+def read_model_config(path_or_config: str | Path) -> Any:
+    """The transformers config of a checkpoint folder, of a folder with only a `config.json`, of such a file, or of a
+    model of the Hub. Raises ValueError."""
+    from transformers import AutoConfig
+
+    path = Path(path_or_config)
+    if path.is_dir() and not (path / _CONFIG_NAME).is_file():
+        raise ValueError(
+            f"the folder {str(path)!r} has no {_CONFIG_NAME}; give a checkpoint folder or a {_CONFIG_NAME}"
+        )
+    if not path.exists() and not _HUB_NAME.fullmatch(str(path_or_config)):
+        raise ValueError(f"there is no {str(path)!r}; give a checkpoint folder, a {_CONFIG_NAME} or a model of the Hub")
+    try:
+        return AutoConfig.from_pretrained(os.fspath(path_or_config))
+    except (OSError, ValueError, KeyError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        if not path.exists():
+            raise ValueError(
+                f"there is no folder {str(path)!r} here, and no model of this name was found in the Hub or its cache "
+                f"({reason.rstrip('.')}); give the path of a checkpoint folder or of a {_CONFIG_NAME}, or a name in "
+                "the Hub"
+            ) from None
+        raise ValueError(f"{str(path)!r} has no config of a model: {reason}") from None
+
+
+def planning_dtype(config: Any, dtype: torch.dtype | str = "auto") -> torch.dtype:
+    """The working dtype to plan for: "auto" is float32 where the config says so, and bfloat16, in which large models
+    are trained, where it does not. Raises ValueError for one that cannot be trained."""
+    if dtype == "auto":
+        said = str(getattr(config, "dtype", None)).removeprefix("torch.")
+        return torch.float32 if said == "float32" else torch.bfloat16
+    found = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if found not in (torch.float32, torch.bfloat16):
+        raise ValueError(f"dtype={str(dtype)!r} cannot be trained; use auto, bfloat16 or float32")
+    assert isinstance(found, torch.dtype)
+    return found

@@ -1,0 +1,5 @@
+"""`Trainer` with `offload=`, and what it needs: the journal of each step, checkpoints, ranks, TRL's models."""
+
+from hf_lohan.huggingface.trainer.trainer import OffloadTrainerMixin, Trainer
+
+__all__ = ["OffloadTrainerMixin", "Trainer"]

@@ -1,0 +1,127 @@
+"""What a Trainer does differently where it is one of several ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator, Sized
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
+
+from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.compat.torch_private import set_collectives_timeout
+from hf_lohan.config import OffloadConfig
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.models.saving import StoredModel
+from hf_lohan.huggingface.models.state_dicts import WEIGHTS_NAME, save_state_dict, saves_itself
+from hf_lohan.huggingface.ranks import check_batches, links_to_other_ranks
+from hf_lohan.ranks import Links, RankFailedError, RanksDisagreeError
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+
+
+class TrainsWithRanks(_TrainerBase):
+    """Mixed into a Trainer: what ranks must do alike they agree on, and one that fails takes the others along."""
+
+    _offload_config: OffloadConfig | None
+    _slowest_step_s = 0.0
+    _step_ended_s: float | None = None
+
+    if TYPE_CHECKING:
+
+        @property
+        def offload_engine(self) -> OffloadEngine | None: ...
+
+    @property
+    def _links(self) -> Links:
+        """To the other ranks. A trainer that does not offload has none."""
+        return Links.alone() if self._offload_config is None else links_to_other_ranks()
+
+    @contextlib.contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """What is raised in here ends the other ranks as well, who would wait for this one."""
+        try:
+            try:
+                yield
+            except RuntimeError as error:
+                if not isinstance(error, RankFailedError):
+                    # Upstream's own collectives see that a rank is gone, too, and do not say which.
+                    self._links.raise_cause("what Trainer gathers from all ranks")
+                raise
+        except Exception as error:
+            self._links.fail(error)
+            raise
+        except KeyboardInterrupt as error:
+            self._links.fail(error)
+            raise
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """As upstream, whose collectives name no rank, and may not see at once that one is gone: who waits long waits
+        before them."""
+        control = self.control
+        if control.should_log or control.should_evaluate or control.should_save:
+            self._links.barrier("what is logged, evaluated and saved")
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _agree_on_resume(self, point: ResumePoint) -> None:
+        """Raises RanksDisagreeError if ranks would go on from different places."""
+        found = self._links.all_gather("where to go on from", _place(point).encode())
+        for rank, place in enumerate(found):
+            if place != found[0]:
+                raise RanksDisagreeError(
+                    f"rank 0 would go on from {found[0].decode()} and rank {rank} from {place.decode()}; resume from a "
+                    "checkpoint that all ranks see"
+                )
+
+    def _check_batches(self, train_dataloader: Any) -> None:
+        """Raises ValueError if ranks would take different numbers of steps."""
+        num_batches = -1
+        if isinstance(train_dataloader, Sized):
+            with contextlib.suppress(TypeError):  # of a data set that has no length
+                num_batches = len(train_dataloader)
+        check_batches(int(num) for num in self._links.all_gather("the number of batches", str(num_batches).encode()))
+
+    def _save_optimizer_files(self, folder: str) -> None:
+        """The small files that rank 0 saves, of every rank: each goes on from a journal of its own."""
+        if not self.args.should_save:
+            torch.save(self.optimizer.state_dict(), os.path.join(folder, OPTIMIZER_NAME))
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(folder, SCHEDULER_NAME))
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """As upstream. Each rank has a part of the weights, so all of them take part."""
+        engine, folder = self.offload_engine, output_dir or self.args.output_dir
+        if engine is None:
+            super()._save(output_dir, state_dict)
+        elif not saves_itself(model := self.accelerator.unwrap_model(self.model)):
+            super()._save(output_dir, {})  # all but the weights, for which it would take those in memory
+            save_state_dict(StoredModel.of(engine), Path(folder) / f"{WEIGHTS_NAME}.safetensors")
+        elif self.args.should_save or not self._links.ranks.others:
+            super()._save(output_dir, state_dict)
+        else:
+            model.save_pretrained(folder)
+
+    def _time_step(self) -> None:
+        """A step is over: how long the others may be silent follows from the slowest."""
+        now_s, before_s = time.monotonic(), self._step_ended_s
+        self._step_ended_s = now_s
+        if before_s is not None and self._offload_config is not None:
+            self._slowest_step_s = max(self._slowest_step_s, now_s - before_s)
+            timeout_s = self._offload_config.net_timeout_s(self._slowest_step_s)
+            self._links.set_timeout(timeout_s)
+            if self._links.ranks.others:
+                set_collectives_timeout(timeout_s)
+
+
+def _place(point: ResumePoint) -> str:
+    if point.commit is not None:
+        return f"step {point.commit.facts.get('global_step')} of its store"
+    if point.folder is True:
+        return "its last checkpoint"
+    return f"the checkpoint {point.folder}" if point.folder else "the start"

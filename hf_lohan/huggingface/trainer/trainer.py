@@ -1,0 +1,518 @@
+"""`Trainer` with one more argument."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from tqdm.auto import tqdm  # type: ignore[import-untyped]
+from transformers import TrainerCallback, TrainingArguments
+from transformers.integrations.integration_utils import INTEGRATION_TO_CALLBACK
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.trainer_pt_utils import LabelSmoother
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_lohan.activations import ChunkedHead, Smoothing
+from hf_lohan.checkpoint.epoch_random import EpochRandomNumbers
+from hf_lohan.checkpoint.model_description import describe_model, load_buffers, save_buffers
+from hf_lohan.checkpoint.optimizer_states import load_master_residuals, load_optimizer_states, save_optimizer_states
+from hf_lohan.checkpoint.resume_point import ResumePoint
+from hf_lohan.checkpoint.whole_folder import remove_unfinished
+from hf_lohan.compat.accelerate_private import become
+from hf_lohan.compat.transformers_private import use_one_gpu
+from hf_lohan.compat.trl_private import default_arguments, step_number, trained_on
+from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.engine.model_hooks import step_shape
+from hf_lohan.files.directories import keep_from_others
+from hf_lohan.huggingface.accelerator import OffloadAwareAccelerator
+from hf_lohan.huggingface.attachment import (
+    answering_out_of_memory,
+    chunked_head_at,
+    engine_of,
+    offload_model,
+    recompute_without_reentry,
+    run_plan_of,
+    settings_given,
+)
+from hf_lohan.huggingface.guards import (
+    check_arguments,
+    check_given_model,
+    check_model,
+    check_optimizer,
+    check_optimizers,
+    check_runs_together,
+    ids_within_vocabulary,
+    why_trainer_runs_in_turn,
+)
+from hf_lohan.huggingface.models.loading import from_pretrained, reload_weights
+from hf_lohan.huggingface.optimizers import StoredOptimizers
+from hf_lohan.huggingface.progress import begin_step, trainer_line
+from hf_lohan.huggingface.trainer.rank_trainer import TrainsWithRanks
+from hf_lohan.huggingface.trainer.step_journal import StepJournal, Termination, check_journal
+from hf_lohan.huggingface.trainer.trl_models import TrlModels, by_name, names_of
+from hf_lohan.huggingface.trainer.whole_checkpoints import WholeCheckpoints
+from hf_lohan.planning import MicroBatches
+from hf_lohan.planning.shared_machine import rank_paths
+from hf_lohan.record import RunRecord, record_folder
+from hf_lohan.report.run_data import STORE_FOLDER
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ChunkedSmoother(LabelSmoother):
+    """Upstream's. Where this thread's forward has smoothed its labels chunk by chunk, it gives that loss."""
+
+    def __post_init__(self) -> None:
+        self._here = threading.local()
+        """Micro-batches have threads of their own, and share a Trainer."""
+
+    @contextlib.contextmanager
+    def by(self, smoothing: Smoothing) -> Iterator[None]:
+        """Within, ``smoothing`` is that of this thread's forward."""
+        self._here.smoothing = smoothing
+        try:
+            yield
+        finally:
+            self._here.smoothing = None
+
+    def __call__(
+        self, model_output: Any, labels: Tensor, shift_labels: bool = False, num_items_in_batch: Any = None
+    ) -> Tensor:
+        smoothing: Smoothing | None = getattr(self._here, "smoothing", None)
+        if smoothing is not None and labels is smoothing.labels and shift_labels:
+            return smoothing.loss(num_items_in_batch)
+        whole: Tensor = super().__call__(model_output, labels, shift_labels, num_items_in_batch)
+        return whole
+
+
+class SmoothedLabels(_TrainerBase):
+    """Mixed into a Trainer. Upstream calls the model without labels and smooths over all logits; here the model gets
+    them all the same, and the cross entropy within its loss is smoothed chunk by chunk. What else a model adds to its
+    loss (a router's, say) upstream's smoother leaves out, and so does this one."""
+
+    model: Any
+    compute_loss_func: Any
+    label_smoother: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if type(self.label_smoother) is LabelSmoother:
+            self.label_smoother = ChunkedSmoother(self.label_smoother.epsilon, self.label_smoother.ignore_index)
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """As upstream. Where the logits are taken in chunks, smoothed labels are, too."""
+        head = self._head_that_smooths(inputs)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(ids_within_vocabulary(self.model, inputs))
+            if head is not None:
+                smoother: ChunkedSmoother = self.label_smoother
+                smoothing = Smoothing(smoother.epsilon, inputs["labels"], smoother.ignore_index)
+                stack.enter_context(smoother.by(smoothing))
+                stack.enter_context(head.smoothing(smoothing))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def _head_that_smooths(self, inputs: dict[str, Any]) -> ChunkedHead | None:
+        """None where upstream smooths: logits that are small, evaluation, a loss or a smoother of somebody's own."""
+        head = chunked_head_at(self.model)
+        is_upstreams = type(self.label_smoother) is ChunkedSmoother and self.compute_loss_func is None
+        ids, labels = inputs.get("input_ids"), inputs.get("labels")
+        if head is None or not is_upstreams or not torch.is_grad_enabled() or ids is None or labels is None:
+            return None
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        shifts = type(base).__name__ in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()  # upstream's smoother, too
+        return head if shifts and head.applies_to(ids.numel()) else None
+
+
+TRACKERS = (
+    *("azure_ml", "clearml", "comet_ml", "dagshub", "mlflow"),
+    *("neptune", "swanlab", "tensorboard", "trackio", "wandb"),
+)
+"""Those that may be told twice of a step."""
+
+
+class RecordedRun(TrainerCallback):
+    """The run of one engine."""
+
+    def __init__(self, record: RunRecord, folder: Path) -> None:
+        self.record = record
+        self._folder = folder
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.begin_run(
+            self._folder,
+            step=state.global_step,
+            num_steps=state.max_steps,
+            num_micro_batches=args.gradient_accumulation_steps,
+        )
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.begin_step()
+        begin_step(state.global_step + 1, state.max_steps, self.record.planned_step_s)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.end_step(state.global_step)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        self.record.log(state.global_step, logs or {})
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.record.end_run()
+
+
+def tell_trackers(trainer: Any, figures: dict[str, float | int]) -> None:
+    """Give figures to TensorBoard, W&B and so on, as `lohan/...`. The console and the log history stay as they are."""
+    logs = {f"lohan/{name}": value for name, value in figures.items()}
+    trackers = tuple(INTEGRATION_TO_CALLBACK[name] for name in TRACKERS if name in INTEGRATION_TO_CALLBACK)
+    for callback in trainer.callback_handler.callbacks:
+        if isinstance(callback, trackers):
+            callback.on_log(trainer.args, trainer.state, trainer.control, logs=logs, model=trainer.model)
+
+
+def named_arguments(trainer_class: type, mixin: type, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """All that the Trainer below ``mixin`` is to be made of, by name: trainers have their arguments in orders of their
+    own. Raises TypeError as a call does."""
+    names: list[str] = []
+    for base in trainer_class.__mro__[trainer_class.__mro__.index(mixin) + 1 :]:
+        if "__init__" in vars(base) and (own := names_of(vars(base)["__init__"])) is not None:
+            names = own
+            break
+    return by_name(trainer_class.__name__, names, given, named)
+
+
+class OffloadTrainerMixin(TrlModels, SmoothedLabels, WholeCheckpoints, StoredOptimizers, TrainsWithRanks):
+    """Adds `offload=` to `transformers.Trainer` or any subclass: `class MyTrainer(OffloadTrainerMixin, Trainer)`.
+
+    Args:
+        offload: None (the stock Trainer, untouched), "lohan" (everything automatic), a YAML path, a dict, or an
+            `OffloadConfig`.
+
+    `model` may then also be the path of a checkpoint, which is streamed into the store. Raises ValueError for
+    arguments that offloading cannot honour exactly.
+    """
+
+    _has_begun = False
+
+    def __init__(self, model: Any = None, *rest: Any, offload: Any = None, **kwargs: Any) -> None:
+        if self._has_begun or not self._begin(model, offload):
+            super().__init__(model, *rest, **kwargs)
+        else:
+            self._make(super().__init__, named_arguments(type(self), OffloadTrainerMixin, (model, *rest), kwargs))
+
+    def _begin(self, model: Any, offload: Any) -> bool:
+        """What a trainer has before it is made. Returns whether it offloads."""
+        self._has_begun = True
+        self._offload_config: OffloadConfig | None = None
+        self._recorded_run: RecordedRun | None = None
+        self._journal: StepJournal | None = None
+        self._termination = Termination()
+        self._resume_point = ResumePoint()
+        self._waiting_micro_batches: tuple[Callable[[], Tensor], ...] = ()
+        self._runs_together: bool | None = None
+        already = isinstance(model, nn.Module) and engine_of(model) is not None
+        check_given_model(model, is_offloaded=offload is not None, makes_models=self._makes_models)
+        if offload is not None or already:
+            keep_from_others()
+            self._offload_config = settings_given(offload)
+        return self._offload_config is not None
+
+    def _make(self, make: Callable[..., None], settings: dict[str, Any]) -> None:
+        """Have the trainer made of ``settings``, by the name of each argument."""
+        assert self._offload_config is not None
+        model = settings.get("model")
+        args = settings.get("args") or default_arguments(type(self), model) or TrainingArguments("tmp_trainer")
+        settings["args"] = args
+        check_arguments(args)
+        check_model(model)
+        self.optimizer, self.optimizer_cls_and_kwargs = None, settings.get("optimizer_cls_and_kwargs")
+        own = settings.get("optimizers") or (None, None)
+        check_optimizers(model, own, self.optimizer_cls_and_kwargs, self._offload_config)
+        use_one_gpu(args)
+        with self._own_models(settings):
+            if isinstance(model, Path | str) and not self._makes_models:
+                settings["model"] = self._stream(model, args)
+            make(**settings)
+        self._replace_jit_checkpoints()
+
+    def _stream(self, path: str | Path, args: TrainingArguments, **kwargs: Any) -> Any:
+        """`from_pretrained` of what is to be trained."""
+        config = self._offload_config
+        assert config is not None
+        micro_batches = MicroBatches.of_run(config, args.gradient_accumulation_steps)
+        with trainer_line(args, "loading"):
+            return from_pretrained(
+                path,
+                offload=config,
+                torch_device=args.device,
+                bf16=args.bf16,
+                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
+                sums_gradients=micro_batches.sums_gradients,
+                optimizer=self._optimizer_choice(args),
+                **kwargs,
+            )
+
+    # The engine: attached late, after everything that patches or wraps the model has had its turn.
+
+    @property
+    def offload_engine(self) -> OffloadEngine | None:
+        """The engine of `self.model`, once training, evaluation or loading has begun."""
+        return engine_of(self.model)
+
+    def _ensure_engine(self) -> OffloadEngine | None:
+        if self._offload_config is None:
+            return None
+        args, model, engine = self.args, self.model, self.offload_engine
+        if engine is None:
+            check_model(model)
+            if self._record is not None:  # `model_init` made a new model: the old one's engine holds the store
+                self._record.engine.close()
+            micro_batches = MicroBatches.of_run(self._offload_config, args.gradient_accumulation_steps)
+            engine = offload_model(
+                model,
+                self._offload_config,
+                torch_device=args.device,
+                default_ssd_path=Path(args.output_dir) / STORE_FOLDER,
+                working_dtype=torch.bfloat16 if args.bf16 else None,
+                hold_gradients=micro_batches.holds_gradients(args.max_grad_norm),
+                sums_gradients=micro_batches.sums_gradients,
+                rules=self._rules(),
+            )
+        if self._record is None or self._record.engine is not engine:
+            if self._recorded_run is not None:
+                self.remove_callback(self._recorded_run)
+            say = tqdm.write if args.should_log else logger.info
+            folder = record_folder(Path(args.output_dir), engine.links.ranks)
+            self._recorded_run = RecordedRun(RunRecord(engine, run_plan_of(engine), say), folder)
+            self.add_callback(self._recorded_run)
+        return engine
+
+    @property
+    def _record(self) -> RunRecord | None:
+        return self._recorded_run.record if self._recorded_run is not None else None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        if self._offload_config is not None:
+            become(self.accelerator, OffloadAwareAccelerator)
+
+    def _move_model_to_device(self, model: Any, device: torch.device) -> None:
+        if self._offload_config is None:
+            super()._move_model_to_device(model, device)
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """As upstream. `resume_from_checkpoint="last_step"` goes on from the last committed step of the store, `True`
+        from that or from the last checkpoint, whichever is newer. SIGTERM ends the run when its step is committed.
+
+        Raises ValueError if there is nothing to go on from.
+        """
+        if self._offload_config is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self._failing_together(), answering_out_of_memory(lambda: self.model, self._offload_config):
+            if self.args.should_save:
+                remove_unfinished(self.args.output_dir)
+            self._links.barrier("what a killed save left to be removed")
+            self._resume_point = ResumePoint()  # not that of an earlier call, if there is nothing to choose
+            self._resume_point = ResumePoint.choose(
+                resume_from_checkpoint,
+                self._settled_store,
+                self.args.output_dir,
+                get_last_checkpoint,
+                check_journal,
+                self._links,
+            )
+            self._agree_on_resume(self._resume_point)
+            self._termination = Termination(self._links)
+            self.last_whole_checkpoint = output = None
+            with self._termination, trainer_line(self.args, "step"):
+                try:
+                    output = super().train(self._resume_point.folder, *args, **kwargs)
+                finally:
+                    if self._record is not None:
+                        self._record.write_trace()
+            if self._termination.came_at_the_end():  # after the last step, whose commit may be on its way
+                if self.offload_engine is not None:
+                    self.offload_engine.close()
+                self._termination.exit()
+        return output
+
+    def _settled_store(self) -> list[str]:
+        """Its ssd paths, when nothing is on its way to them."""
+        engine = self.offload_engine
+        if engine is not None:
+            engine.settle()  # its last commit too
+            return [path.path for path in engine.tiers.store.paths]
+        assert self._offload_config is not None
+        ssd = self._offload_config.ssd
+        given = ssd_paths(str(Path(self.args.output_dir) / STORE_FOLDER)) if ssd == "auto" else ssd
+        assert given != "auto"
+        return [path.path for path in rank_paths(given, self._links.ranks)]
+
+    def _prepare_for_training(
+        self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: str | None, **kwargs: Any
+    ) -> Any:
+        self._waiting_micro_batches, self._runs_together = (), None  # of a run that broke off
+        if self._offload_config is not None:
+            recompute_without_reentry(self.model)
+        engine = self._ensure_engine()
+        if engine is not None:
+            self._check_batches(train_dataloader)
+            self._keep_journal(engine, resume_from_checkpoint)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint, **kwargs)
+        if engine is not None:
+            check_optimizer(self.optimizer)  # a subclass may have made it without asking us
+        return prepared
+
+    def _keep_journal(self, engine: OffloadEngine, resume_from_checkpoint: str | None) -> None:
+        if self._journal is not None:
+            self.remove_callback(self._journal)
+        engine.commits.describe_first(functools.partial(describe_model, self.model, engine, self.processing_class))
+        rank = self.args.process_index if self.args.world_size > 1 else None
+        epoch = EpochRandomNumbers(self._save_rng_state, self._load_rng_state, rank)
+        self._journal = StepJournal(self, engine, self._write_journal_files, self._termination, epoch)
+        self._journal.resume(self._resume_point, resume_from_checkpoint)
+        self.add_callback(self._journal)
+
+    def _write_journal_files(self, folder: str) -> None:
+        super()._save_optimizer_and_scheduler(folder)
+        self._save_optimizer_files(folder)
+        self._save_scaler(folder)
+        self._save_rng_state(folder)
+        save_buffers(self.model, folder)
+        self._write_step_facts(folder)
+
+    def _run_epoch(self, *args: Any, **kwargs: Any) -> Any:
+        if self._offload_config is not None and self.state.global_step >= self.state.max_steps:
+            # The run that is resumed had taken all its steps; upstream would take one step more.
+            self.control.should_training_stop = True
+            return None
+        if self._journal is not None:
+            is_first = kwargs["epoch"] == kwargs["epochs_trained"]
+            self._journal.begin_epoch(is_rest=is_first and kwargs["steps_trained_in_current_epoch"] > 0)
+        return super()._run_epoch(*args, **kwargs)
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, model: Any, trial: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        super()._maybe_log_save_evaluate(tr_loss, grad_norm, model, trial, *args, **kwargs)
+        if self.args.enable_jit_checkpoint and self._termination.ends_here():
+            self._save_once(model, trial)
+        if self._record is not None:
+            self._record.flush()
+        self._time_step()
+        if self._journal is not None:
+            self._journal.after_step()
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        if self._ensure_engine() is None:
+            return super().evaluation_loop(*args, **kwargs)
+        with trainer_line(self.args, "evaluation batch", kwargs.get("dataloader", next(iter(args), None))):
+            return super().evaluation_loop(*args, **kwargs)
+
+    def training_step(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """As upstream. With `vertical_micro_batches` a step's micro-batches wait for the last of them and run together:
+        it returns the loss of all, the others zero. Each runs upstream's `training_step`, whose backward is put off."""
+        record = self._record
+        if record is None:
+            return super().training_step(model, inputs, *args, **kwargs)
+        run: Callable[[], Tensor] = functools.partial(super().training_step, model, inputs, *args, **kwargs)
+        if self._runs_together is None:
+            self._runs_together = self._choose_order(record.engine, inputs)
+        if self._runs_together:
+            record.count_tokens(inputs)
+            waiting = (*self._waiting_micro_batches, run)
+            if not self.accelerator.sync_gradients:
+                self._waiting_micro_batches = waiting
+                return torch.zeros((), device=self.args.device)
+            self._waiting_micro_batches = ()
+            loss = run() if len(waiting) == 1 else torch.stack(record.engine.run_micro_batches(waiting)).sum()
+        else:
+            number = step_number(self)
+            loss = run()
+            record.count_tokens(trained_on(self, inputs, number))
+        record.announce_run()
+        return loss
+
+    def _choose_order(self, engine: OffloadEngine, inputs: Any) -> bool:
+        """Whether the micro-batches of this training's steps run together; ``inputs`` are those of the first."""
+        micro_batches = MicroBatches.of_run(engine.config, self.args.gradient_accumulation_steps)
+        if micro_batches.run_together is not None:
+            if micro_batches.run_together:
+                check_runs_together(self)
+            return micro_batches.run_together
+        shape, reason = step_shape((), inputs) if isinstance(inputs, Mapping) else None, why_trainer_runs_in_turn(self)
+        if shape is None:
+            reason = reason or "their inputs have no token ids, by which a step is planned"
+        if reason is not None or shape is None:
+            logger.info("vertical_micro_batches: auto runs micro-batches one after the other: %s", reason)
+            return False
+        return engine.choose_order(replace(shape, num_micro_batches=micro_batches.number))
+
+    def log(self, logs: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        super().log(logs, *args, **kwargs)
+        if self._record is not None and "loss" in logs:
+            tell_trackers(self, self._record.figures())
+
+    # Checkpoints. Weights are saved by the model's own `save_pretrained`, which streams (see `attachment.attach`).
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if (engine := self.offload_engine) is not None:
+            save_optimizer_states(engine, output_dir)
+            if self._journal is not None:
+                self._journal.add_to_checkpoint(output_dir)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        engine = self.offload_engine
+        if engine is not None and self._resume_point.commit is not None:
+            self._go_back_to_commit(engine, checkpoint)
+        elif engine is not None and checkpoint is not None:
+            reload_weights(engine, self.model, checkpoint)
+            load_optimizer_states(engine, checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _go_back_to_commit(self, engine: OffloadEngine, journal_folder: str | None) -> None:
+        commit = self._resume_point.commit
+        assert commit is not None and journal_folder is not None, "its journal was laid out there"
+        found = engine.go_back_to_commit()
+        if found.number != commit.number:
+            raise RuntimeError(
+                f"step {found.facts.get('global_step')} was committed after this resume had begun (a batch size "
+                "was tried that failed later); resume once more, with a batch size that fits"
+            )
+        load_buffers(self.model, journal_folder)
+        self._read_step_facts(journal_folder)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Weights come with the optimizer's states: when training begins, also anew with another batch size."""
+        if self._ensure_engine() is None:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_best_model(self) -> None:
+        engine = self.offload_engine
+        if engine is None:
+            super()._load_best_model()
+            return
+        best = self.state.best_model_checkpoint
+        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
+        reload_weights(engine, self.model, best)
+        load_master_residuals(engine, best)
+
+
+class Trainer(OffloadTrainerMixin, transformers.Trainer):
+    """`transformers.Trainer` with `offload=`."""

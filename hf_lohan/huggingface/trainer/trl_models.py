@@ -1,0 +1,296 @@
+"""The models that a trainer of TRL makes: the one that is trained is streamed into its store, the reference model lies
+frozen in one of its own, and both keep within the budgets of one."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, TrainingArguments
+
+from hf_lohan.compat.transformers_private import build_from_config
+from hf_lohan.compat.trl_private import (
+    generations,
+    has_fused_head,
+    makes_models,
+    models_made_by,
+    restore_generations,
+    restore_step_facts,
+    step_facts,
+)
+from hf_lohan.config import OffloadConfig, SsdPath
+from hf_lohan.device import device_for
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.attachment import engine_of, offload_model
+from hf_lohan.huggingface.guards import check_trl
+from hf_lohan.huggingface.models.loading import from_pretrained
+from hf_lohan.huggingface.ranks import links_to_other_ranks
+from hf_lohan.planner import BudgetError
+from hf_lohan.planning.layout import resolved_here
+from hf_lohan.report.run_data import STORE_FOLDER
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _TrainerBase
+else:
+    _TrainerBase = object  # a mixin: `super()` is whatever Trainer it is mixed into
+
+logger = logging.getLogger(__name__)
+
+REFERENCE_FOLDER = "ref"
+"""Of the reference's store, in each folder of the policy's."""
+_GPU_SHARE, _CPU_SHARE = 2, 4
+"""The reference may take one part in so many of each budget. What it does not take is the policy's."""
+_FACTS_NAME, _GENERATIONS_NAME = "trl_facts.json", "trl_generations.pt"
+
+
+class TrlModels(_TrainerBase):
+    """Mixed into a Trainer; of trainers that are not TRL's it changes nothing."""
+
+    _offload_config: OffloadConfig | None
+    _stream: Callable[..., Any]
+    _ensure_engine: Callable[[], OffloadEngine | None]
+    _resume_point: Any
+    _reference: Any = None
+
+    @property
+    def _makes_models(self) -> bool:
+        return makes_models(type(self))
+
+    @contextlib.contextmanager
+    def _own_models(self, settings: dict[str, Any]) -> Iterator[None]:
+        """Within, the trainer is made of ``settings``, and its models by us."""
+        if not self._makes_models:
+            yield
+            return
+        assert self._offload_config is not None
+        args, is_joint = settings["args"], self._offload_config.vertical_micro_batches is True
+        trains_fused_head = has_fused_head(type(self)) and not _has_adapters(settings)
+        check_trl(settings, is_joint=is_joint, trains_fused_head=trains_fused_head)
+        if isinstance(settings["model"], Path):
+            settings["model"] = str(settings["model"])
+        given = settings.get("ref_model")
+        if given is not None and engine_of(given) is None:
+            self._keep_reference(args, functools.partial(_drain_frozen, given))
+        makes_policy = iter([True] if isinstance(settings["model"], str) else [])
+        awaiting_adapters: dict[int, Callable[..., Any]] = {}
+
+        def make(stock: Callable[..., Any], path: str, architecture: Any = None, **kwargs: Any) -> Any:
+            if not next(makes_policy, False):
+                return self._make_reference(args, path, architecture, kwargs)
+            if needs_reference(type(self), settings):
+                self._make_reference(args, path, architecture, kwargs)
+            loading = _loading(path, architecture, kwargs)
+            if settings.get("peft_config") is None:
+                return self._stream(path, args, **loading)
+            skeleton = _skeleton(path, loading)
+            awaiting_adapters[id(skeleton)] = functools.partial(self._stream_adapted, skeleton, path, args, loading)
+            return skeleton
+
+        def adapt(stock: Callable[..., Any], model: Any, peft_config: Any, **kwargs: Any) -> Any:
+            return awaiting_adapters.get(id(model), functools.partial(stock, model))(peft_config, **kwargs)
+
+        with models_made_by(type(self), make, adapt):
+            yield
+
+    def _stream_adapted(
+        self, skeleton: Any, path: str, args: TrainingArguments, loading: Mapping[str, Any], peft_config: Any
+    ) -> Any:
+        """Adapters must be there before the engine is, and TRL adds them to a model that it has: it had the skeleton,
+        whose configs it may have changed."""
+        model = self._stream(path, args, **{**loading, "config": skeleton.config}, peft_config=peft_config)
+        if hasattr(skeleton, "generation_config"):
+            model.get_base_model().generation_config = skeleton.generation_config
+        return model
+
+    # The reference model.
+
+    def _make_reference(self, args: TrainingArguments, path: str, architecture: Any, kwargs: Mapping[str, Any]) -> Any:
+        if self._reference is None:
+            if not path:
+                raise ValueError(
+                    "the model says of no folder that it came from, so there is nothing to load its reference from; "
+                    "pass ref_model=copy.deepcopy(model), or set precompute_ref_log_probs=True"
+                )
+            load = functools.partial(
+                from_pretrained, path, bf16=args.bf16, is_trained=False, **_loading(path, architecture, kwargs)
+            )
+            self._keep_reference(args, load)
+        return self._reference
+
+    def _keep_reference(self, args: TrainingArguments, make: Callable[..., Any]) -> None:
+        """``make`` makes it under a part of the budgets. What it takes is no longer the policy's."""
+        assert self._offload_config is not None
+        folder = Path(args.output_dir) / STORE_FOLDER
+        whole = resolved_here(self._offload_config, device_for(args.device), folder, links_to_other_ranks())
+        try:
+            self._reference = make(
+                offload=_part_for_reference(whole), torch_device=args.device, default_ssd_path=folder,
+                hold_gradients=False,
+            )  # fmt: skip
+        except BudgetError as error:
+            raise BudgetError(
+                f"the reference model, which may take 1/{_GPU_SHARE} of gpu_memory and 1/{_CPU_SHARE} of cpu_memory, "
+                f"does not fit there: {error} for it alone; or train adapters, which need no second model"
+            ) from error
+        engine = engine_of(self._reference)
+        assert engine is not None
+        self._offload_config = _what_is_left(whole, engine)
+
+    # Passes before there is a training.
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        self._ensure_engine()
+        return super()._precompute_ref_logps(*args, **kwargs)
+
+    # What is counted from step to step, in the journal of each.
+
+    def _write_step_facts(self, folder: str) -> None:
+        facts = step_facts(self)
+        if facts:
+            (Path(folder) / _FACTS_NAME).write_text(json.dumps(facts), encoding="utf-8")
+            batches = generations(self)
+            if batches is not None:
+                torch.save(batches, Path(folder) / _GENERATIONS_NAME)
+
+    def _read_step_facts(self, folder: str) -> None:
+        facts, batches = Path(folder) / _FACTS_NAME, Path(folder) / _GENERATIONS_NAME
+        if facts.exists():
+            restore_step_facts(self, json.loads(facts.read_text(encoding="utf-8")))
+        if batches.exists():
+            restore_generations(self, torch.load(batches, map_location=self.args.device, weights_only=True))
+
+
+def begin_above(trainer_class: type[Any], default_offload: OffloadConfig) -> None:
+    """Let a class of TRL begin to offload before it does anything, though it is derived from a Trainer that offloads:
+    under `lohan launch` its own methods come first. ``default_offload`` is for those who say nothing."""
+    stock_init = vars(trainer_class).get("__init__")
+    names = names_of(stock_init) if stock_init is not None else None
+    if stock_init is not None and names is not None:
+
+        @functools.wraps(stock_init)
+        def init(self: Any, *given: Any, offload: Any = default_offload, **named: Any) -> None:
+            settings = by_name(trainer_class.__name__, names, given, named)
+            if self._has_begun or not self._begin(settings.get("model"), offload):
+                stock_init(self, **settings)
+            else:
+                self._make(functools.partial(stock_init, self), settings)
+
+        setattr(trainer_class, "__init__", init)  # noqa: B010 - mypy takes it for one of an instance
+    stock_pass = vars(trainer_class).get("_precompute_ref_logps")
+    if stock_pass is not None:
+
+        @functools.wraps(stock_pass)
+        def precompute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            self._ensure_engine()
+            return stock_pass(self, *args, **kwargs)
+
+        setattr(trainer_class, "_precompute_ref_logps", precompute)  # noqa: B010
+
+
+def names_of(init: Callable[..., Any]) -> list[str] | None:
+    """Of the arguments that it takes by position; None if it passes on what it is given."""
+    parameters = inspect.signature(init).parameters.values()
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters):
+        return None
+    return [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][1:]
+
+
+def by_name(what: str, names: Sequence[str], given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments ``given`` by position and by name, all by name. Raises TypeError as a call of ``what`` does."""
+    if len(given) > len(names):
+        raise TypeError(f"{what} takes {len(names)} arguments by position, not {len(given)}")
+    by_position = dict(zip(names, given, strict=False))
+    if twice := by_position.keys() & named.keys():
+        raise TypeError(f"{what} got {min(twice)!r} by position and by name")
+    return {**by_position, **named}
+
+
+def needs_reference(trainer_class: type, settings: Mapping[str, Any]) -> bool:
+    """Whether a trainer of TRL will make a model beside the one that it trains: not with adapters, which can be
+    switched off."""
+    args = settings["args"]
+    if settings.get("ref_model") is not None or _has_adapters(settings):
+        return False
+    if hasattr(args, "precompute_ref_log_probs"):
+        return not args.precompute_ref_log_probs
+    return hasattr(args, "num_generations") and args.beta != 0.0
+
+
+def _has_adapters(settings: Mapping[str, Any]) -> bool:
+    return settings.get("peft_config") is not None or hasattr(settings["model"], "peft_config")
+
+
+def _loading(path: str, architecture: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """For `from_pretrained`, of what TRL would have loaded. Its default is float32, not the checkpoint's dtype."""
+    rest = {name: value for name, value in kwargs.items() if name not in ("device_map", "dtype")}
+    dtype = kwargs.get("dtype", torch.float32)
+    config, rest = AutoConfig.from_pretrained(path, return_unused_kwargs=True, **rest)
+    if kwargs.get("trust_remote_code"):
+        rest["trust_remote_code"] = True
+    if architecture is None:
+        architecture = getattr(transformers, (config.architectures or [""])[0], AutoModelForCausalLM)
+    return {"dtype": dtype or "auto", "model_class": architecture, "config": config, **rest}
+
+
+def _skeleton(path: str, loading: Mapping[str, Any]) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        skeleton = build_from_config(loading["model_class"], loading["config"], torch.float32)
+    if getattr(skeleton, "generation_config", None) is not None:
+        with contextlib.suppress(OSError):  # a checkpoint may have none
+            skeleton.generation_config = GenerationConfig.from_pretrained(path)
+    return skeleton
+
+
+def _drain_frozen(model: nn.Module, *, offload: OffloadConfig, **kwargs: Any) -> nn.Module:
+    model.requires_grad_(False)
+    offload_model(model, offload, **kwargs)
+    return model
+
+
+def _part_for_reference(whole: OffloadConfig) -> OffloadConfig:
+    """It is only read: nothing is left for a backward, and no second version of anything is needed."""
+    assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
+    return replace(
+        whole,
+        gpu_memory=whole.gpu_memory // _GPU_SHARE,
+        cpu_memory=whole.cpu_memory // _CPU_SHARE,
+        ssd=tuple(replace(ssd, path=_folder_of_reference(ssd)) for ssd in whole.ssd),
+        activations="keep",
+        durability="checkpoint",
+        optimizer_state_dtype="float32",
+        save_dtype="auto",
+        trace=False,
+    )
+
+
+def _folder_of_reference(ssd: SsdPath) -> str:
+    return str(Path(ssd.path) / REFERENCE_FOLDER)
+
+
+def _what_is_left(whole: OffloadConfig, reference: OffloadEngine) -> OffloadConfig:
+    """Of budgets and capacities, for the policy."""
+    assert isinstance(whole.gpu_memory, int) and isinstance(whole.cpu_memory, int) and whole.ssd != "auto"
+    store = reference.tiers.store
+    taken_bytes = {path.path: taken for path, taken in zip(store.paths, store.layout.file_bytes, strict=True)}
+    return replace(
+        whole,
+        gpu_memory=whole.gpu_memory - reference.layout.plan.gpu_pool_bytes,
+        cpu_memory=whole.cpu_memory - reference.layout.cpu_bytes,
+        ssd=tuple(
+            replace(ssd, capacity=max(0, ssd.capacity - taken_bytes[_folder_of_reference(ssd)]))
+            if isinstance(ssd.capacity, int)
+            else ssd
+            for ssd in whole.ssd
+        ),
+    )

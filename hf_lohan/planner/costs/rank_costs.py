@@ -1,0 +1,158 @@
+"""What a step of several ranks costs: `StepCosts` for one of them, with what it shares with others.
+
+All ranks do the same at once. A rank has a device and a link to it. With the others of its node it shares drives, CPU
+and RAM, through which all pass each other weights and gradients, and the network to other nodes. Of Y nodes each owns
+a Y-th of the records: its ranks read, update and write that. Every device is brought all weights.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+
+from hf_lohan.planner.collectives import SUM_BYTES
+from hf_lohan.planner.costs.step_costs import SHARED_CORES_EFFICIENCY, Choice, ResourceUse, StepCosts, Values
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.offload_plan import ClipMode, RankPrediction, TrainingSetup
+
+SOCKET_PASSES = 6
+"""How often a byte that is sent and one that is received pass RAM: each is copied by the kernel (read and written), and
+read or written by the network card."""
+
+
+def step_costs(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> StepCosts:
+    """Of one rank or several."""
+    kind = RankStepCosts if setup.cluster.num_ranks > 1 else StepCosts
+    return kind(model, hardware, setup)
+
+
+class RankStepCosts(StepCosts):
+    """The cost model of one model on a cluster of equal nodes."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+        super().__init__(model, hardware, setup)
+        cluster = self._cluster = setup.cluster
+        num_nodes, num_local = cluster.num_nodes, cluster.num_local
+        in_ram_bytes = sum(record.update_read_bytes for record in setup.resident_records)
+        unwritten_bytes = int(in_ram_bytes * (1 - setup.committed_fraction))
+        # Of a node: its part of the records, and what all of its ranks have in RAM.
+        self._update_write_bytes += unwritten_bytes
+        # Parts are not all equal, so what all have is at most all that there is.
+        self._update_write_bytes = max(0, self._update_write_bytes / num_nodes - num_local * unwritten_bytes)
+        self._update_read_bytes /= num_nodes
+        self._updated_bytes /= num_nodes
+        self._num_updated_params /= num_nodes
+        self._resident_param_bytes *= num_local
+        self._resident_update_read_bytes = min(num_local * self._resident_update_read_bytes, self._update_read_bytes)
+        self._spilled_gradient_bytes *= num_local
+        self._own_param_bytes = self._param_bytes / num_nodes
+        self._copied_bytes = cluster.copied_bytes(self._param_bytes)
+        self._sent_bytes = cluster.bytes_by_collective(
+            param_bytes=self._param_bytes,
+            num_params=model.num_params,
+            num_trainable_params=model.num_trainable_params,
+            gradient_itemsize=model.param_itemsize,
+            is_summed=setup.num_together > 1,
+        )
+
+    def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
+        hardware, num_local = self._hardware, self._num_local
+        if hardware.device.shares_cpu:  # the same cores for all ranks of the node
+            of_all = ("compute_s", "h2d_bytes", "d2h_bytes")
+            load = replace(load, **{name: num_local * getattr(load, name) for name in of_all})
+        lanes = super().lanes(load, efficiency=efficiency)
+        if hardware.net_bytes_per_s:
+            lanes["net"] = load.net_bytes / hardware.net_bytes_per_s
+        if hardware.cpu.memory_bytes_per_s:
+            lanes["host"] = load.host_bytes / hardware.cpu.memory_bytes_per_s
+        return lanes
+
+    def _forward_read_bytes(self) -> float:
+        ways = self._cluster.collectives
+        own_bytes = max(0, self._own_param_bytes - self._resident_param_bytes)
+        # A change is applied to the weights of the step before, those of other nodes in the copy.
+        return own_bytes + (self._copied_bytes if (ways.forward, ways.backward) == ("delta", "ssd") else 0)
+
+    def _backward_read_bytes(self) -> float:
+        match self._cluster.collectives.backward:
+            case "world":
+                turnaround_bytes = self._setup.turnaround_bytes / self._cluster.num_nodes
+                return max(0, self._own_param_bytes - self._resident_param_bytes - turnaround_bytes)
+            case "ram":
+                return 0
+            case _:
+                return super()._backward_read_bytes()
+
+    def _forward(self, choice: Choice) -> ResourceUse:
+        load = super()._forward(choice)
+        copied_bytes = self._copied_bytes if self._cluster.collectives.backward == "ssd" else 0
+        return self._passing_ram(
+            replace(
+                load,
+                ssd_write_bytes=load.ssd_write_bytes + copied_bytes,
+                net_bytes=load.net_bytes + self._sent_bytes["forward_weights"],
+                host_bytes=load.host_bytes + 2 * self._resident_param_bytes,
+            )
+        )
+
+    def _backward(self, choice: Choice) -> ResourceUse:
+        load = super()._backward(choice)
+        # What each rank has put into RAM is read, and its sum written; then all nodes' sums of the node's own part.
+        num_nodes = self._cluster.num_nodes
+        sums = num_nodes + (num_nodes + 1 if num_nodes > 1 else 0)
+        sum_bytes = SUM_BYTES * self._num_updated_params * sums
+        return self._passing_ram(
+            replace(
+                load,
+                net_bytes=load.net_bytes + self._sent_bytes["backward_weights"] + self._sent_bytes["gradients"],
+                host_bytes=load.host_bytes + self._num_local * self._gradient_bytes + sum_bytes,
+            )
+        )
+
+    def _update(self, choice: Choice) -> ResourceUse:
+        load = super()._update(choice)
+        # The optimizer reads what the drives brought or RAM has, and gradients; it writes all but the gradients.
+        worked_bytes = self._update_read_bytes + self._update_write_bytes + SUM_BYTES * self._num_updated_params
+        return self._passing_ram(replace(load, host_bytes=load.host_bytes + worked_bytes))
+
+    def _lent(self) -> ResourceUse:
+        """Each rank lends its own part."""
+        load = super()._lent()
+        lent_bytes = min(self._setup.lent_bytes / self._cluster.num_nodes, self._own_param_bytes)
+        lent_bytes = max(0.0, lent_bytes - self._resident_param_bytes)
+        moved = {"d2h_bytes": np.array([lent_bytes / self._num_local]), "ssd_read_bytes": np.array([-lent_bytes])}
+        return self._passing_ram(replace(load, **moved))
+
+    def _passing_ram(self, load: ResourceUse) -> ResourceUse:
+        """With what drives, links and network read and write of RAM."""
+        drives = load.ssd_read_bytes + load.ssd_write_bytes
+        links = self._num_local * (load.h2d_bytes + load.d2h_bytes)
+        return replace(load, host_bytes=load.host_bytes + drives + links + SOCKET_PASSES * load.net_bytes)
+
+    def _of_ranks(self, choice: Choice, clip: ClipMode, num_tokens: int) -> RankPrediction:
+        count = self._setup.num_micro_batches
+        return RankPrediction(
+            bytes_by_collective={name: count * size for name, size in self._sent_bytes.items()},
+            hides_from_tokens=self._hides_from(choice, clip, num_tokens),
+        )
+
+    def _hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> dict[str, float | None]:
+        """T* of each resource, as `_ssd_hides_from` has it of the drives."""
+        costs = self._with(num_micro_batches=1)
+        nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
+
+        def of_a_step(choice: Choice) -> dict[str, float]:
+            lanes = [costs.lanes(phase.load, efficiency=1.0) for phase in costs.phases(choice, clip)]
+            return {name: math.fsum(phase[name].item() for phase in lanes) for name in lanes[0]}
+
+        fixed_s, whole_s = of_a_step(nothing), of_a_step(choice)
+        tokens_at_once = num_tokens / self._setup.num_micro_batches
+        found: dict[str, float | None] = {}
+        for name, seconds in fixed_s.items():
+            if name != "compute":
+                spare_s = whole_s["compute"] - (whole_s[name] - seconds)
+                found[name] = seconds * tokens_at_once / spare_s if spare_s > 0 else None
+        return found

@@ -1,0 +1,427 @@
+"""How long a step takes: LoHan's equations for T_f and T_b, and what they leave out. Works on numbers and on arrays of
+candidates alike.
+
+    T_f = max( FLOP_f/THP_G , A/BW_G , 2P/BW_G , 2P/BW_S2M + aA/BW_M2S )
+    T_b = max( (2 FLOP_f + FLOP_r)/THP_G , 2P/BW_G , (2P + A)/BW_G , (14P + aA)/BW_S2M + 14P/BW_M2S )
+
+Beyond the paper: the CPU's time for the optimizer, links that are no full duplex, records that stay in RAM, updates
+that wait for the norm and run under the next forward, several micro-batches a step, a device that is the CPU, and what
+does not overlap: the first block must arrive before it computes, and the last one's traffic ends after it.
+
+`StepCosts.predict` says of one choice what each resource does, and what the step waits for. `rank_costs` has the costs
+of several ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields, replace
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_lohan.planner.costs.expert_costs import ExpertCosts
+from hf_lohan.planner.hardware_profile import HardwareProfile, with_changed
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile, OperationProfile
+from hf_lohan.planner.offload_plan import ClipMode, Lanes, RankPrediction, StepPrediction, TrainingSetup
+from hf_lohan.planner.record_traffic import PARAM
+
+Values: TypeAlias = npt.NDArray[np.float64]
+"""One number, or one for each candidate; they broadcast."""
+
+SHARED_CORES_EFFICIENCY = 0.87
+"""Of cores that compute and do all else: where another thread takes a core for a while, those that compute on the other
+cores wait for the one that did there. Measured on two cores: busy for 6.1 of 7.0 core-seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What candidates differ in, as far as it costs time."""
+
+    swapped_bytes: Values
+    """A: of activations, out of the device and back in each micro-batch."""
+    spilled_bytes: Values
+    """aA: the part of it that goes on to the SSD."""
+    recompute_s: Values
+    """Of the operations that backward makes again (FLOP_r/THP_G)."""
+    spilled_gradient_bytes: Values
+    """Of the last backward."""
+    reloaded_bytes: Values
+    """Of experts that backward loads once more, for their output."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourceUse:
+    """What one forward or backward asks of each resource. Of several ranks: of one's device, and of its node's drives,
+    CPU, RAM and network."""
+
+    compute_s: Values
+    h2d_bytes: Values
+    d2h_bytes: Values
+    ssd_read_bytes: Values
+    ssd_write_bytes: Values
+    updated_params: Values
+    net_bytes: Values
+    host_bytes: Values
+    wait_s: Values
+    """In which nothing of all this can be done."""
+
+    def __add__(self, other: ResourceUse) -> ResourceUse:
+        return ResourceUse(*(getattr(self, name) + getattr(other, name) for name in _AMOUNTS))
+
+    def __mul__(self, factor: float) -> ResourceUse:
+        return ResourceUse(*(getattr(self, name) * factor for name in _AMOUNTS))
+
+
+_AMOUNTS = [field.name for field in fields(ResourceUse)]
+_SSD_AMOUNTS = ("ssd_read_bytes", "ssd_write_bytes")
+
+
+def _load(**amounts: float | Values) -> ResourceUse:
+    """Of what is not named, nothing."""
+    return ResourceUse(*(np.atleast_1d(np.asarray(amounts.get(name, 0.0), dtype=np.float64)) for name in _AMOUNTS))
+
+
+@dataclass(frozen=True, slots=True)
+class StepPhase:
+    """`count` equal forwards or backwards of a step."""
+
+    count: int
+    is_forward: bool
+    load: ResourceUse
+
+
+def ssd_s(hardware: HardwareProfile, read_bytes: Any, write_bytes: Any) -> Any:
+    """Of the drives, for bytes or arrays of them. Reading and writing share a drive's time (simplex), unless the mix of
+    both was measured."""
+    read_s = read_bytes / hardware.ssd_read_bytes_per_s
+    write_s = write_bytes / hardware.ssd_write_bytes_per_s
+    if not hardware.ssd_mixed_bytes_per_s:
+        return read_s + write_s
+    both_bytes = np.minimum(read_bytes, write_bytes)
+    mixed_s = 2 * both_bytes / hardware.ssd_mixed_bytes_per_s
+    rest_s = (read_bytes - both_bytes) / hardware.ssd_read_bytes_per_s
+    rest_s = rest_s + (write_bytes - both_bytes) / hardware.ssd_write_bytes_per_s
+    return np.maximum(mixed_s + rest_s, np.maximum(read_s, write_s))
+
+
+def operation_s(operation: OperationProfile, hardware: HardwareProfile) -> float:
+    """To run one product or attention once."""
+    if operation.forward_s is not None:
+        return operation.forward_s
+    return operation.flops / hardware.device.flops_per_s
+
+
+def block_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """To run a block's forward once."""
+    if block.forward_s is not None:
+        return block.forward_s
+    return block.flops / hardware.device.flops_per_s + _elementwise_s(block, hardware)
+
+
+def cheap_recompute_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """For what is always made again in a layer's backward: all but products and attention."""
+    operations_s = [operation.forward_s for operation in block.operations]
+    if block.forward_s is None or None in operations_s:
+        return _elementwise_s(block, hardware)
+    listed_s = sum(seconds for seconds in operations_s if seconds is not None)
+    not_listed_flops = block.flops - sum(operation.flops for operation in block.operations)
+    return max(0.0, block.forward_s - listed_s - not_listed_flops / hardware.device.flops_per_s)
+
+
+def _elementwise_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    rate = hardware.device.memory_bytes_per_s
+    return block.moved_bytes / rate if rate else 0.0
+
+
+def experts_forward_s(block: BlockProfile, hardware: HardwareProfile) -> float:
+    """Of what in a block's forward loads experts one by one."""
+    return sum(operation_s(operation, hardware) for operation in block.operations if operation.loads_experts)
+
+
+class StepCosts:
+    """The cost model of one model on one machine under one setup."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+        self._model = model
+        self._hardware = hardware
+        self._setup = setup
+        forward_s = [(block_forward_s(block, hardware), block.trained_fraction) for block in model.blocks]
+        self._forward_s = sum(seconds for seconds, _ in forward_s)
+        # A frozen weight needs no gradient: of the two products of its backward, one remains.
+        self._backward_s = sum(seconds * (1 + fraction) for seconds, fraction in forward_s)
+        # What experts make within is not put away.
+        self._backward_s += sum(experts_forward_s(block, hardware) for block in model.layers)
+        if setup.activations != "keep":
+            self._backward_s += sum(cheap_recompute_s(block, hardware) for block in model.layers)
+        self._num_blocks = max(1, len(model.blocks))
+        self._param_bytes = model.dense_param_bytes
+        self._experts = ExpertCosts(model, hardware, setup)
+        # Where the device's memory is the host's, what is read is where it is wanted.
+        self._is_copied = not hardware.device.shares_cpu
+        self._copied_param_bytes = model.dense_param_bytes if self._is_copied else 0
+        num_updated = model.num_trainable_params - self._experts.updates_left_out
+        trainable_bytes = num_updated * model.param_itemsize
+        state_bytes = num_updated * setup.state_bytes_per_param
+        dense_bytes = model.dense_trainable_params * model.param_itemsize
+        self._gradient_bytes = dense_bytes + self._experts.gradient_bytes
+        self._updated_bytes: float = dense_bytes
+        self._num_local = setup.cluster.num_local
+        self._update_read_bytes = state_bytes + (trainable_bytes if setup.update_reads_param else 0)
+        self._update_write_bytes = state_bytes + trainable_bytes
+        self._num_updated_params: float = model.num_trainable_params  # one that waits is made up for later
+        self._spilled_gradient_bytes = setup.spilled_gradient_bytes
+        resident = setup.resident_records
+        self._resident_param_bytes = sum(record.num_bytes for record in resident if record.kind == PARAM)
+        self._resident_param_bytes -= self._experts.resident_bytes
+        self._resident_update_read_bytes: float = sum(
+            record.update_read_bytes for record in resident if setup.update_reads_param or record.kind != PARAM
+        )
+        # An update writes what it has read. Between commits what lives in RAM stays there.
+        unwritten_bytes = sum(record.update_read_bytes for record in resident) * (1 - setup.committed_fraction)
+        self._update_write_bytes = max(0, self._update_write_bytes - int(unwritten_bytes))
+
+    def phases(self, choice: Choice, clip: ClipMode) -> list[StepPhase]:
+        """The step's forwards and backwards, and which of them the updates run under."""
+        forward, backward = self._forward(choice), self._backward(choice)
+        last = self._last_backward(choice)
+        count = self._setup.num_micro_batches
+        if clip == "defer":
+            updating = self._forward_under_update(choice)
+            loads = [(1, True, updating), (count - 1, True, forward), (count - 1, False, backward), (1, False, last)]
+        else:
+            update = self._update(choice) + self._lent()
+            if clip == "speculate":  # what is spilled is for a wrong guess
+                unread_bytes = self._num_local * choice.spilled_gradient_bytes
+                update = replace(update, ssd_read_bytes=update.ssd_read_bytes - unread_bytes)
+            loads = [(count, True, forward), (count - 1, False, backward), (1, False, last + update)]
+        return [StepPhase(*load) for load in loads if load[0]]
+
+    def _forward_under_update(self, choice: Choice) -> ResourceUse:
+        """The updates' reads and writes beside the forward's, which gets from them what they have just made."""
+        load = self._forward(choice) + self._update(choice)
+        if not self._setup.hands_over:
+            return load
+        handed_over = max(0, self._updated_bytes - self._resident_param_bytes)
+        handed_over += self._experts.from_ssd * self._experts.gradient_bytes
+        # Copied they are in any case: here by the update, else by the forward, which counts it already.
+        copied_bytes = self._gradient_bytes if not self._is_copied else 0
+        return replace(load, ssd_read_bytes=load.ssd_read_bytes - handed_over, h2d_bytes=load.h2d_bytes + copied_bytes)
+
+    def _lent(self) -> ResourceUse:
+        """What an update in backward gets from the slots instead of the SSDs."""
+        lent_bytes: float = max(0, self._setup.lent_bytes - self._resident_param_bytes)
+        lent_bytes = lent_bytes + self._experts.from_ssd * self._experts.lent_bytes
+        return _load(d2h_bytes=lent_bytes, ssd_read_bytes=-lent_bytes)
+
+    def step_s(self, choice: Choice, clip: ClipMode) -> tuple[Values, Values]:
+        """Forward (T_f) and backward (T_b) of a step, all micro-batches. Where some steps are committed and others not:
+        their mean."""
+        committed = self._setup.committed_fraction
+        if 0 < committed < 1:
+            with_s, without_s = (self._with(commit_every_steps=steps).step_s(choice, clip) for steps in (1, 0))
+            forward_s, backward_s = (
+                committed * one + (1 - committed) * other for one, other in zip(with_s, without_s, strict=True)
+            )
+            return forward_s, backward_s
+        forward_s, backward_s = np.zeros(1), np.zeros(1)
+        for phase in self.phases(choice, clip):
+            if phase.is_forward:
+                forward_s = forward_s + phase.count * self.phase_s(phase.load)
+            else:
+                backward_s = backward_s + phase.count * self.phase_s(phase.load)
+        if clip == "speculate":
+            # A wrong guess is done over under the next forward.
+            forward = self._forward(choice)
+            done_over_s = self.phase_s(self._forward_under_update(choice)) - self.phase_s(forward)
+            forward_s = forward_s + self._setup.clip_rate * done_over_s
+        return forward_s, backward_s
+
+    def lanes(self, load: ResourceUse, *, efficiency: float = SHARED_CORES_EFFICIENCY) -> dict[str, Values]:
+        """Seconds each resource is busy. They all work at once, so a phase is about as long as the longest.
+        ``efficiency``: of cores that do several of these things."""
+        hardware = self._hardware
+        lanes = {
+            "compute": load.compute_s,
+            "h2d": load.h2d_bytes / hardware.h2d_bytes_per_s,
+            "d2h": load.d2h_bytes / hardware.d2h_bytes_per_s,
+            "ssd": ssd_s(self._hardware, load.ssd_read_bytes, load.ssd_write_bytes),
+            "cpu": load.updated_params / hardware.cpu.optimizer_params_per_s,
+        }
+        if hardware.cpu.checksum_bytes_per_s:
+            hashed_bytes = load.ssd_read_bytes + load.ssd_write_bytes
+            lanes["cpu"] = lanes["cpu"] + hashed_bytes / hardware.cpu.checksum_bytes_per_s
+        if hardware.device.shares_cpu:
+            # The same cores compute, copy, update and hash, so these times add.
+            busy = lanes["compute"] + lanes["h2d"] + lanes["d2h"] + lanes["cpu"]
+            return {"compute": busy / efficiency, "ssd": lanes["ssd"]}
+        if hardware.duplex_bytes_per_s:
+            lanes["link"] = (load.h2d_bytes + load.d2h_bytes) / hardware.duplex_bytes_per_s
+        return lanes
+
+    def phase_s(self, load: ResourceUse) -> Values:
+        """The longest lane, and of each other lane the share of one block, in which the pipeline fills or drains."""
+        longest: Values = np.zeros(1)
+        total: Values = np.zeros(1)
+        for name, seconds in self.lanes(load).items():
+            longest = np.maximum(longest, seconds)
+            total = total if name == "link" else total + seconds  # the link is counted as its two directions
+        if not self._setup.counts_fill:
+            return longest
+        return longest + np.maximum(0.0, total - longest) / self._num_blocks + load.wait_s
+
+    def busy_s(self, choice: Choice, clip: ClipMode) -> Values:
+        """Of all resources together."""
+        busy_s: Values = np.zeros(1)
+        for phase in self.phases(choice, clip):
+            for seconds in self.lanes(phase.load).values():
+                busy_s = busy_s + phase.count * seconds
+        return busy_s
+
+    def predict(self, choice: Choice, clip: ClipMode, **decided: Any) -> StepPrediction:
+        """What one choice (arrays of one element) takes; ``decided`` are the fields that cost no time."""
+        phases = self.phases(choice, clip)
+        forwards = [phase for phase in phases if phase.is_forward]
+        backwards = [phase for phase in phases if not phase.is_forward]
+        forward_s, backward_s = self.step_s(choice, clip)
+        whole = sum((phase.load * phase.count for phase in phases[1:]), phases[0].load * phases[0].count)
+        return StepPrediction(
+            forward_s=forward_s.item(),
+            backward_s=backward_s.item(),
+            forward=self._in_all(forwards),
+            backward=self._in_all(backwards),
+            forward_bottleneck=self._bottleneck(forwards),
+            backward_bottleneck=self._bottleneck(backwards),
+            bottleneck=self._bottleneck(phases),
+            floor_by_resource_s=self._floors_s(whole),
+            swapped_bytes=int(choice.swapped_bytes.item()),
+            spilled_bytes=int(choice.spilled_bytes.item()),
+            spilled_gradient_bytes=int(choice.spilled_gradient_bytes.item()),
+            ssd_read_bytes_per_step=round(whole.ssd_read_bytes.item()),
+            ssd_write_bytes_per_step=round(whole.ssd_write_bytes.item()),
+            ssd_hidden_step_s=self._ssd_hidden_step_s(choice, clip),
+            ssd_hides_from_tokens=self._ssd_hides_from(choice, clip, decided["num_tokens"]),
+            ranks=self._of_ranks(choice, clip, decided["num_tokens"]),
+            experts=self._experts.predict(choice.reloaded_bytes.item()),
+            **decided,
+        )
+
+    def _ssd_hides_from(self, choice: Choice, clip: ClipMode, num_tokens: int) -> float | None:
+        """T* = S / (c - a), for weights that move once a step: S seconds of the drives for weights, states and
+        gradients; a token takes c of computing and a of the drives for activations. With B bytes a parameter and no
+        activations on the drives it is B F / (8 BW), whatever the model's size."""
+        nothing = replace(choice, swapped_bytes=np.zeros(1), spilled_bytes=np.zeros(1))
+        costs = self._with(num_micro_batches=1)
+        loads = [phase.load for phase in costs.phases(nothing, clip)]
+        read_bytes, write_bytes = (sum(getattr(load, name) for load in loads) for name in _SSD_AMOUNTS)
+        tokens_at_once = num_tokens / self._setup.num_micro_batches
+        compute_s = sum(load.compute_s for load in loads)
+        spilled_bytes = self._num_local * choice.spilled_bytes
+        spare_s = (compute_s - ssd_s(self._hardware, spilled_bytes, spilled_bytes)).item()
+        fixed_s = float(ssd_s(self._hardware, read_bytes, write_bytes).item())
+        return fixed_s * tokens_at_once / spare_s if spare_s > 0 else None
+
+    def _of_ranks(self, choice: Choice, clip: ClipMode, num_tokens: int) -> RankPrediction | None:
+        """What there is to say of several ranks."""
+        return None
+
+    def _ssd_hidden_step_s(self, choice: Choice, clip: ClipMode) -> float:
+        hardware = replace(
+            self._hardware,
+            ssd=tuple(
+                with_changed(ssd, lambda _rate: math.inf, "read_bytes_per_s", "write_bytes_per_s")
+                for ssd in self._hardware.ssd
+            ),
+            ssd_together_read_bytes_per_s=None,
+            ssd_together_write_bytes_per_s=None,
+            ssd_mixed_bytes_per_s=None,
+        )
+        forward_s, backward_s = type(self)(self._model, hardware, self._setup).step_s(choice, clip)
+        return float((forward_s + backward_s).item())
+
+    def _with(self, **changes: Any) -> StepCosts:
+        return type(self)(self._model, self._hardware, replace(self._setup, **changes))
+
+    def _in_all(self, phases: list[StepPhase]) -> Lanes:
+        hardware = self._hardware
+
+        def total(amount: str) -> float:
+            return math.fsum(phase.count * getattr(phase.load, amount).item() for phase in phases)
+
+        return Lanes(
+            compute_s=total("compute_s"),
+            h2d_s=total("h2d_bytes") / hardware.h2d_bytes_per_s,
+            d2h_s=total("d2h_bytes") / hardware.d2h_bytes_per_s,
+            ssd_read_s=total("ssd_read_bytes") / hardware.ssd_read_bytes_per_s,
+            ssd_write_s=total("ssd_write_bytes") / hardware.ssd_write_bytes_per_s,
+            optimizer_s=total("updated_params") / hardware.cpu.optimizer_params_per_s,
+            net_s=total("net_bytes") / (hardware.net_bytes_per_s or math.inf),
+            host_s=total("host_bytes") / (hardware.cpu.memory_bytes_per_s or math.inf),
+        )
+
+    def _bottleneck(self, phases: list[StepPhase]) -> str:
+        """The resource that is the longest for most of the time."""
+        waited_s: dict[str, float] = {}
+        for phase in phases:
+            seconds, resource = max((seconds.item(), name) for name, seconds in self.lanes(phase.load).items())
+            waited_s[resource] = waited_s.get(resource, 0.0) + phase.count * seconds
+        return max(waited_s, key=lambda resource: waited_s[resource])
+
+    def _floors_s(self, whole: ResourceUse) -> dict[str, float]:
+        floors = {name: float(seconds.item()) for name, seconds in self.lanes(whole, efficiency=1.0).items()}
+        # Where reading and writing at once is slower than in turn, a step may do it in turn.
+        in_turn_s = (
+            whole.ssd_read_bytes / self._hardware.ssd_read_bytes_per_s
+            + whole.ssd_write_bytes / self._hardware.ssd_write_bytes_per_s
+        )
+        return {**floors, "ssd": min(floors["ssd"], float(in_turn_s.item()))}
+
+    def _forward(self, choice: Choice) -> ResourceUse:
+        experts = self._experts
+        return _load(
+            compute_s=self._forward_s,
+            h2d_bytes=self._copied_param_bytes + self._is_copied * experts.forward_bytes,
+            d2h_bytes=choice.swapped_bytes,
+            ssd_read_bytes=self._forward_read_bytes()
+            + experts.from_ssd * experts.forward_bytes
+            + experts.catch_up_bytes,
+            ssd_write_bytes=self._num_local * choice.spilled_bytes,
+            wait_s=experts.wait_s,
+        )
+
+    def _backward(self, choice: Choice) -> ResourceUse:
+        turnaround_bytes = self._setup.turnaround_bytes
+        # Each backward after the first adds to what was spilled before, so brings it back.
+        brought_back = self._spilled_gradient_bytes * (1 - 1 / self._setup.num_micro_batches)
+        expert_bytes = self._experts.backward_bytes + choice.reloaded_bytes
+        copied_bytes = max(0, self._copied_param_bytes - turnaround_bytes) + self._is_copied * expert_bytes
+        read_bytes = self._backward_read_bytes() + self._experts.from_ssd * expert_bytes
+        return _load(
+            compute_s=self._backward_s + choice.recompute_s,
+            h2d_bytes=copied_bytes + choice.swapped_bytes,
+            d2h_bytes=self._gradient_bytes,
+            ssd_read_bytes=read_bytes + self._num_local * choice.spilled_bytes + brought_back,
+            ssd_write_bytes=self._spilled_gradient_bytes,
+        )
+
+    def _forward_read_bytes(self) -> float:
+        """Of weights. Copies are whole records, which padding makes a little larger than their weights."""
+        return max(0, self._param_bytes - self._resident_param_bytes)
+
+    def _backward_read_bytes(self) -> float:
+        return max(0, self._param_bytes - self._resident_param_bytes - self._setup.turnaround_bytes)
+
+    def _last_backward(self, choice: Choice) -> ResourceUse:
+        """Its gradients may wait where activations have been."""
+        load, spilled_bytes = self._backward(choice), self._num_local * choice.spilled_gradient_bytes
+        return replace(load, ssd_write_bytes=load.ssd_write_bytes - self._spilled_gradient_bytes + spilled_bytes)
+
+    def _update(self, choice: Choice) -> ResourceUse:
+        spilled_bytes = self._num_local * choice.spilled_gradient_bytes
+        read_bytes = max(0, self._update_read_bytes - self._resident_update_read_bytes) + spilled_bytes
+        return _load(
+            ssd_read_bytes=read_bytes,
+            ssd_write_bytes=self._update_write_bytes,
+            updated_params=self._num_updated_params,
+        )

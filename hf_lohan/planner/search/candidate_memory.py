@@ -1,0 +1,139 @@
+"""Memory that candidates of the search need: on the device at its peak, and in RAM over the course of a step.
+
+Swapped activations and held gradients share RAM. In backward, activations leave from the last layer on while gradients
+arrive. Under the next forward, gradients are applied from the first block on while activations arrive. Each is at its
+peak when the other is at its minimum, and whatever fits in backward fits in the next forward, which passes through the
+same states in reverse.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_lohan.planner.costs.step_costs import Values
+from hf_lohan.planner.fitting import layer_needs, outer_working_bytes, tied_gradient_bytes
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planner.offload_plan import BlockGradient
+from hf_lohan.planner.search.activation_choices import Candidates, Counts, OperationKind
+
+
+class FullestMoment:
+    """Of one model. The device is at its fullest in the backward of a layer or of the head, when
+
+    * what the layers before it keep is there;
+    * the layer's own work is, with all that autograd saves of it: so outputs that it keeps are counted in that already,
+      but for one as wide as its input, which autograd need not save;
+    * what was swapped of the layer before comes back;
+    * the gradient of a head that is tied to the embeddings waits for theirs.
+
+    Or in the forward of a layer, whose outputs are there with those of the two before that are on their way out.
+    """
+
+    def __init__(self, model: ModelProfile, kinds: Sequence[OperationKind], num_together: int = 1) -> None:
+        """``num_together``: micro-batches that the model counts as one. Of these one computes, and what another has put
+        away comes back or leaves."""
+        self._num_together = num_together
+        self._layers = model.layers
+        self._kinds = kinds
+        self._outer_bytes = outer_working_bytes(model)
+        self._gradient_bytes = tied_gradient_bytes(model)
+        self._needs = np.array([layer_needs(layer, model) for layer in model.layers], dtype=np.float64)
+        self._inputs = np.array([layer.input_bytes for layer in model.layers], dtype=np.float64)
+        self._num_in_layer = np.zeros((len(kinds), len(model.layers)), dtype=np.int64)
+        for index, kind in enumerate(kinds):
+            for layer, _ in kind.places:
+                self._num_in_layer[index, layer] += 1
+
+    def beside_kept(self, candidates: Candidates, *, keeps_all: bool = False) -> Values:
+        """Bytes [num_candidates] of the working set: what is held at the fullest moment beside what is kept.
+        ``keeps_all``: nothing is made again, so all that autograd saves stays."""
+        num_layers, kept = len(self._layers), candidates.kept
+        if not num_layers:
+            return np.full(len(candidates.swapped), float(self._outer_bytes))
+        is_kept = np.arange(num_layers) >= num_layers - kept.num_inputs
+        own = self._bytes_by_layer(kept.num_of_kind[None, :], from_last=True)[0]
+        if keeps_all:
+            own = np.array([layer.saved_bytes for layer in self._layers], dtype=np.float64)
+        kept_bytes = own + is_kept * self._inputs
+        before = np.cumsum(kept_bytes) - kept_bytes
+        swapped = self._bytes_by_layer(candidates.swapped, from_last=False) + ~is_kept * self._inputs
+        swapped = swapped / self._num_together
+        one_before = np.concatenate([np.zeros((len(swapped), 1)), swapped[:, :-1]], axis=1)
+        two_before = np.concatenate([np.zeros((len(swapped), 1)), one_before[:, :-1]], axis=1)
+        of_one = own / self._num_together
+        counted_twice = of_one if keeps_all else np.maximum(0.0, of_one - self._inputs / self._num_together)
+        rest = np.maximum(0.0, self._needs - counted_twice)  # with `own`, all that the layer needs
+        backward = before + self._inputs + own + rest + self._gradient_bytes + one_before
+        forward = before + 2 * self._inputs + own + swapped + one_before + two_before
+        head = kept_bytes.sum() + self._outer_bytes + swapped[:, -1:]
+        fullest = np.concatenate([backward, forward, head], axis=1).max(axis=1)
+        beside: Values = np.maximum(0.0, fullest - kept_bytes.sum())
+        return beside
+
+    def _bytes_by_layer(self, counts: Counts, *, from_last: bool) -> Values:
+        """[num_candidates, num_layers]: of so many outputs of each kind, those of the first layers or of the last."""
+        found = np.zeros((len(counts), len(self._layers)))
+        for index, kind in enumerate(self._kinds):
+            in_layer = self._num_in_layer[index]
+            others = np.cumsum(in_layer) - in_layer
+            if from_last:
+                others = in_layer.sum() - others - in_layer
+            found += kind.output_bytes * np.clip(counts[:, index, None] - others, 0, in_layer)
+        return found
+
+
+def put_away_through(
+    layers: Sequence[BlockProfile],
+    kinds: Sequence[tuple[int, Sequence[int]]],
+    swapped: npt.NDArray[np.int64],
+    num_inputs: int,
+    spilled_bytes: Values,
+) -> dict[str, Values]:
+    """What activations take of RAM when a forward is behind each layer, for each candidate. ``kinds``: the bytes of an
+    operation of each kind, and the layers that have one; ``swapped`` [candidates, kinds]: how many of them are swapped,
+    from the first layer on, as are the first ``num_inputs`` inputs; what is swapped first goes on to the SSD,
+    ``spilled_bytes`` in all."""
+    output_bytes = np.array([num_bytes for num_bytes, _ in kinds], dtype=np.float64)
+    put_away, input_bytes = {}, 0
+    for index, layer in enumerate(layers):
+        input_bytes += layer.input_bytes if index < num_inputs else 0
+        num_so_far = np.array([bisect_right(of_kind, index) for _, of_kind in kinds], dtype=np.int64)
+        so_far = np.minimum(swapped, num_so_far) @ output_bytes + input_bytes
+        put_away[layer.name] = np.maximum(0.0, so_far - spilled_bytes)
+    return put_away
+
+
+def held_beside(
+    gradients: Sequence[BlockGradient],
+    put_away: Mapping[str, Values],
+    *,
+    num_held_chunks: int,
+    ram_bytes: float,
+) -> Values:
+    """Bytes of gradients that lie beside activations in ``ram_bytes`` when backward is over.
+
+    ``gradients``: in forward order; ``put_away``: by layer, in forward order, what activations take when the forward is
+    behind it. The first gradients that come, those of the last blocks, have ``num_held_chunks`` buffers.
+    """
+    behind_all = np.zeros(1)
+    stretches: list[tuple[Values, list[BlockGradient]]] = []  # of blocks behind which activations take as much
+    for gradient in gradients:
+        behind = put_away.get(gradient.block, behind_all)
+        if not stretches or behind is not behind_all:
+            stretches.append((behind, []))
+        behind_all = behind
+        stretches[-1][1].append(gradient)
+    held, num_buffers = np.zeros(1), num_held_chunks
+    for behind, blocks in reversed(stretches):
+        rest_bytes = 0.0
+        for gradient in reversed(blocks):
+            if gradient.num_chunks:
+                num_in_buffers = min(num_buffers, gradient.num_chunks)
+                num_buffers -= num_in_buffers
+                rest_bytes += gradient.num_bytes * (gradient.num_chunks - num_in_buffers) / gradient.num_chunks
+        held = held + np.clip(ram_bytes - behind - held, 0.0, rest_bytes)
+    return held

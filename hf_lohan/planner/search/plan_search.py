@@ -1,0 +1,388 @@
+"""Algorithm 1: of all ways to keep, swap and recompute activations and to clip, the fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+import numpy as np
+
+from hf_lohan.planner.collectives import TriedWay
+from hf_lohan.planner.costs.expert_costs import ExpertCosts
+from hf_lohan.planner.costs.rank_costs import step_costs
+from hf_lohan.planner.costs.step_costs import Choice, Values, operation_s
+from hf_lohan.planner.fitting import (
+    allocator_bytes,
+    explain_refusal,
+    fits_without_offloading,
+    layer_working_bytes,
+    measure_room,
+    outer_working_bytes,
+    ram_copy_bytes,
+    record_bytes,
+    room_to_hold_bytes,
+    tied_gradient_bytes,
+)
+from hf_lohan.planner.hardware_profile import HardwareProfile
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planner.offload_plan import (
+    INPUT,
+    ActivationPlacements,
+    ClipMode,
+    OffloadPlan,
+    Placement,
+    StepPrediction,
+    Tier,
+    TrainingSetup,
+)
+from hf_lohan.planner.search.activation_choices import ActivationChoices, Candidates, KeptActivations
+from hf_lohan.planner.search.candidate_memory import FullestMoment, held_beside, put_away_through
+
+COMMIT_FRACTION = 0.02
+"""Commits may make steps so much longer, on average, than none would."""
+LITTLE_S = 0.25
+"""Steps that are longer by less, because each is committed, are not worth losing some."""
+EQUALLY_FAST = 1 + 1e-9
+"""Of plans within this factor of the fastest, the one that keeps the resources least busy is taken."""
+
+
+def plan_offload(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, *, swapped_bytes: int | None = None
+) -> OffloadPlan:
+    """The fastest plan (LoHan's Algorithm 1, together with what stays on the device).
+
+    With `swapped_bytes` not the fastest, but the one in Algorithm 1's row that swaps most without swapping more than
+    that; the inputs of the layers that the device cannot keep are swapped in any case. What does not fit is planned all
+    the same, and `refusal` says why.
+
+    Where steps need not all be committed, they are if that costs next to nothing, and where a speculation was asked
+    for, which goes back to the commit before.
+    """
+
+    def planned(commit_every_steps: int) -> OffloadPlan:
+        own = replace(setup, commit_every_steps=commit_every_steps)
+        return _Search(model, hardware, own).run(swapped_bytes)
+
+    if setup.durability == "checkpoint":
+        return planned(0)
+    if setup.commit_every_steps is not None:
+        return planned(setup.commit_every_steps)
+    if setup.clip == "speculate":
+        return planned(1)
+    each, never = planned(1), planned(0)
+    each_s, never_s = each.prediction.step_s, never.prediction.step_s
+    most = int((setup.commit_limit_s - (each_s - never_s)) / never_s)
+    wanted = most if setup.commit_every_s else math.ceil((each_s / never_s - 1) / COMMIT_FRACTION)
+    steps = min(most, wanted)
+    is_cheap = each_s - never_s < LITTLE_S and not setup.commit_every_s
+    return planned(steps) if steps > 1 and not is_cheap else each
+
+
+def sweep_swapped_bytes(
+    model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, num_points: int = 40
+) -> list[OffloadPlan]:
+    """Plans from the fewest swapped bytes to the most (LoHan, Fig. 9b), without repetitions."""
+    search = _Search(model, hardware, setup)
+    targets = np.linspace(0, model.activation_bytes, num_points)
+    plans = {plan.prediction.swapped_bytes: plan for plan in (search.run(int(target)) for target in targets)}
+    return [plans[swapped] for swapped in sorted(plans)]
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """The best of some candidates."""
+
+    step_s: float
+    busy_s: float
+    candidates: Candidates
+    row: int
+    clip: ClipMode
+
+
+class _Search:
+    """Tries all candidates of one planning problem: arithmetic on arrays, thousands at once."""
+
+    def __init__(self, model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup) -> None:
+        self._model = model
+        self._hardware = hardware
+        self._setup = setup
+        self._costs = step_costs(model, hardware, setup)
+        self._room = measure_room(model, hardware, setup)
+        experts = ExpertCosts(model, hardware, setup)
+        self._activations = ActivationChoices(
+            model, lambda operation: operation_s(operation, hardware), experts.reload_bytes
+        )
+        self._fullest = FullestMoment(model, self._activations.kinds, setup.num_together)
+        self._room_to_hold = room_to_hold_bytes(hardware, setup)
+        self._resident = setup.resident_records
+        self._resident_bytes = sum(record.num_bytes for record in self._resident)
+
+    def run(self, swapped_bytes: int | None) -> OffloadPlan:
+        found = [self._candidates(kept, swapped_bytes) for kept in self._kept()]
+        all_ways = [(candidates, self._working(candidates)) for candidates in found]
+        least, working = min(all_ways, key=lambda way: (way[0].kept.num_bytes + way[1]).min())
+        explain = partial(
+            explain_refusal,
+            self._model,
+            self._hardware,
+            self._setup,
+            kept_bytes=least.kept.num_bytes,
+            working_bytes=math.ceil(working.min()),
+        )
+        refusal = explain(least_swapped_bytes=int(min(candidates.swapped_bytes.min() for candidates in found)))
+        if refusal is not None:
+            all_ways = [(least, np.zeros_like(working))]  # a run that begins all the same comes nearest with it
+        best = self._best_of(all_ways, ignores_drives=refusal is not None)
+        if math.isinf(best.step_s):  # what fits the device does not fit the drives
+            refusal = explain(least_swapped_bytes=int(least.swapped_bytes[working.argmin()]))
+            best = self._best_of([(least, np.zeros_like(working))], ignores_drives=True)
+        return self._assemble(best, refusal)
+
+    def _best_of(self, ways: list[tuple[Candidates, Values]], *, ignores_drives: bool) -> _Found:
+        """Of all ``ways``, each with what it has on the device beside slots and what is kept."""
+        found = [
+            self._best(candidates, working, choice, clip, ignores_drives=ignores_drives)
+            for candidates, working, choice in [(way[0], way[1], self._choice(way[0])) for way in ways]
+            for clip in self._setup.clip_modes
+        ]
+        costs = [best.step_s * self._wear_factor(best.clip) for best in found]
+        least = min(costs) * EQUALLY_FAST
+        return min(
+            (best for best, cost in zip(found, costs, strict=True) if cost <= least), key=lambda best: best.busy_s
+        )
+
+    def _working(self, candidates: Candidates) -> Values:
+        """[num_candidates] bytes that a step has on the device beside slots and what is kept."""
+        return self._fullest.beside_kept(candidates, keeps_all=self._setup.activations == "keep")
+
+    def _wear_factor(self, clip: ClipMode) -> float:
+        """A step's time is multiplied by this when plans are compared. A wrong guess is written twice, so guessing must
+        save as large a part of the time as it adds to the wear of the drives."""
+        return 1 + self._setup.clip_rate if clip == "speculate" else 1.0
+
+    def _kept(self) -> list[KeptActivations]:
+        layers = self._model.layers
+        match self._setup.activations:
+            case "keep":
+                everything = self._activations.kept_choices(self._model.activation_bytes)[0]
+                saved_bytes = sum(layer.saved_bytes + layer.input_bytes for layer in layers)
+                return [replace(everything, num_bytes=saved_bytes)]
+            case "recompute":
+                nothing = self._activations.kept_choices(0)[0]
+                return [replace(nothing, num_inputs=len(layers), num_bytes=self._model.inter_block_bytes)]
+            case "swap":
+                return self._activations.kept_choices(0)[:1]
+            case "auto":
+                return self._kept_in_room()
+
+    def _kept_in_room(self) -> list[KeptActivations]:
+        """As much as leaves room for what a step holds beside it. That may include a layer's own outputs or not, and
+        what is swapped of another layer or not: there is a choice for each case."""
+        model, layers = self._model, self._model.layers
+        allowed_bytes = max(0, self._setup.gpu_memory_bytes - self._setup.gpu_fixed_bytes)
+        most = self._room_to_hold - outer_working_bytes(model)
+        beside_layer = self._room_to_hold - layer_working_bytes(model) - tied_gradient_bytes(model)
+        own_bytes = max((layer.output_bytes for layer in layers), default=0)
+        swapped_bytes = own_bytes + max((layer.input_bytes for layer in layers), default=0)
+        budgets = {
+            max(0, min(allowed_bytes, most - of_head, beside_layer + own))
+            for of_head, own in ((0, own_bytes), (0, 0), (swapped_bytes, 0), (swapped_bytes, -swapped_bytes), (most, 0))
+        }
+        found = {
+            (kept.num_inputs, *kept.num_of_kind): kept
+            for budget_bytes in sorted(budgets, reverse=True)
+            for kept in self._activations.kept_choices(budget_bytes)
+        }
+        return list(found.values())
+
+    def _candidates(self, kept: KeptActivations, swapped_bytes: int | None) -> Candidates:
+        candidates = self._activations.candidates(kept, self._setup.activations)
+        if swapped_bytes is None:
+            return candidates
+        num_ranked = 1 + self._activations.num_operations
+        ranked = candidates.swapped_bytes[:num_ranked]
+        allowed = np.flatnonzero(ranked <= max(swapped_bytes, ranked.min()))
+        return candidates.only(allowed[-1:])
+
+    def _choice(self, candidates: Candidates) -> Choice:
+        cpu_bytes = max(0, self._room.cpu_bytes - self._resident_bytes)
+        if self._setup.activation_cpu_bytes is not None:
+            cpu_bytes = min(cpu_bytes, self._setup.activation_cpu_bytes)
+        spilled_bytes = np.maximum(0.0, candidates.swapped_bytes - cpu_bytes)
+        return Choice(
+            swapped_bytes=candidates.swapped_bytes,
+            spilled_bytes=spilled_bytes,
+            recompute_s=candidates.recompute_s,
+            spilled_gradient_bytes=self._spilled_gradient_bytes(candidates, spilled_bytes, cpu_bytes),
+            reloaded_bytes=candidates.reloaded_bytes,
+        )
+
+    def _spilled_gradient_bytes(self, candidates: Candidates, spilled_bytes: Values, cpu_bytes: int) -> Values:
+        gradients, all_bytes = self._setup.gradients, self._setup.spilled_gradient_bytes
+        if not gradients or not all_bytes or not cpu_bytes:
+            return np.full(1, float(all_bytes))
+        kinds = [(kind.output_bytes, [layer for layer, _ in kind.places]) for kind in self._activations.kinds]
+        num_inputs = len(self._model.layers) - candidates.kept.num_inputs
+        put_away = put_away_through(self._model.layers, kinds, candidates.swapped, num_inputs, spilled_bytes)
+        held = held_beside(gradients, put_away, num_held_chunks=self._setup.num_held_chunks, ram_bytes=cpu_bytes)
+        return np.maximum(0.0, all_bytes - held)
+
+    def _best(
+        self, candidates: Candidates, working: Values, choice: Choice, clip: ClipMode, *, ignores_drives: bool
+    ) -> _Found:
+        shape = choice.swapped_bytes.shape
+        forward_s, backward_s = self._costs.step_s(choice, clip)
+        step_s = np.broadcast_to(forward_s + backward_s, shape)
+        if not ignores_drives:
+            fits = candidates.kept.num_bytes + working <= self._room_to_hold
+            step_s = np.where(fits & (choice.spilled_bytes <= self._room.ssd_bytes), step_s, np.inf)
+        fastest = step_s <= step_s.min() * EQUALLY_FAST
+        busy_s = np.where(fastest, np.broadcast_to(self._costs.busy_s(choice, clip), shape), np.inf)
+        row = int(busy_s.argmin())
+        return _Found(float(step_s[row]), float(busy_s[row]), candidates, row, clip)
+
+    def _assemble(self, best: _Found, refusal: str | None) -> OffloadPlan:
+        model, setup = self._model, self._setup
+        candidates = best.candidates.only(np.array([best.row]))
+        choice = self._choice(candidates)
+        swapped_bytes, spilled_bytes = choice.swapped_bytes.item(), choice.spilled_bytes.item()
+        is_swapped, is_recomputed = candidates.swapped.sum() > 0, candidates.num_recomputed[0] > 0
+        prediction = self._costs.predict(
+            choice,
+            best.clip,
+            num_tokens=setup.cluster.num_ranks * setup.num_micro_batches * model.num_tokens,
+            model_flops=3 * setup.cluster.num_ranks * setup.num_micro_batches * model.flops,
+            case=1 if is_recomputed and not is_swapped else 3 if is_recomputed else 2,
+            kept_bytes=candidates.kept.num_bytes,
+            recomputed_flops=setup.num_micro_batches * float(candidates.recomputed_flops[0]),
+            tier_bytes=self._tier_bytes(candidates.kept, math.ceil(self._working(candidates).item()), choice),
+            fits=refusal is None,
+        )
+        return OffloadPlan(
+            pools=setup.pools,
+            resident=self._resident,
+            activations=self._place(candidates, swapped_bytes - spilled_bytes),
+            clip=best.clip,
+            durability=setup.durability,
+            commit_every_steps=setup.commit_every_steps or 0,
+            num_micro_batches=setup.num_micro_batches,
+            num_together=setup.num_together,
+            num_params=model.num_params,
+            cluster=setup.cluster,
+            in_memory=fits_without_offloading(model, self._hardware.device.memory_bytes),
+            prediction=prediction,
+            refusal=refusal,
+        )
+
+    def _tier_bytes(self, kept: KeptActivations, working_bytes: int, choice: Choice) -> dict[Tier, dict[str, int]]:
+        model, setup, spilled = self._model, self._setup, int(choice.spilled_bytes.item())
+        in_ram = int(choice.swapped_bytes.item() - choice.spilled_bytes.item())
+        gradients_in_ram = setup.spilled_gradient_bytes - int(choice.spilled_gradient_bytes.item())
+        num_local, copy_bytes = setup.cluster.num_local, ram_copy_bytes(model, setup)
+        own_bytes = {
+            "buffers": setup.cpu_fixed_bytes,
+            "records": self._resident_bytes,
+            "activations": in_ram,
+            "gradients": max(0, gradients_in_ram - in_ram),  # beyond what activations leave them
+            **({"weights": copy_bytes} if copy_bytes else {}),
+        }
+        return {
+            "gpu": {
+                "slots": setup.gpu_fixed_bytes,
+                "activations": kept.num_bytes,
+                "working_set": working_bytes,
+                **({"allocator_and_workspaces": on_top} if (on_top := self._on_top(kept, working_bytes)) else {}),
+            },
+            "cpu": {name: num_local * num_bytes for name, num_bytes in own_bytes.items()},
+            "ssd": {
+                "records": record_bytes(model, setup),
+                "gradients": num_local * setup.spilled_gradient_bytes,
+                "activations": num_local * spilled,
+            },
+        }
+
+    def _on_top(self, kept: KeptActivations, working_bytes: int) -> int:
+        return allocator_bytes(self._hardware, self._setup, kept.num_bytes + working_bytes)
+
+    def _place(self, candidates: Candidates, cpu_bytes: float) -> ActivationPlacements:
+        """One candidate, spelled out. What is swapped goes to RAM from the last layer back, as long as whole outputs
+        fit `cpu_bytes`; the rest, needed latest, to the SSDs."""
+        layers = self._activations.layers
+        kept = candidates.kept
+        inputs = [Placement.CPU] * len(layers)
+        inputs[len(layers) - kept.num_inputs :] = [Placement.GPU] * kept.num_inputs
+        places = [[Placement.RECOMPUTE] * len(layer.operations) for layer in layers]
+        for index, kind in enumerate(self._activations.kinds):
+            num_swapped, num_kept = int(candidates.swapped[0, index]), int(kept.num_of_kind[index])
+            for layer, operation in kind.places[:num_swapped]:
+                places[layer][operation] = Placement.CPU
+            for layer, operation in kind.places[len(kind.places) - num_kept :]:
+                places[layer][operation] = Placement.GPU
+        for index in reversed(range(len(layers))):
+            operations = layers[index].operations
+            for number in reversed(range(len(operations))):
+                if places[index][number] is Placement.CPU:
+                    cpu_bytes -= operations[number].output_bytes
+                    places[index][number] = Placement.CPU if cpu_bytes >= 0 else Placement.SSD
+            if inputs[index] is Placement.CPU:
+                cpu_bytes -= layers[index].input_bytes
+                inputs[index] = Placement.CPU if cpu_bytes >= 0 else Placement.SSD
+        return {
+            layer.name: {
+                INPUT: inputs[index],
+                **{operation.name: place for operation, place in zip(layer.operations, places[index], strict=True)},
+            }
+            for index, layer in enumerate(layers)
+        }
+
+
+_DECIDED = ("num_tokens", "model_flops", "case", "kept_bytes", "recomputed_flops", "tier_bytes", "fits")
+"""Figures that do not depend on the hardware."""
+
+
+def forecast(model: ModelProfile, hardware: HardwareProfile, setup: TrainingSetup, plan: OffloadPlan) -> StepPrediction:
+    """The prediction for ``plan`` as it is."""
+    before = plan.prediction
+    recomputed = [
+        (layer, operation)
+        for layer in model.layers
+        for operation in layer.operations
+        if plan.activations[layer.name][operation.name] is Placement.RECOMPUTE
+    ]
+    recompute_s = sum(operation_s(operation, hardware) for _, operation in recomputed)
+    experts = ExpertCosts(model, hardware, setup)
+    reloaded_bytes = sum(experts.reload_bytes(layer) for layer, operation in recomputed if operation.loads_experts)
+    choice = Choice(
+        swapped_bytes=np.array([float(before.swapped_bytes)]),
+        spilled_bytes=np.array([float(before.spilled_bytes)]),
+        recompute_s=np.array([recompute_s]),
+        spilled_gradient_bytes=np.array([float(before.spilled_gradient_bytes)]),
+        reloaded_bytes=np.array([float(reloaded_bytes)]),
+    )
+    own = replace(setup, commit_every_steps=plan.commit_every_steps)
+    decided = {name: getattr(before, name) for name in _DECIDED}
+    return step_costs(model, hardware, own).predict(choice, plan.clip, **decided)
+
+
+def scaled_to(prediction: StepPrediction, step_s: float) -> StepPrediction:
+    """The prediction with its step as long as it was found to be."""
+    factor = step_s / prediction.step_s
+    return replace(prediction, forward_s=factor * prediction.forward_s, backward_s=factor * prediction.backward_s)
+
+
+WORTH_ANOTHER_WAY = 0.99
+"""Of the step of a way that rounds less, or needs no copy."""
+
+
+def fastest_way(plans: Sequence[OffloadPlan]) -> tuple[int, tuple[TriedWay, ...]]:
+    """The index of the best of ``plans``, one for each way to exchange weights and gradients, and all of the ways if
+    there are several. An earlier way is kept unless a later one is clearly faster; if none fits, the first."""
+    best = 0
+    for index, plan in enumerate(plans):
+        is_faster = plan.prediction.step_s < WORTH_ANOTHER_WAY * plans[best].prediction.step_s
+        if plan.fits and (is_faster or not plans[best].fits):
+            best = index
+    tried = [TriedWay(plan.cluster.collectives, plan.prediction.step_s, plan.fits) for plan in plans]
+    return best, tuple(tried) if len(tried) > 1 else ()

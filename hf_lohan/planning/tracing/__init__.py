@@ -1,0 +1,6 @@
+"""Traces a model's forward and backward on fake tensors: operations, FLOPs and bytes of each block, without weights."""
+
+from hf_lohan.planning.tracing.profile import TracedModel, trace_model
+from hf_lohan.planning.tracing.trace import signature_of
+
+__all__ = ["TracedModel", "signature_of", "trace_model"]

@@ -1,0 +1,224 @@
+"""Counts the operations of a forward: names as at run time, FLOPs and bytes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry
+
+from hf_lohan.activations.kernel_names import Operation, anchor_name
+from hf_lohan.compat.torch_private import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    StorageWeakRef,
+    TorchDispatchMode,
+    operation_name,
+    schema_of,
+    storage_id,
+    tree_leaves,
+)
+from hf_lohan.hardware import MatrixShape
+from hf_lohan.planner.model_profile import OperationProfile
+from hf_lohan.planning.tracing.experts_on_paper import NAME, ExpertsTrace
+
+aten = torch.ops.aten
+
+_MAX_REAL_NUMEL = 1 << 22
+_FACTORS_AT = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "baddbmm": 1}
+"""Index of the first factor; the next argument is the second."""
+
+
+def _grouped_product_flops(a: Tensor, b: Tensor, *args: Any, **kwargs: Any) -> int:
+    """Each row of `a` is multiplied by the matrix of its group only."""
+    num_groups = a.shape[0] if a.dim() == 3 and b.dim() == 2 else 1
+    return 2 * a.numel() // num_groups * b.shape[-1]
+
+
+def _attention_flops(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    """As torch counts its other attentions: a causal mask saves no FLOPs."""
+    num_pairs = math.prod(query.shape[:-1]) * key.shape[-2]
+    return 2 * num_pairs * (query.shape[-1] + value.shape[-1])
+
+
+_FLOP_FORMULAS: dict[Any, Callable[..., int]] = {
+    aten._grouped_mm: _grouped_product_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
+    aten._scaled_dot_product_fused_attention_overrideable: _attention_flops,
+}
+
+
+def flops_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """FLOPs of one call; 0 except for products, attentions and convolutions."""
+    packet = getattr(func, "overloadpacket", func)
+    if (formula := _FLOP_FORMULAS.get(packet)) is not None:
+        return formula(*args, **kwargs)
+    if (registered := flop_registry.get(packet)) is not None:
+        return int(registered(*args, **kwargs, out_val=output))
+    return 0
+
+
+def product_of(func: Operation, args: tuple[Any, ...]) -> MatrixShape | None:
+    """The shape of a matrix product; None for other operations. Assumes that tokens spread evenly over groups."""
+    at = _FACTORS_AT.get(operation_name(func)) if isinstance(func, OpOverload) and func.namespace == "aten" else None
+    if at is None:
+        return None
+    a, b = args[at], args[at + 1]
+    num_matrices = b.shape[0] if b.dim() == 3 else 1
+    num_rows = a.shape[-2] if a.dim() == b.dim() else -(-a.shape[0] // num_matrices)
+    return MatrixShape(num_rows, a.shape[-1], b.shape[-1], num_matrices=num_matrices)
+
+
+@dataclass
+class BlockTrace:
+    operations: list[OperationProfile] = field(default_factory=list)
+    products: Counter[MatrixShape] = field(default_factory=Counter)
+    flops: int = 0
+    moved_bytes: int = 0
+    saved_bytes: int = 0
+    working_bytes: int = 0
+    input_bytes: int = 0
+    num_run_again: int = 0
+    """Operations of a recomputation, which stops at the last tensor that autograd saved."""
+    experts: ExpertsTrace | None = None
+    """Experts that stream one by one."""
+    _counts: Counter[str] = field(default_factory=Counter, repr=False)
+
+    def add_experts(self, experts: ExpertsTrace, *, module: str = "") -> None:
+        """Count one call of a layer's experts. Raises ValueError for a second one: a layer has one such module."""
+        if self.experts is not None:
+            raise ValueError(f"{module} is the second module of experts in its layer; set experts to with_layer")
+        self.experts = experts
+        self.flops += experts.flops
+        for shape in experts.products:
+            self.products[shape] += 1
+        self.operations.append(experts.operation(self._counts[NAME], module))
+        self._counts[NAME] += 1
+
+    def add(
+        self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any, *, module: str = ""
+    ) -> None:
+        """Count one call of `func`, made in the submodule of that name."""
+        flops = flops_of(func, args, kwargs, output)
+        self.flops += flops
+        kind = anchor_name(func)
+        if kind is None:
+            self.moved_bytes += moved_bytes_of(func, args, kwargs, output)
+            return
+        if (product := product_of(func, args)) is not None:
+            self.products[product] += 1
+        name = f"{kind}#{self._counts[kind]}"
+        self._counts[kind] += 1
+        output_bytes = sum(tensor.nbytes for tensor in tensors_in(output))
+        self.operations.append(OperationProfile(name=name, flops=flops, output_bytes=output_bytes, module=module))
+
+
+def tensors_in(values: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+
+
+def _held_bytes(tensor: Tensor) -> int:
+    """An expanded tensor has less memory than elements."""
+    return min(tensor.nbytes, tensor.untyped_storage().nbytes())
+
+
+def moved_bytes_of(func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
+    """Bytes that a call reads and writes in the device's memory; 0 for views."""
+    read = list(tensors_in((args, kwargs)))
+    written = list(tensors_in(output))
+    known = {storage_id(tensor) for tensor in read}
+    is_mutable = isinstance(func, OpOverload) and schema_of(func).is_mutable
+    if read and not is_mutable and all(storage_id(tensor) in known for tensor in written):
+        return 0
+    return sum(_held_bytes(tensor) for tensor in (*read, *written))
+
+
+class LiveBytes:
+    """Tracks the memory that operations allocate, and its peak."""
+
+    def __init__(self) -> None:
+        self.peak_bytes = 0
+        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def add_output(self, args: Any, output: Any) -> None:
+        """An operation has returned ``output``. Memory of its ``args`` is not counted."""
+        inputs = {storage_id(tensor) for tensor in tensors_in(args)}
+        for tensor in tensors_in(output):
+            if (key := storage_id(tensor)) not in inputs:
+                storage = tensor.untyped_storage()
+                self._alive[key] = StorageWeakRef(storage), storage.nbytes()
+        for key in [key for key, (ref, _) in self._alive.items() if ref.expired()]:
+            del self._alive[key]
+        self.peak_bytes = max(self.peak_bytes, sum(num_bytes for _, num_bytes in self._alive.values()))
+
+
+class OperationTrace(TorchDispatchMode):
+    """Counts operations for the block that is `target`. It may be entered again inside `fake_mode`, to see operations
+    before that mode does."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, target: BlockTrace, fake_mode: FakeTensorMode) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.target = target
+        self.live = LiveBytes()
+        """Replaced when another block begins."""
+        self.is_in_backward = False
+        self.module = ""
+        self._fake_mode = fake_mode
+        self._inside = False
+
+    def __torch_dispatch__(
+        self, func: Operation, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._inside:  # a fake operation's own operations do not count
+            return func(*args, **kwargs)
+        self._inside = True
+        try:
+            output = self._run(func, args, kwargs)
+            self.live.add_output((args, kwargs), output)
+            if not self.is_in_backward:
+                self.target.add(func, args, kwargs, output, module=self.module)
+            return output
+        finally:
+            self._inside = False
+
+    def add_experts(self, experts: ExpertsTrace) -> None:
+        """Count experts as one operation."""
+        self.target.add_experts(experts, module=self.module)
+
+    def _run(self, func: Operation, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is aten.rand.default and len(args[0]) == 0:
+            # One random number decides whether a layer is skipped (OPT's layerdrop). 1 is never below a probability, so
+            # all layers are counted.
+            return torch.ones([])
+        if func is aten._grouped_mm.default and _has_unknown_output_shape(*args):
+            a, b, offsets = args[0], args[1], args[2] if len(args) > 2 else kwargs["offs"]
+            groups = [offsets.numel()] if b.dim() == 2 else []
+            return a.new_empty(*groups, a.shape[0], b.shape[-1])
+        if _would_be_large(args):
+            with self._fake_mode:
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _has_unknown_output_shape(a: Tensor, b: Tensor, *args: Any) -> bool:
+    """Torch infers the output shape of grouped products only for bfloat16."""
+    return isinstance(a, FakeTensor) and a.dtype != torch.bfloat16 and a.dim() == 2
+
+
+def _would_be_large(args: tuple[Any, ...]) -> bool:
+    """Real tensors whose values matter are small. A mask of all pairs of tokens is not computed."""
+    shapes = [tensor.shape for tensor in tensors_in(args)]
+    if any(isinstance(tensor, FakeTensor) for tensor in tensors_in(args)):
+        return False
+    longest = itertools.zip_longest(*(reversed(shape) for shape in shapes), fillvalue=1)
+    return math.prod(max(sizes) for sizes in longest) > _MAX_REAL_NUMEL

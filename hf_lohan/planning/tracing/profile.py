@@ -1,0 +1,198 @@
+"""Profiles a model's step by block: parameters, FLOPs and bytes, without weights and without computing."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from hf_lohan.activations.chunked_head import ChunkedLoss, chunked_head_of, whole_logits
+from hf_lohan.compat.torch_private import FakeTensorMode, own_parameters, structure_kept
+from hf_lohan.hardware import MatrixShape
+from hf_lohan.model.block import Block
+from hf_lohan.model.discovery import ModelBlocks
+from hf_lohan.model.experts import find_experts
+from hf_lohan.planner import ExpertsProfile, SizeClass
+from hf_lohan.planner.model_profile import BlockProfile, ModelProfile
+from hf_lohan.planning.tracing.operations import BlockTrace
+from hf_lohan.planning.tracing.trace import ModelTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class TracedModel:
+    profile: ModelProfile
+    matrix_shapes: tuple[MatrixShape, ...]
+    """All its matrix products, most FLOPs first, to measure a device with."""
+
+
+def trace_model(
+    model: nn.Module,
+    blocks: ModelBlocks,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    device: torch.device | str = "cpu",
+    fused_attention: bool = False,
+    chunked_loss: ChunkedLoss | None = None,
+) -> TracedModel:
+    """Trace one forward of a causal LM over `batch_size` sequences that fill `sequence_length`.
+
+    Runs on fake tensors, which have shapes only: any size takes seconds, and parameters may be on meta. Only the first
+    of equal layers is traced. Experts with blocks of their own are one operation of their layer. Call this before
+    hooks are registered on the model (by an engine, for example).
+
+    Args:
+        device: where the forward would run, because kernel names depend on it. This torch must support it.
+        chunked_loss: when the loss is computed in chunks.
+        fused_attention: use fused kernels for attention with dropout, as an accelerator does and the CPU does not.
+    """
+    fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_mode:
+        tensors = _fake_tensors(model, torch.device(device))
+    with _training(model), structure_kept(model), contextlib.ExitStack() as stack:
+        modules = _modules_of(blocks)
+        outer = [(module, block.name) for block, users in modules.items() if not _is_layer(block) for module in users]
+        layers = [users[0] for block, users in modules.items() if _is_layer(block)]
+        fused = {experts.module: experts for experts in find_experts(model).values()} if blocks.experts else {}
+        experts = [fused[module] for module in blocks.experts]
+        trace = ModelTrace(fake_mode, layers, outer, weights=list(tensors.values()), experts=experts)
+        ids = torch.zeros(batch_size, sequence_length, dtype=torch.long, device=device)
+        stack.enter_context(whole_logits(model))
+        chunked_head = chunked_head_of(model, chunked_loss)
+        if chunked_head is not None:
+            stack.callback(chunked_head.attach())
+        if fused_attention:
+            stack.enter_context(_AttentionWithoutDropout())
+        stack.enter_context(trace())
+        output = functional_call(
+            model, tensors, kwargs={"input_ids": ids, "labels": ids, "use_cache": False}, tie_weights=False
+        )
+        loss = output if isinstance(output, Tensor) else output.loss
+        del output  # frees the logits, as Trainer does
+        trace.trace_loss(loss)
+    profile = ModelProfile(
+        blocks=tuple(_block_profile(block, users, trace, blocks.experts) for block, users in modules.items()),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        param_itemsize=blocks.blocks[0].slices[0].parameter.element_size(),
+    )
+    return TracedModel(profile=profile, matrix_shapes=_matrix_shapes(trace))
+
+
+def _is_layer(block: Block) -> bool:
+    return block.size_class is SizeClass.LAYER
+
+
+def _modules_of(model_blocks: ModelBlocks) -> dict[Block, list[nn.Module]]:
+    """By block, the modules whose forwards count for it: its layers, or the modules outside that use its parameters."""
+    modules: dict[Block, list[nn.Module]] = {
+        block: [] for block in model_blocks.blocks if block.size_class is not SizeClass.EXPERT
+    }
+    for module, blocks in model_blocks.needs.items():
+        if blocks:
+            # A layer may use shared weights, too. A tied head counts for the block that owns its weight.
+            matching = [block for block in blocks if _is_layer(block) == (module in model_blocks.layers)]
+            modules[(matching or list(blocks))[0]].append(module)
+    return modules
+
+
+def _matrix_shapes(trace: ModelTrace) -> tuple[MatrixShape, ...]:
+    counts: Counter[MatrixShape] = Counter()
+    for block in (*trace.of_layer.values(), *trace.of_outer.values()):
+        counts.update(block.products)
+    shapes = (replace(shape, count=count) for shape, count in counts.items())
+    return tuple(sorted(shapes, key=lambda shape: -shape.count * shape.flops))
+
+
+def _fake_tensors(model: nn.Module, device: torch.device) -> dict[str, Tensor]:
+    """Fake parameters and buffers, by name."""
+    fakes: dict[Tensor, Tensor] = {}
+    named: dict[str, Tensor] = {}
+    # By owning module, each once: torch would leave fakes in modules that have several names.
+    for prefix, module in model.named_modules():
+        tensors = (*own_parameters(module), *module.named_buffers(recurse=False, remove_duplicate=False))
+        for name, tensor in tensors:
+            if tensor not in fakes:
+                fakes[tensor] = torch.empty(
+                    tensor.shape, dtype=tensor.dtype, device=device, requires_grad=tensor.requires_grad
+                )
+            named[f"{prefix}.{name}" if prefix else name] = fakes[tensor]
+    return named
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode, because dropout is part of a step."""
+    was_training = {module: module.training for module in model.modules()}
+    model.train()
+    try:
+        yield
+    finally:
+        for module, training in was_training.items():
+            module.training = training
+
+
+class _AttentionWithoutDropout(TorchFunctionMode):
+    """Lets the CPU choose its fused kernel, which moves and keeps the bytes of an accelerator's kernel with dropout."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            if len(args) > 4:
+                args = (*args[:4], 0.0, *args[5:])
+            kwargs.pop("dropout_p", None)
+        return func(*args, **kwargs)
+
+
+def _block_profile(
+    block: Block,
+    modules: Sequence[nn.Module],
+    trace: ModelTrace,
+    experts: Mapping[nn.Module, Sequence[Block]],
+) -> BlockProfile:
+    is_layer, parameters = _is_layer(block), [part.parameter for part in block.slices]
+    traced = trace.of_layer.get(modules[0]) if is_layer else trace.of_outer.get(block.name)
+    traced = traced or BlockTrace()  # its modules did not run
+    return BlockProfile(
+        name=block.name,
+        size_class=block.size_class,
+        num_params=sum(parameter.numel() for parameter in parameters),
+        num_trainable_params=sum(parameter.numel() for parameter in parameters if parameter.requires_grad),
+        param_bytes=sum(parameter.nbytes for parameter in parameters),
+        flops=traced.flops,
+        input_bytes=traced.input_bytes if is_layer else 0,
+        operations=tuple(traced.operations[: traced.num_run_again]) if is_layer else (),
+        saved_bytes=traced.saved_bytes,
+        working_bytes=traced.working_bytes,
+        moved_bytes=traced.moved_bytes,
+        experts=_experts_profile(modules, traced, experts) if is_layer else None,
+    )
+
+
+def _experts_profile(
+    modules: Sequence[nn.Module], traced: BlockTrace, experts: Mapping[nn.Module, Sequence[Block]]
+) -> ExpertsProfile | None:
+    """The experts of one layer. If its forward did not reach them, each token is assumed to choose one."""
+    of_layer = [experts[module] for layer in modules[:1] for module in layer.modules() if module in experts]
+    if not of_layer:
+        return None
+    blocks, parts = of_layer[0], of_layer[0][0].slices
+    return ExpertsProfile(
+        num_experts=len(blocks),
+        num_chosen=traced.experts.num_chosen if traced.experts else 1,
+        num_params=sum(part.numel for part in parts),
+        num_trainable_params=sum(part.numel for part in parts if part.trainable),
+        param_bytes=blocks[0].param_bytes,
+        num_tokens=traced.experts.num_tokens if traced.experts else 0,
+        inner_bytes=traced.experts.inner_bytes if traced.experts else 0,
+    )

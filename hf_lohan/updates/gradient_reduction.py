@@ -1,0 +1,187 @@
+"""The mean of a chunk's gradient over several ranks, at the rank that updates the chunk."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from hf_lohan.device import Buffer, BufferPool, Device
+from hf_lohan.model import Chunk
+from hf_lohan.ranks import MeasuredCodec, CompleteGradient, GradientExchange, Links, SharedRegion
+from hf_lohan.ranks.transport.agreements import END_OF_STEP
+from hf_lohan.threads import Command, use_all_cores
+from hf_lohan.updates.gradients import ChunkGradient
+
+logger = logging.getLogger(__name__)
+
+Apply = Callable[[ChunkGradient], object]
+
+
+class GradientReduction:
+    """Averages gradients over all ranks. Chunks come in any order. A chunk's gradient goes to its owner as it is, and
+    its buffer is free when the owner has added it up. Sums are float32, in the order of ranks: equal to the bit to as
+    many backwards in one process if the number of ranks is a power of two."""
+
+    def __init__(
+        self,
+        links: Links,
+        device: Device,
+        buffers: BufferPool,
+        memory: SharedRegion,
+        chunks: Sequence[Chunk],
+        coded: MeasuredCodec | None,
+    ) -> None:
+        """``buffers``: arrival buffers of gradients, in ``memory``; ``chunks``: all, in one order on all ranks;
+        ``coded``: quantizes what nodes send each other."""
+        self._links = links
+        self._rank = links.ranks.rank
+        self._device = device
+        self._buffer_bytes = buffers.buffer_bytes
+        self._memory = memory
+        self._chunks = chunks
+        self._coded = coded
+        self._key_of = {chunk: key for key, chunk in enumerate(chunks)}
+        self.published: set[Chunk] = set()
+        """Chunks whose gradients were published in this step."""
+        self._waiting: dict[Chunk, tuple[ChunkGradient, Apply, Callable[[], object]]] = {}
+        """Chunks of this rank whose averaged gradients have not come."""
+        self._dropped_steps: set[int] = set()
+        """By the exchange's count."""
+        self._ended: int | None = None
+        """The step in progress, by the exchange's count, once nothing more is published in it."""
+        self._is_complete = False
+
+    def start(
+        self, put: Callable[[Command], None], on_failure: Callable[[BaseException], None], apply_unexpected: Apply
+    ) -> None:
+        """``put`` runs a command on the worker's thread; ``on_failure`` is called if another rank fails;
+        ``apply_unexpected`` with an averaged gradient of this rank's chunk of which this rank published none."""
+        self._put, self._on_failure, self._apply_unexpected = put, on_failure, apply_unexpected
+        self._exchange = GradientExchange(
+            self._links,
+            {key: chunk.owner for key, chunk in enumerate(self._chunks)},
+            self._memory,
+            completed=lambda complete: put(partial(self._apply_mean, complete)),
+            release=_release_buffer,
+            coded=self._coded,
+        )
+        this = weakref.ref(self)  # the links outlive it
+        self._links.add_failure_callback(lambda error: _note_failure(this(), error))
+
+    def owns(self, chunk: Chunk) -> bool:
+        """Whether this rank updates the chunk."""
+        return chunk.owner == self._rank
+
+    def check_while_waiting(self, since_s: float) -> None:
+        """Called while a gradient waits for a buffer since ``since_s`` (`time.monotonic`). Raises if a rank that holds
+        buffers is silent."""
+        holders = {chunk.owner for chunk in list(self.published)} - {self._rank}
+        self._links.raise_if_silent("its gradients to be added up", holders, since_s)
+
+    def publish_gradient(self, gradient: ChunkGradient, apply: Apply, on_unwanted: Callable[[], object]) -> None:
+        """Take over a gradient, once for each chunk and step. On the worker's thread, on which ``apply`` is then called
+        with the mean if this rank owns the chunk. Otherwise ``on_unwanted`` is called."""
+        chunk = gradient.chunk
+        if chunk in self.published or self._ended is not None:
+            raise RuntimeError(
+                f"a gradient of {chunk} came after this rank had sent its part of it to the others; announce which of "
+                "a step's backwards is the last: set gradient_accumulation_steps, or call announce_backward"
+            )
+        for piece in chunk.pieces:
+            if piece.param_slice not in gradient.slices:
+                gradient.values[piece.start_in_chunk : piece.stop_in_chunk].zero_()  # it was not initialized
+        self.published.add(chunk)
+        sent_buffer = gradient.buffer
+        if self.owns(chunk):  # the mean will be written to that buffer
+            self._waiting[chunk], sent_buffer = (gradient, apply, on_unwanted), None
+        else:
+            on_unwanted()
+        self._exchange.publish(self._key_of[chunk], gradient.values, _slice_bits(gradient), sent_buffer)
+
+    def _apply_mean(self, complete: CompleteGradient) -> None:
+        """All ranks have published their gradients of one of this rank's chunks. On the worker's thread."""
+        if complete.numel == 0 or complete.step in self._dropped_steps:
+            complete.release()
+            return
+        chunk = self._chunks[complete.key]
+        if chunk in self._waiting:
+            gradient, apply, _ = self._waiting.pop(chunk)
+        else:
+            gradient, apply = ChunkGradient(chunk, self._new_buffer(chunk), set()), self._apply_unexpected
+        use_all_cores()  # it is measured as torch would
+        complete.sum_into(gradient.values)
+        complete.release()
+        bits = complete.slice_bits
+        gradient.slices = {piece.param_slice for index, piece in enumerate(chunk.pieces) if bits >> index & 1}
+        gradient.summed = set(gradient.slices)
+        gradient.is_measured = False
+        apply(gradient)
+
+    def _new_buffer(self, chunk: Chunk) -> Buffer:
+        """A buffer for a gradient that only other ranks have. It is not of the pool: that may have none free, and
+        whoever would free one may wait for this gradient."""
+        logger.info("this rank updates %s and has no gradient of it, but other ranks have", chunk)
+        return BufferPool(
+            self._device, name="gradients of others", num_buffers=1, buffer_bytes=self._buffer_bytes
+        ).acquire()
+
+    def wait_for_sums(self) -> None:
+        """End the step's gradients. Returns when the averages of all chunks of this rank are queued on the worker's
+        thread, or another rank has dropped the step. On the computing thread."""
+        if self._ended is None:
+            self._ended = self._exchange.end_backward()
+        if not self._is_complete:
+            self._exchange.wait_until_complete(self._ended, before=END_OF_STEP)
+            self._is_complete = True
+
+    def drop_step(self) -> None:
+        """Drop the step's gradients. On the computing thread."""
+        if self._ended is not None:
+            self._dropped_steps.add(self._ended)
+        else:
+            self._dropped_steps.add(self._exchange.step)
+            self._exchange.abandon()
+        self._put(self._forget_waiting)
+
+    def _forget_waiting(self) -> None:
+        """No averages come for these gradients."""
+        for gradient, _, on_unwanted in self._waiting.values():
+            assert gradient.buffer is not None
+            gradient.buffer.release()
+            on_unwanted()
+        self._waiting.clear()
+
+    def end_step(self) -> None:
+        """Gradients that are published from now on are the next step's."""
+        self.published.clear()
+        self._ended, self._is_complete = None, False
+
+    def fail(self, error: BaseException) -> None:
+        """Tell other ranks that this one cannot go on. From any thread."""
+        self._links.fail(error)
+
+    def note_failure(self, error: BaseException) -> None:
+        """Another rank cannot go on."""
+        self._on_failure(error)
+
+    def close(self) -> None:
+        """Take no more messages."""
+        self._exchange.close()
+
+
+def _note_failure(reduction: GradientReduction | None, error: BaseException) -> None:
+    if reduction is not None:
+        reduction.note_failure(error)
+
+
+def _release_buffer(buffer: object) -> None:
+    if isinstance(buffer, Buffer):
+        buffer.release()
+
+
+def _slice_bits(gradient: ChunkGradient) -> int:
+    """A bit for each piece of the chunk: whether it has a gradient."""
+    pieces = enumerate(gradient.chunk.pieces)
+    return sum(1 << index for index, piece in pieces if piece.param_slice in gradient.slices)

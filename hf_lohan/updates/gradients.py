@@ -1,0 +1,470 @@
+"""The gradients of one step on the host: as they arrive, and as they wait for their update: summed over backwards,
+measured, in RAM or spilled to the SSD."""
+
+from __future__ import annotations
+
+import heapq
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_lohan.device import Buffer, Event, TopPlace
+from hf_lohan.files import IoRequest
+from hf_lohan.model import Chunk, ChunkPiece, ParamSlice
+from hf_lohan.optim import widen_in_place
+from hf_lohan.store import RecordFiles, RecordRead
+from hf_lohan.threads import use_all_cores
+from hf_lohan.updates.setup import UpdateSetup
+
+logger = logging.getLogger(__name__)
+
+_PIECE = np.dtype([("slice", np.int64), ("chunk", np.int64), ("norm", np.float64)])
+
+
+@dataclass(eq=False)
+class ArrivedChunk:
+    """A chunk's gradient of one backward. It is in a host buffer once `wait` has returned."""
+
+    chunk: Chunk
+    buffer: Buffer
+    dtype: torch.dtype
+    """As backward made it."""
+    pieces: list[ChunkPiece] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    keeps_dtype: bool = False
+    """It keeps this dtype, and its buffer may be half of one. Otherwise it is widened to float32."""
+
+    @property
+    def held_dtype(self) -> torch.dtype:
+        """The dtype after `wait`."""
+        return self.dtype if self.keeps_dtype else torch.float32
+
+    @property
+    def landing(self) -> Tensor:
+        """Where copies arrive: at the buffer's beginning, or in its second half if they are to be widened."""
+        start_byte = self.chunk.numel * (self.held_dtype.itemsize - self.dtype.itemsize)
+        return self.buffer.view(self.dtype, self.chunk.numel, start_byte=start_byte)
+
+    def wait(self) -> Tensor:
+        """Wait until all of it is in the buffer. Returns the gradient [chunk.numel] as `held_dtype`, with zeros in the
+        padding."""
+        for event in self.events:
+            event.synchronize()
+        self.events.clear()
+        if self.dtype == self.held_dtype:
+            gradient = self.landing
+        else:
+            gradient = widen_in_place(self.buffer.bytes, self.dtype, self.chunk.numel)
+        for start, stop in self.chunk.gaps:
+            gradient[start:stop].zero_()
+        return gradient
+
+
+@dataclass(eq=False)
+class ChunkGradient:
+    """The gradient of one chunk, summed over a step's backwards: in RAM, or spilled to the SSD. One of zeros has no
+    memory."""
+
+    chunk: Chunk
+    buffer: Buffer | TopPlace | None
+    slices: set[ParamSlice]
+    """Parameters that have a gradient in it."""
+    dtype: torch.dtype = torch.float32
+    """The gradient of a single backward may keep its dtype. Sums are float32."""
+    summed: set[ParamSlice] = field(default_factory=set)
+    """Parameters to which more than one backward contributed."""
+    is_measured: bool = False
+    """Whether the norms of the summed parameters are known."""
+    spill_write: IoRequest | None = None
+    spilled_to: RecordFiles | None = None
+    is_zero: bool = False
+    """It needs no buffer and no measurement."""
+
+    @classmethod
+    def of_zeros(cls, chunk: Chunk) -> ChunkGradient:
+        """A gradient of zeros for all trained parameters of the chunk (an expert without tokens)."""
+        slices = {piece.param_slice for piece in chunk.pieces if piece.param_slice.parameter.requires_grad}
+        return cls(chunk, None, slices, is_zero=True)
+
+    @classmethod
+    def of_nothing(cls, chunk: Chunk) -> ChunkGradient:
+        """No gradient: only apply the chunk's missed steps."""
+        return cls(chunk, None, set(), is_zero=True)
+
+    @property
+    def values(self) -> Tensor:
+        """`dtype` [chunk.numel], a view into the buffer."""
+        assert self.buffer is not None
+        return self.buffer.view(self.dtype, self.chunk.numel)
+
+    def refuse_not_finite(self) -> None:
+        """Raises NonFiniteGradientError if an element is not finite: for updates that cannot be undone."""
+        if self.is_zero:
+            return
+        for piece in self.chunk.pieces:
+            has_gradient = piece.param_slice in self.slices  # otherwise the buffer is not initialized there
+            if has_gradient and not self.values[piece.start_in_chunk : piece.stop_in_chunk].isfinite().all():
+                raise NonFiniteGradientError(
+                    f"the gradient of {piece.param_slice.name} is not finite, and other blocks have been updated in "
+                    "place in this step already; resume from a checkpoint, with durability='step' or max_grad_norm > "
+                    "0, under which such steps are skipped"
+                )
+
+
+class NonFiniteGradientError(RuntimeError):
+    """Gradients were NaN or infinite in too many steps. Names the first such parameter."""
+
+
+class GradientNorms:
+    """Mirrors `torch.nn.utils.get_total_norm`, to the bit wherever a parameter's gradient lies in one piece.
+
+    A gradient is measured where it is whole: on the device when it is complete, or on the host after it was added to
+    gradients of earlier backwards. Norms on the device stay there until the total is needed. Then one copy brings all
+    of them to the host.
+    """
+
+    def __init__(self, slices: Iterable[ParamSlice]) -> None:
+        """``slices``: in the model's order. With several ranks, each measures its part of the sums over all ranks, and
+        all exchange what they `measured`, so all have the same norms."""
+        self._order = list(slices)
+        self._first: dict[ParamSlice, Tensor] = {}
+        self._summed: dict[ParamSlice, dict[int, float]] = {}
+        self._on_host: dict[ParamSlice, Tensor] | None = None
+        """Norms by parameter, once they were needed."""
+
+    def set_first(self, part: ParamSlice, gradient: Tensor) -> None:
+        """Measure a gradient as backward made it."""
+        self._first[part] = torch.linalg.vector_norm(gradient, dtype=_dtype_of(part))
+        self._on_host = None
+
+    def set_summed(self, piece: ChunkPiece, gradient: Tensor) -> None:
+        """Measure a parameter's gradient, summed over backwards, within one chunk."""
+        norm = torch.linalg.vector_norm(gradient, dtype=_dtype_of(piece.param_slice))
+        self._summed.setdefault(piece.param_slice, {})[piece.chunk.index] = float(norm)
+        self._on_host = None
+
+    def total(self) -> Tensor:
+        """The 2-norm over all gradients of the step: a float32 scalar on the host.
+
+        If a parameter lies in several blocks, the squares of its parts' norms are added in float64, in any order. Stock
+        measures it by one kernel, which on a CPU adds squares in float32 and is off by 2e-4 at 8M elements.
+        """
+        norms: list[Tensor] = []
+        in_parts: defaultdict[nn.Parameter, list[float]] = defaultdict(list)
+        for part, norm in self._norms().items():
+            if part.is_whole:
+                norms.append(norm)
+            else:
+                in_parts[part.parameter].append(float(norm))
+        norms += [torch.tensor(math.hypot(*sorted(parts)), dtype=torch.float32) for parts in in_parts.values()]
+        return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+
+    def first_not_finite(self) -> str | None:
+        """The name of the first parameter, in the model's order, whose gradient has a NaN or an infinity."""
+        return next((part.name for part, norm in self._norms().items() if not math.isfinite(norm)), None)
+
+    def _norms(self) -> dict[ParamSlice, Tensor]:
+        if self._on_host is None:
+            norms: dict[ParamSlice, Tensor] = {}
+            measured = [part for part in self._order if part in self._first]
+            measured.sort(key=lambda part: not part.is_whole)
+            if measured:
+                # In the wider of their dtypes, which changes no bit: two copies would wait twice.
+                dtype = _dtype_of(measured[-1])
+                on_host = torch.stack([self._first[part].to(dtype) for part in measured]).cpu()
+                norms.update((part, norm.to(_dtype_of(part))) for part, norm in zip(measured, on_host, strict=True))
+            for part, pieces in self._summed.items():
+                numbers = list(pieces.values())
+                norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
+                norms[part] = torch.tensor(norm, dtype=_dtype_of(part))
+            self._on_host = norms
+        return self._on_host
+
+    def measured(self) -> bytes:
+        """This rank's norms, for all ranks: for each piece the slice's index in the model, the chunk's index, and the
+        norm as float64."""
+        index_of = {part: index for index, part in enumerate(self._order)}
+        norms = [
+            (index_of[part], chunk, norm) for part, by_chunk in self._summed.items() for chunk, norm in by_chunk.items()
+        ]
+        return np.array(norms, _PIECE).tobytes()
+
+    def replace_with(self, measured: Iterable[bytes]) -> None:
+        """Take the norms that all ranks, this one included, have ``measured``."""
+        pieces = np.concatenate([np.frombuffer(norms, _PIECE) for norms in measured])
+        pieces.sort(order=("slice", "chunk"))
+        self._on_host = {}
+        for index in np.unique(pieces["slice"]):
+            numbers = pieces["norm"][pieces["slice"] == index].tolist()
+            norm = numbers[0] if len(numbers) == 1 else math.hypot(*numbers)
+            self._on_host[self._order[index]] = torch.tensor(norm, dtype=_dtype_of(self._order[index]))
+
+    @property
+    def with_gradient(self) -> set[ParamSlice]:
+        """Parameters with a gradient in this step, on any rank."""
+        return set(self._norms())
+
+    def clear(self) -> None:
+        self._first.clear()
+        self._summed.clear()
+        self._on_host = None
+
+
+def _dtype_of(part: ParamSlice) -> torch.dtype:
+    """The dtype of a norm: float32 for a whole parameter, as in stock."""
+    return torch.float32 if part.is_whole else torch.float64
+
+
+_Key: TypeAlias = tuple[int, int]
+"""A chunk's position in the forward: its block's index, and its own within the block."""
+
+
+class HeldGradients:
+    """A step's gradients that wait, by chunk, in forward order. Used by one thread."""
+
+    def __init__(self, setup: UpdateSetup, norms: GradientNorms) -> None:
+        self._spill = setup.spill
+        self._open_spill_of_sums = setup.open_spill_of_sums
+        self._spill_of_sums: RecordFiles | None = None
+        self._keeps_dtypes = setup.keeps_gradient_dtypes
+        self._spilled_blocks = setup.spilled_blocks
+        self._recall = setup.recall
+        self._sums_stay_in_arrival_buffers = setup.sums_stay_in_arrival_buffers
+        self._gradients = setup.gradients
+        self._num_held_chunks = setup.num_held_chunks
+        self._shared_ram = setup.shared_ram
+        self._norms = norms
+        self._blocks = setup.blocks
+        self._position = {block: index for index, block in enumerate(setup.blocks)}
+        self._held: dict[_Key, ChunkGradient] = {}
+        self._unmeasured: set[_Key] = set()
+        self._in_buffers: set[_Key] = set()
+        """Gradients held in buffers, if there is other RAM for them."""
+        self._may_be_spilled: list[_Key] = []
+        """A heap of the negated keys of gradients in buffers that have room on the SSD. Some of them may be gone."""
+
+    def add_arrived(self, arrived: ArrivedChunk) -> ChunkGradient:
+        """Add an arrived chunk to its held gradient, if there is one. Returns the sum, which is not held any more."""
+        slices = {piece.param_slice for piece in arrived.pieces}
+        gradient = self._pop(self._key(arrived.chunk))
+        if gradient is not None or arrived.dtype != arrived.held_dtype:
+            use_all_cores()  # there are elements to widen or to add, and torch measures sums on all cores
+        values = arrived.wait()
+        if gradient is None:
+            return ChunkGradient(arrived.chunk, arrived.buffer, slices, arrived.held_dtype)
+        self._bring_back_now(gradient)
+        self._widen(gradient)
+        for piece in arrived.pieces:
+            part = slice(piece.start_in_chunk, piece.stop_in_chunk)
+            if piece.param_slice in gradient.slices:
+                gradient.values[part].add_(values[part])
+                gradient.summed.add(piece.param_slice)
+            else:
+                gradient.values[part].copy_(values[part])
+        gradient.slices |= slices
+        gradient.is_measured = False
+        self._keep_one_buffer(gradient, arrived, values)
+        return gradient
+
+    def _keep_one_buffer(self, gradient: ChunkGradient, arrived: ArrivedChunk, values: Tensor) -> None:
+        """Release the sum's buffer or the arrived one. Other ranks read sums in arrival buffers: recall buffers are
+        needed here before those ranks have read them."""
+        assert gradient.buffer is not None
+        is_recalled = isinstance(gradient.buffer, Buffer) and gradient.buffer.pool is self._recall
+        if self._sums_stay_in_arrival_buffers and is_recalled:
+            values.copy_(gradient.values)
+            gradient.buffer.release()
+            gradient.buffer = arrived.buffer
+        else:
+            arrived.buffer.release()
+
+    def measure(self, gradient: ChunkGradient) -> None:
+        """Measure the summed parameters. The others were measured as they arrived."""
+        gradient.is_measured = True
+        for piece in gradient.chunk.pieces:
+            if piece.param_slice in gradient.summed:
+                self._norms.set_summed(piece, gradient.values[piece.start_in_chunk : piece.stop_in_chunk])
+
+    def measure_rest(self) -> None:
+        """Measure gradients that no final backward announced (loops that do not say which backward is the last)."""
+        for key in sorted(self._unmeasured):
+            gradient = self._pop(key)
+            assert gradient is not None
+            self._bring_back_now(gradient)
+            self.measure(gradient)
+            self.hold(gradient)
+
+    def hold(self, gradient: ChunkGradient, *, is_final: bool = False) -> None:
+        """Keep a gradient until it is needed. If it is spilled, its buffer is released when it is written. `is_final`:
+        it only waits for the step's end and its update, so it may use RAM that the next forward will want."""
+        key = self._key(gradient.chunk)
+        self._held[key] = gradient
+        if gradient.is_zero:
+            return
+        if gradient.summed and not gradient.is_measured:
+            self._unmeasured.add(key)
+        block = gradient.chunk.block
+        if self._keeps_dtypes and gradient.dtype != block.master.working_dtype:
+            # Memory was planned for one backward a step, so a sum has no place in RAM.
+            self._write(gradient, self._opened_spill_of_sums(block.master.working_dtype))
+        elif self._spilled_blocks and self._shared_ram is not None and self._shared_ram.num_bytes:
+            self._hold_where_there_is_room(key, is_final=is_final)
+        elif block.name in self._spilled_blocks:
+            self._write(gradient, self._spill)
+
+    def _hold_where_there_is_room(self, key: _Key, *, is_final: bool) -> None:
+        """In a buffer, else in the RAM that activations leave, else the gradient that is needed last is spilled.
+        Activations leave more RAM the later it is, so buffers take the first gradients, and give them up for later
+        ones."""
+        gradient = self._held[key]
+        if isinstance(gradient.buffer, TopPlace):
+            return
+        assert gradient.buffer is not None
+        may_stay = gradient.buffer.pool is self._gradients  # and not a recall buffer
+        if may_stay and len(self._in_buffers) < self._num_held_chunks:
+            self._stay_in_buffer(key)
+        elif is_final and self._move_to_shared_ram(gradient):
+            return
+        elif may_stay and (last := self._last_in_buffers()) is not None and last > key:
+            self._in_buffers.remove(last)
+            self._write(self._held[last], self._spill)
+            self._stay_in_buffer(key)
+        else:
+            self._write(gradient, self._spill)
+
+    def _stay_in_buffer(self, key: _Key) -> None:
+        if not self._in_buffers:
+            self._may_be_spilled.clear()
+        self._in_buffers.add(key)
+        if self._held[key].chunk.block.name in self._spilled_blocks:
+            heapq.heappush(self._may_be_spilled, (-key[0], -key[1]))
+
+    def _last_in_buffers(self) -> _Key | None:
+        """The gradient that is needed last, of those in buffers that may be spilled. The buffers have room for all that
+        must not be spilled, so if they are full when one of those arrives, there is one to spill."""
+        while self._may_be_spilled:
+            position, index = self._may_be_spilled[0]
+            if (-position, -index) in self._in_buffers:
+                return -position, -index
+            heapq.heappop(self._may_be_spilled)
+        return None
+
+    def _move_to_shared_ram(self, gradient: ChunkGradient) -> bool:
+        """Move a gradient there if there is room that the next forward does not need before the gradient is applied:
+        until it reaches the block, it needs as much as the last forward did (`marks`). So it finds room whenever the
+        last one did."""
+        ram, values = self._shared_ram, gradient.values
+        assert ram is not None and gradient.buffer is not None
+        position = self._position[gradient.chunk.block]
+        needed_bytes = max(ram.marks.get(block.name, 0) for block in self._blocks[: position + 1])
+        place = ram.push_top(values.nbytes, leave=needed_bytes)
+        if place is None:
+            return False
+        place.view(values.dtype, values.numel()).copy_(values)
+        gradient.buffer.release()
+        gradient.buffer = place
+        return True
+
+    def _write(self, gradient: ChunkGradient, spill: RecordFiles | None) -> None:
+        assert spill is not None and isinstance(gradient.buffer, Buffer)
+        chunk, buffer = gradient.chunk, gradient.buffer
+        write = spill.write(chunk.block.name, "gradient", chunk.start, gradient.values)
+        write.add_done_callback(lambda request: buffer.release())
+        gradient.spill_write, gradient.spilled_to, gradient.buffer = write, spill, None
+
+    def _opened_spill_of_sums(self, dtype: torch.dtype) -> RecordFiles:
+        if self._spill_of_sums is None:
+            assert self._open_spill_of_sums is not None
+            logger.warning(
+                "gradients of %s are summed over several backwards, but memory was taken for one backward a step, so "
+                "sums wait on the SSD; set gradient_accumulation_steps before the model is offloaded, if you can",
+                dtype,
+            )
+            self._spill_of_sums = self._open_spill_of_sums()
+        return self._spill_of_sums
+
+    def _pop(self, key: _Key) -> ChunkGradient | None:
+        self._unmeasured.discard(key)
+        self._in_buffers.discard(key)
+        return self._held.pop(key, None)
+
+    @property
+    def chunks(self) -> set[Chunk]:
+        """Chunks whose gradients are held."""
+        return {gradient.chunk for gradient in self._held.values()}
+
+    def pop_gradient(self, chunk: Chunk) -> ChunkGradient:
+        """Remove and return a gradient, which is in its buffer. Raises RuntimeError if it is spilled."""
+        key = self._key(chunk)
+        if self._held[key].buffer is None:
+            raise RuntimeError(
+                f"the gradient of {chunk} waits on the SSD and other ranks need it, because no backward was announced "
+                "as the step's last; set gradient_accumulation_steps, or call announce_backward"
+            )
+        gradient = self._pop(key)
+        assert gradient is not None
+        return gradient
+
+    def pop_all(self) -> Iterator[ChunkGradient]:
+        """Remove and return all gradients, in forward order."""
+        for key in sorted(self._held):
+            gradient = self._pop(key)
+            assert gradient is not None
+            yield gradient
+
+    def forget_gradients(self, chunks: Iterable[Chunk]) -> None:
+        """Drop the gradients of these chunks."""
+        for chunk in chunks:
+            gradient = self._pop(self._key(chunk))
+            assert gradient is not None
+            if gradient.buffer is not None:
+                gradient.buffer.release()
+            elif gradient.spill_write is not None:
+                gradient.spill_write.wait()
+
+    # Spilled gradients.
+
+    def can_bring_back(self, gradient: ChunkGradient) -> bool:
+        """Whether `bring_back` finds a free buffer."""
+        return gradient.buffer is not None or gradient.is_zero or self._recall.num_free > 0
+
+    def bring_back(self, gradient: ChunkGradient) -> list[RecordRead]:
+        """Read a spilled gradient into a recall buffer. Returns reads that must be done, and verified, before its
+        values are there."""
+        if gradient.buffer is not None or gradient.is_zero:
+            return []
+        assert gradient.spilled_to is not None and gradient.spill_write is not None
+        gradient.spill_write.wait()
+        gradient.buffer = self._recall.acquire()
+        chunk = gradient.chunk
+        return [gradient.spilled_to.read(chunk.block.name, "gradient", chunk.start, gradient.values)]
+
+    def _widen(self, gradient: ChunkGradient) -> None:
+        """Convert to float32: in place if there is room, otherwise in a recall buffer. It takes only one of these,
+        because a guess that is under way may keep the other."""
+        if gradient.dtype == torch.float32:
+            return
+        values, buffer, numel = gradient.values, gradient.buffer, gradient.chunk.numel
+        assert buffer is not None
+        if buffer.bytes.numel() >= torch.float32.itemsize * numel:
+            buffer.view(gradient.dtype, numel, start_byte=values.nbytes).copy_(values)
+            widen_in_place(buffer.bytes, gradient.dtype, numel)
+            gradient.dtype = torch.float32
+        else:
+            gradient.buffer, gradient.dtype = self._recall.acquire(), torch.float32
+            gradient.values.copy_(values)
+            buffer.release()
+
+    def _bring_back_now(self, gradient: ChunkGradient) -> None:
+        for read in self.bring_back(gradient):
+            read.wait()
+
+    def _key(self, chunk: Chunk) -> _Key:
+        return self._position[chunk.block], chunk.index

@@ -1,0 +1,87 @@
+"""Where a rank keeps shards of blocks from other nodes: in RAM, or in a scratch file on the SSD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_lohan.device import mapped_empty
+from hf_lohan.model import Block, ranges
+from hf_lohan.planning import kept_ranks, kept_record_name, part_bytes
+from hf_lohan.ranks import Ranks
+from hf_lohan.store import RecordFiles, RecordRead
+
+
+class PeerWeightCache(Protocol):
+    """Shards by block and rank. Calls for one shard never overlap."""
+
+    def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
+        """Begin to fill ``out`` with a shard. Returns the reads, of ``piece_numel`` elements each; none if it is
+        filled."""
+
+    def read(self, block: Block, rank: int, out: Tensor) -> None:
+        """Fill ``out`` with a shard. Raises StorageError."""
+
+    def values(self, block: Block, rank: int) -> Tensor:
+        """A shard, read-only. Raises StorageError."""
+
+    def write(self, block: Block, rank: int, part: Tensor) -> None:
+        """Replace a shard. Raises StorageError."""
+
+
+class RamPeerWeights:
+    """Shards in one piece of memory."""
+
+    def __init__(self, memory: Tensor, blocks: Sequence[Block], ranks: Ranks, *, keeps_own: bool) -> None:
+        """``memory``: uint8, of the size that `planning` computes."""
+        names = [(block, rank) for block in blocks for rank in kept_ranks(ranks, keeps_own=keeps_own)]
+        ends = accumulate((part_bytes(block, rank) for block, rank in names), initial=0)
+        self._parts = {
+            (block, rank): memory[first:last].view(block.master.working_dtype)
+            for (block, rank), (first, last) in zip(names, pairwise(ends), strict=True)
+        }
+
+    def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
+        self.read(block, rank, out)
+        return []
+
+    def read(self, block: Block, rank: int, out: Tensor) -> None:
+        out.copy_(self._parts[block, rank])
+
+    def values(self, block: Block, rank: int) -> Tensor:
+        return self._parts[block, rank]
+
+    def write(self, block: Block, rank: int, part: Tensor) -> None:
+        self._parts[block, rank].copy_(part)
+
+
+class SsdPeerWeights:
+    """Shards in a scratch file, at the offsets that they have in whole blocks."""
+
+    def __init__(self, files: RecordFiles) -> None:
+        self._files = files
+
+    def begin_read(self, block: Block, rank: int, out: Tensor, piece_numel: int) -> list[RecordRead]:
+        name, first = kept_record_name(block, rank), block.rank_ranges[rank][0]
+        return [
+            self._files.read(name, "param", first + start, out[start:stop], is_urgent=True)
+            for start, stop in ranges(out.numel(), piece_numel)
+        ]
+
+    def read(self, block: Block, rank: int, out: Tensor) -> None:
+        for read in self.begin_read(block, rank, out, max(1, out.numel())):
+            read.wait()
+
+    def values(self, block: Block, rank: int) -> Tensor:
+        found = mapped_empty(max(1, part_bytes(block, rank)))[: part_bytes(block, rank)]
+        values = found.view(block.master.working_dtype)
+        self.read(block, rank, values)
+        return values
+
+    def write(self, block: Block, rank: int, part: Tensor) -> None:
+        if part.numel():
+            first = block.rank_ranges[rank][0]
+            self._files.write(kept_record_name(block, rank), "param", first, part).wait()

@@ -1,0 +1,179 @@
+"""Renew what the documents take from the program: answers of `lohan plan`, the README's table, and the settings.
+
+    python scripts/development/renew_docs.py
+A quoted answer follows its command, `$ lohan plan ...`, in a code block. It is shortened by `shortened`, or by
+`beginning` if the command ends in `# begins:`. The README's table is between two markers. `docs/settings.md` is made
+from `OffloadConfig`.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import shlex
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from typer.testing import CliRunner
+
+import hf_lohan.config.offload_config as settings_module
+from hf_lohan.cli import app
+from hf_lohan.config import OffloadConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+QUOTED = re.compile(r"^```\n\$ (lohan plan [^\n]*)\n(.*?)^```$", flags=re.DOTALL | re.MULTILINE)
+TABLE = re.compile(r"(<!-- begin: renew_docs.py -->\n).*?(<!-- end -->\n)", flags=re.DOTALL)
+_BEGINS = "# begins:"
+_WIDTH = 110
+
+FITS_COMMAND = (
+    "lohan plan --model configs/models/{model} --batch-size 8 --seq-len 1024 --gradient-accumulation-steps 8 "
+    "--hardware configs/hardware/rtx4090_desktop.yaml"
+)
+FITS = (
+    ("Llama-3.1-8B", "llama-3.1-8b", ""),
+    ("Llama-2-13B", "llama-2-13b", ""),
+    ("Qwen3-14B", "qwen3-14b", ""),
+    ("Qwen3-30B-A3B", "qwen3-30b-a3b", ""),
+    ("Qwen3-32B", "qwen3-32b", ""),
+    ("Qwen3-32B", "qwen3-32b", "--lora-rank 16"),
+    ("Llama-3.1-70B", "llama-3.1-70b", "--lora-rank 16"),
+)
+"""(name, folder in `configs/models`, further options) of the README's rows."""
+
+SETTINGS_HEAD = """# Settings, one by one
+
+Made from `OffloadConfig` by `scripts/development/renew_docs.py`. [Configuration](configuration.md) says which settings
+to look at first. Sizes are bytes, or text such as `24GiB` and `24GB`.
+
+| setting | type | default |
+|---|---|---|
+"""
+
+
+def invoke(command: str) -> Any:
+    return CliRunner(env={"COLUMNS": "100"}).invoke(app, shlex.split(command, comments=True)[1:])
+
+
+# Answers of `lohan plan`.
+
+
+def quoted_plans(text: str) -> Iterator[tuple[str, str]]:
+    """(command, quoted answer) of each plan in a document."""
+    for match in QUOTED.finditer(text):
+        yield match[1], match[2]
+
+
+def answer(command: str) -> str:
+    """The part of the answer to `lohan ...` that a document quotes."""
+    result = invoke(command)
+    if result.exit_code == 0:
+        return beginning(result.stdout) if command.endswith(_BEGINS) else shortened(result.stdout)
+    if result.exit_code != 2:
+        raise RuntimeError(f"{command} ended with {result.exit_code}: {result.exception!r} {result.stderr}")
+    return "\n".join(textwrap.wrap(result.stderr, _WIDTH, break_on_hyphens=False)) + "\n"
+
+
+def shortened(printed: str) -> str:
+    """Model and machine, the step, the bytes that a node sends and that lie on each tier, the wear, and what hides."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
+    start = next((number for number, line in enumerate(lines) if "sends in a step" in line), tiers)
+    stop = next(number for number, line in enumerate(lines) if number > tiers and not line)
+    below = (line for line in lines[stop:] if line.startswith("A step writes") or re.search(r"\bhides?\b", line))
+    kept = [*lines[:4], "", *lines[start:stop], *(text for line in below for text in ("", line))]
+    return "\n".join(kept) + "\n"
+
+
+def beginning(printed: str) -> str:
+    """Model and machine, the step, and how long each resource is busy."""
+    lines = [line.rstrip() for line in printed.splitlines()]
+    tiers = next(number for number, line in enumerate(lines) if line.startswith("bytes on"))
+    return "\n".join(lines[:tiers]).rstrip() + "\n"
+
+
+def with_answers(text: str) -> str:
+    """A document with all plans renewed."""
+    return QUOTED.sub(lambda match: f"```\n$ {match[1]}\n{answer(match[1])}```", text)
+
+
+# The README's table.
+
+
+def fits_table() -> str:
+    """One row for each of `FITS`."""
+    lines = ["| model | training | RAM | SSD | a step | tokens a second |", "|---|---|---|---|---|---|"]
+    for name, folder, options in FITS:
+        result = invoke(f"{FITS_COMMAND.format(model=folder)} {options} --json")
+        plan = json.loads(result.stdout)
+        gib = {tier: sum(sizes.values()) / 2**30 for tier, sizes in plan["tier_bytes"].items()}
+        training = "LoRA, rank 16" if options else "all weights"
+        sizes = f"{gib['cpu']:.0f} GiB | {gib['ssd']:.0f} GiB"
+        lines.append(f"| {name} | {training} | {sizes} | {plan['step_s']:.0f} s | {plan['tokens_per_s']:.0f} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(text: str) -> str:
+    return TABLE.sub(lambda match: match[1] + fits_table() + match[2], text)
+
+
+# The settings.
+
+
+def settings_page() -> str:
+    """`docs/settings.md`: each field of `OffloadConfig` with its type, default and docstring."""
+    fields = explained_fields()
+    defaults = OffloadConfig().to_dict()
+    rows = [f"| [`{name}`](#{name}) | {_type(fields[name][0])} | `{value}` |" for name, value in defaults.items()]
+    sections = [f"## {name}\n\n{_as_markdown(text)}\n" for name, (_, text) in fields.items()]
+    return SETTINGS_HEAD + "\n".join(rows) + "\n\n" + "\n".join(sections)
+
+
+def explained_fields() -> dict[str, tuple[str, str]]:
+    """(annotation, docstring) by field, in order."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(OffloadConfig))).body[0]
+    assert isinstance(body, ast.ClassDef)
+    fields = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+            assert isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant), (
+                f"{field.target.id} has no docstring"
+            )
+            fields[field.target.id] = ast.unparse(field.annotation), str(doc.value.value)
+    return fields
+
+
+def _type(annotation: str) -> str:
+    """A field's type as the user of a YAML file writes it."""
+    choices = getattr(settings_module, annotation, None)
+    if choices is not None and hasattr(choices, "__args__"):
+        return " \\| ".join(f"`{choice}`" for choice in choices.__args__)
+    words = {
+        "bool": "true or false",
+        "Literal['auto']": "`auto`",
+        "tuple[SsdPath, ...]": "path, list of paths or of {path, capacity}",
+        "Collectives": "`exact` \\| `quantized` \\| {forward, backward, gradients}",
+    }
+    return " \\| ".join(words.get(part, part) for part in annotation.split(" | "))
+
+
+def _as_markdown(text: str) -> str:
+    text = re.sub(r'"(\w+)"', r"`\1`", " ".join(text.split()))
+    return text.removesuffix(":")
+
+
+def main() -> None:
+    """Write the documents."""
+    for document in (ROOT / "README.md", *sorted(DOCS.rglob("*.md"))):
+        text = document.read_text(encoding="utf-8")
+        document.write_text(with_table(with_answers(text)), encoding="utf-8")
+    (DOCS / "settings.md").write_text(settings_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,303 @@
+"""A model that generates from the store says what it says in memory, to the token, and its weights are stored once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import model_of
+from transformers import AutoModelForCausalLM
+
+import hf_lohan
+from hf_lohan.experts.expert_schedule import Trust
+from hf_lohan.huggingface import engine_of
+from hf_lohan.huggingface.generate import generation
+from hf_lohan.planner import SizeClass
+from hf_lohan.planning import bytes_per_token
+from hf_lohan.timeline import SSD_READ
+
+NUM_LAYERS = 6
+PROMPT = torch.arange(3, 13).view(2, 5)
+GREEDY = {"do_sample": False, "max_new_tokens": 9}
+SAMPLED = {"do_sample": True, "temperature": 0.8, "top_p": 0.9, "max_new_tokens": 9}
+BEAMS = {"do_sample": False, "num_beams": 3, "max_new_tokens": 9}
+DEPTH = {"gpt2": "n_layer"}
+BUDGETS = {
+    "llama": "330KiB",
+    "opt": "850KiB",
+    "gpt2": "470KiB",
+    "qwen2_tied": "290KiB",
+    "mixtral": "840KiB",
+    "qwen3_moe": "330KiB",
+}
+"""For keys and values, the modules outside the layers and four of six layers."""
+
+
+@pytest.fixture
+def checkpoint_of(tmp_path: Path) -> Callable[[str], Path]:
+    def make(architecture: str) -> Path:
+        torch.manual_seed(0)
+        folder = tmp_path / architecture
+        model_of(architecture, **{DEPTH.get(architecture, "num_hidden_layers"): NUM_LAYERS}).save_pretrained(folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    models = []
+
+    def open_model(checkpoint: Path, **options: Any) -> Any:
+        settings = {
+            "cpu_memory": "4MiB",
+            "gpu_memory": BUDGETS[checkpoint.name],
+            "ssd": str(tmp_path / "store"),
+            "cpu_threads": torch.get_num_threads(),  # else sums have another order
+            **options.pop("settings", {}),
+        }
+        model = hf_lohan.load_for_generation(
+            checkpoint, settings, torch_device="cpu", **{"max_length": 14, "num_sequences": 6, **options}
+        )
+        models.append(model)
+        return model
+
+    yield open_model
+    for model in models:
+        engine_of(model).close()
+
+
+def generated(model: Any, settings: dict[str, Any]) -> Any:
+    torch.manual_seed(1)
+    return model.generate(
+        PROMPT,
+        attention_mask=torch.ones_like(PROMPT),
+        pad_token_id=0,
+        eos_token_id=None,
+        output_logits=True,
+        return_dict_in_generate=True,
+        **settings,
+    )
+
+
+@pytest.mark.parametrize("architecture", BUDGETS)
+def test_tokens_and_logits_are_those_in_memory(
+    architecture: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of(architecture)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    expected = [generated(stock, settings) for settings in (GREEDY, SAMPLED, BEAMS)]
+    for _ in range(2):  # the second time without the checkpoint's weights
+        model = load(checkpoint, settings={"resident_records": "none"})
+        engine = engine_of(model)
+        assert engine is not None
+        assert len(engine.layout.kept_layers) == 1 and bytes_per_token(engine.layout) > 0
+        for settings, stocks in zip((GREEDY, SAMPLED, BEAMS), expected, strict=True):
+            ours = generated(model, settings)
+            assert torch.equal(ours.sequences, stocks.sequences)
+            for mine, others in zip(ours.logits, stocks.logits, strict=True):
+                assert torch.equal(mine, others)
+        engine.close()
+
+
+def test_the_store_has_the_weights_once_and_is_used_again_while_the_files_stay_the_same(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    streamed: list[Path] = []
+    stream = generation.stream_model
+
+    def noted(path: Path, *args: Any, **kwargs: Any) -> Any:
+        streamed.append(path)
+        return stream(path, *args, **kwargs)
+
+    monkeypatch.setattr(generation, "stream_model", noted)
+    first = load(checkpoint)
+    records = (tmp_path / "store").glob("*.bin")
+    param_bytes = sum(block.param_bytes for block in engine_of(first).layout.blocks)
+    assert sum(file.stat().st_size for file in records) == param_bytes
+    expected = generated(first, GREEDY).sequences
+    engine_of(first).close()
+    again = load(checkpoint, settings={"gpu_memory": "400KiB"})  # other budgets, same store
+    assert torch.equal(generated(again, GREEDY).sequences, expected)
+    assert len(streamed) == 1
+    engine_of(again).close()
+
+    torch.manual_seed(7)
+    model_of("llama", num_hidden_layers=NUM_LAYERS).save_pretrained(checkpoint)
+    other = load(checkpoint)
+    assert len(streamed) == 2
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    assert torch.equal(generated(other, GREEDY).sequences, generated(stock, GREEDY).sequences)
+
+
+def test_a_load_that_broke_off_is_not_taken_for_a_whole_one(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = checkpoint_of("llama")
+    expected = generated(AutoModelForCausalLM.from_pretrained(checkpoint), GREEDY).sequences
+    for _ in range(2):  # over nothing, and over a whole one of other files
+        with monkeypatch.context() as patch:
+            patch.setattr(generation, "store_the_rest", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            with pytest.raises(KeyboardInterrupt):
+                load(checkpoint)
+        model = load(checkpoint)
+        assert torch.equal(generated(model, GREEDY).sequences, expected)
+        engine_of(model).close()
+        (checkpoint / "model.safetensors").touch()
+
+
+def test_what_is_in_ram_is_read_once(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+    model = load(checkpoint_of("llama"))
+    engine = engine_of(model)
+    assert engine.layout.resident_records and bytes_per_token(engine.layout) == 0
+
+    def read_bytes() -> int:
+        return engine.timeline.totals()[SSD_READ].num_bytes
+
+    before = read_bytes()
+    generated(model, GREEDY)
+    param_bytes = sum(block.param_bytes for block in engine.layout.blocks)
+    after = read_bytes()
+    assert after - before == param_bytes
+    generated(model, GREEDY)
+    assert read_bytes() == after
+
+
+@pytest.mark.parametrize("kept", [0, 1, 3, 6])
+def test_a_token_reads_what_is_missing_and_layers_that_stay_are_read_once(
+    kept: int, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    layer_kib = 40
+    gpu_memory = f"{330 + (kept - 1) * layer_kib}KiB"
+    model = load(checkpoint_of("llama"), settings={"resident_records": "none", "gpu_memory": gpu_memory})
+    engine = engine_of(model)
+    num_streamed = 0 if kept >= NUM_LAYERS - 3 else NUM_LAYERS - kept
+    assert bytes_per_token(engine.layout) == num_streamed * layer_kib * 1024
+    generated(model, GREEDY)
+    before = engine.timeline.totals()[SSD_READ].num_bytes
+    num_tokens = 40
+    for _ in range(4):
+        generated(model, GREEDY | {"max_new_tokens": 9 + 1})
+    per_token = (engine.timeline.totals()[SSD_READ].num_bytes - before) / num_tokens
+    # At most what was read ahead in the end is more; where loads come late, the ring may have two layers still.
+    more_layers = (per_token - bytes_per_token(engine.layout)) / (layer_kib * 1024)
+    assert -2 <= more_layers <= 3 / num_tokens and (num_streamed or not per_token)
+    assert engine.peak_gpu_pool_bytes <= engine.config.gpu_memory
+
+
+def test_a_forward_with_gradients_is_refused(checkpoint_of: Callable[[str], Path], load: Callable[..., Any]) -> None:
+    model = load(checkpoint_of("llama"))
+    with pytest.raises(RuntimeError, match=r"torch\.no_grad\(\), or load it with hf_lohan\.from_pretrained to train"):
+        model(input_ids=PROMPT)
+    with torch.no_grad():
+        assert model(input_ids=PROMPT).logits.shape == (2, 5, 300)
+
+
+def test_more_tokens_than_there_is_room_for_are_refused_before_they_are_there(
+    checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    model = load(checkpoint_of("llama"), num_sequences=2)
+    refused = r"2 sequences of 15 tokens, and gpu_memory leaves room for 2 of 14; .*max_length=15, num_sequences=2"
+    with pytest.raises(RuntimeError, match=refused):
+        generated(model, GREEDY | {"max_new_tokens": 11})
+    with pytest.raises(RuntimeError, match=r"num_sequences=8\)$"):
+        generated(model, BEAMS | {"num_beams": 4})
+    assert generated(model, GREEDY).sequences.shape == (2, 14)
+    with torch.no_grad():  # keeps nothing
+        assert model(PROMPT.repeat(4, 5), use_cache=False).logits.shape == (8, 25, 300)
+
+
+def test_what_cannot_fit_is_refused_with_numbers(checkpoint_of: Callable[[str], Path], tmp_path: Path) -> None:
+    checkpoint = checkpoint_of("llama")
+    settings = {"cpu_memory": "4MiB", "gpu_memory": "1MiB", "ssd": str(tmp_path / "store")}
+    with pytest.raises(ValueError, match=r"keys and values of 2 sequences of 5,000 tokens \(.* MiB\); set gpu_memory"):
+        hf_lohan.load_for_generation(checkpoint, settings, max_length=5000, num_sequences=2, torch_device="cpu")
+    assert not (tmp_path / "store").exists()
+
+
+@pytest.mark.parametrize("believes_routers", [False, True])
+@pytest.mark.parametrize(("architecture", "gpu_memory"), [("mixtral", "600KiB"), ("qwen3_moe", "330KiB")])
+def test_experts_that_come_one_by_one_say_the_same(
+    architecture: str,
+    gpu_memory: str,
+    believes_routers: bool,
+    checkpoint_of: Callable[[str], Path],
+    load: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Trust, "is_in_router", believes_routers)
+    checkpoint = checkpoint_of(architecture)
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    model = load(checkpoint, settings={"resident_records": "none", "experts": "streamed", "gpu_memory": gpu_memory})
+    engine = engine_of(model)
+    num_experts = sum(block.size_class is SizeClass.EXPERT for block in engine.layout.blocks)
+    assert engine.layout.plan.num_slots[SizeClass.EXPERT] < num_experts == 4 * NUM_LAYERS
+    for settings in (GREEDY, SAMPLED, BEAMS):
+        ours, stocks = generated(model, settings), generated(stock, settings)
+        assert torch.equal(ours.sequences, stocks.sequences)
+        for mine, others in zip(ours.logits, stocks.logits, strict=True):
+            assert torch.equal(mine, others)
+
+
+@pytest.mark.parametrize(("num_sequences", "comes_one_by_one"), [(1, True), (2, False)])
+def test_experts_come_one_by_one_where_a_pass_goes_to_half_of_them_or_fewer(
+    num_sequences: int, comes_one_by_one: bool, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of("mixtral")
+    model = load(checkpoint, num_sequences=num_sequences, settings={"gpu_memory": "2MiB"})
+    experts = [block for block in engine_of(model).layout.blocks if block.size_class is SizeClass.EXPERT]
+    assert bool(experts) == comes_one_by_one
+    prompt = PROMPT[:num_sequences]
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokens = [
+        each.generate(prompt, attention_mask=torch.ones_like(prompt), pad_token_id=0, eos_token_id=None, **GREEDY)
+        for each in (model, stock)
+    ]
+    assert torch.equal(*tokens)
+
+
+@pytest.mark.parametrize("policy", ["auto", "lru", "off"])
+def test_experts_in_ram_are_not_read(
+    policy: str, checkpoint_of: Callable[[str], Path], load: Callable[..., Any]
+) -> None:
+    checkpoint = checkpoint_of("mixtral")
+    stock = AutoModelForCausalLM.from_pretrained(checkpoint)
+    settings = {"experts": "streamed", "gpu_memory": "600KiB", "cpu_memory": "600KiB", "expert_cache": policy}
+    model = load(checkpoint, settings=settings)
+    engine = engine_of(model)
+    layout, experts = engine.layout, [b for b in engine.layout.blocks if b.size_class is SizeClass.EXPERT]
+    in_ram = {record.block for record in layout.resident_records}
+    assert bool(in_ram & {block.name for block in experts}) == (policy == "off")
+    assert (layout.expert_cache is None) == (policy == "off")
+    if layout.expert_cache is not None:
+        assert 2 < layout.expert_cache.num_experts < len(experts)
+    assert layout.cpu_bytes <= engine.config.cpu_memory
+    assert torch.equal(generated(model, GREEDY).sequences, generated(stock, GREEDY).sequences)
+    settle(engine)
+    read_before, before = engine.timeline.totals()[SSD_READ].num_bytes, engine.expert_loader.figures
+    for way in (GREEDY, SAMPLED, BEAMS):
+        ours, stocks = generated(model, way), generated(stock, way)
+        assert torch.equal(ours.sequences, stocks.sequences)
+        for mine, others in zip(ours.logits, stocks.logits, strict=True):
+            assert torch.equal(mine, others)
+    settle(engine)
+    after = engine.expert_loader.figures
+    num_loads, num_from_ram = after.num_loads - before.num_loads, after.num_from_ram - before.num_from_ram
+    assert 0 < num_from_ram < num_loads
+    read_bytes = engine.timeline.totals()[SSD_READ].num_bytes - read_before
+    assert read_bytes == (num_loads - num_from_ram) * experts[0].param_bytes  # all else is in RAM or in slots
+    assert bytes_per_token(layout) > 0
+
+
+def settle(engine: Any) -> None:
+    """Wait until no load of experts is under way or can begin."""
+    loader, ring = engine.expert_loader, engine._ring
+    with ring.lock:
+        assert ring.changed.wait_for(
+            lambda: not any(slot.is_loading for slot in ring.slots[SizeClass.EXPERT]) and loader.find_load() is None,
+            timeout=60,
+        )

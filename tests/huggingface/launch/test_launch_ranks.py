@@ -1,0 +1,133 @@
+"""Several processes through each of the launchers: they are one run, or refuse to be two."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.device import num_gpus
+from hf_lohan.threads import usable_cpus
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = ROOT / "configs" / "accelerate_2cpu.yaml"
+SCRIPT = """
+import json, os, sys
+from transformers import TrainingArguments
+
+folder = sys.argv[1]
+args = TrainingArguments(folder, report_to=[])
+facts = {
+    "world_size": args.world_size,
+    "device": str(args.device),
+    "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+    "num_local": os.environ.get("LOCAL_WORLD_SIZE"),
+}
+os.makedirs(folder, exist_ok=True)
+with open(os.path.join(folder, f"{os.environ['RANK']}.json"), "w") as file:
+    json.dump(facts, file)
+sys.exit(int(sys.argv[2]) if os.environ["RANK"] == "1" else 0)
+"""
+ROUTES = {
+    "lohan": ["-m", "hf_lohan.cli", "launch", "--cpu", "--num_processes", "2", "script.py", "lohan", "0"],
+    "config": ["-m", "hf_lohan.cli", "launch", "--config_file", str(CONFIG), "script.py", "config", "3"],
+    "accelerate": [
+        *["-m", "accelerate.commands.launch", "--config_file", str(CONFIG), "--main_process_port", "0"],
+        *["-m", "hf_lohan.run", "script.py", "accelerate", "0"],
+    ],
+    "torchrun": [
+        *["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"],
+        *["-m", "hf_lohan.run", "script.py", "torchrun", "0"],
+    ],
+}
+STATUS = {"config": 3}
+TRAPPED = """
+import sys
+from transformers import TrainingArguments
+import hf_lohan
+from hf_lohan.testing.models import tiny_batch, tiny_model
+rows = [{name: values[0] for name, values in tiny_batch().items()}]
+hf_lohan.Trainer(tiny_model("llama"), TrainingArguments("out", report_to=[]), train_dataset=rows, offload="lohan")
+"""
+
+
+FAILING_LOOP = """
+import accelerate
+from hf_lohan.huggingface.ranks import links_to_other_ranks
+state = accelerate.PartialState(cpu=True)
+links = links_to_other_ranks()
+links.barrier("the start")
+if state.process_index == 0:
+    raise OSError("the drive of my loop is full")
+links.barrier("the next step")
+"""
+
+
+def test_an_exception_outside_train_is_told_to_the_other_ranks(tmp_path: Path) -> None:
+    """At the exit of the process, by the real exit handlers in their real order."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    env = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", FAILING_LOOP],
+            cwd=tmp_path,
+            env=os.environ | env | {"RANK": str(rank), "LOCAL_RANK": str(rank), "PYTHONPATH": str(ROOT)},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in (0, 1)
+    ]
+    stderrs = [rank.communicate(timeout=120)[1] for rank in ranks]
+    assert "OSError: the drive of my loop is full" in stderrs[0]
+    assert "failed: OSError: the drive of my loop is full while rank 1 waited for the next step" in stderrs[1]
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """What each rank said of itself, for every way to start two."""
+    folder = tmp_path_factory.mktemp("ranks")
+    (folder / "script.py").write_text(SCRIPT)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = {}
+    for route, command in ROUTES.items():
+        done = subprocess.run(
+            [sys.executable, *command], cwd=folder, env=environment, capture_output=True, text=True, timeout=200
+        )
+        assert done.returncode == STATUS.get(route, 0), f"{route}:\n{done.stdout}{done.stderr}"
+        found[route] = [json.loads(file.read_text()) for file in sorted((folder / route).glob("*.json"))]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(num_gpus() > 0, reason="accelerate's launcher and torchrun would take the GPUs")
+def test_every_launcher_makes_one_run_of_two_ranks_on_cpus(reported: dict[str, list[dict[str, Any]]]) -> None:
+    for route, ranks in reported.items():
+        assert [facts["world_size"] for facts in ranks] == [2, 2], route
+        assert {facts["device"] for facts in ranks} == {"cpu:0"}, route
+        assert {facts["num_local"] for facts in ranks} == {"2"}, route
+    assert reported["lohan"][0]["omp_num_threads"] == str(max(1, usable_cpus() // 2))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(num_gpus() > 0, reason="torchrun would take the GPUs")
+def test_two_runs_that_do_not_know_of_each_other_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "trapped.py").write_text(TRAPPED)
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "trapped.py"]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 1
+    assert "WORLD_SIZE=2 says that 2 processes were launched together" in done.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,114 @@
+"""A script that knows only transformers, started through each of the launchers: it is offloaded and trains the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_lohan.threads import usable_cpus
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = """
+import json, os, sys
+import torch
+from transformers import Trainer, TrainingArguments
+from hf_lohan.testing.models import tiny_batch, tiny_model
+
+class MyTrainer(Trainer):
+    pass
+
+output_dir, report = sys.argv[1:]
+batch = tiny_batch(batch_size=8)
+rows = [{name: values[row] for name, values in batch.items()} for row in range(8)]
+args = TrainingArguments(
+    output_dir=output_dir, max_steps=3, per_device_train_batch_size=2, learning_rate=1e-2, logging_steps=1,
+    save_strategy="no", report_to=[], use_cpu=True, disable_tqdm=True, seed=3,
+)
+trainer = MyTrainer(model=tiny_model("llama"), args=args, train_dataset=rows)
+trainer.train()
+facts = {
+    "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+    "grad_norms": [entry["grad_norm"] for entry in trainer.state.log_history if "loss" in entry],
+    "num_threads": torch.get_num_threads(),
+    "omp_num_threads": os.environ.get("OMP_NUM_THREADS"),
+}
+with open(report, "w") as file:
+    json.dump(facts, file)
+"""
+ACCELERATE_CONFIG = """
+compute_environment: LOCAL_MACHINE
+distributed_type: 'NO'
+mixed_precision: 'no'
+num_processes: 1
+use_cpu: false
+"""
+ROUTES = {
+    "stock": ["script.py"],
+    "python": ["-m", "hf_lohan.run", "--offload", "lohan", "script.py"],
+    "accelerate": [
+        *["-m", "accelerate.commands.launch", "--config_file", "single.yaml"],
+        *["-m", "hf_lohan.run", "--offload", "offload.yaml", "script.py"],
+    ],
+    "lohan": [
+        *["-m", "hf_lohan.cli", "launch", "--config_file", "single.yaml", "--offload", "offload.yaml"],
+        *["--mixed_precision", "no", "script.py"],
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[dict[str, Any], Path]]:
+    """What the script reported, and its output directory, for every way to start it. All are started at once."""
+    folder = tmp_path_factory.mktemp("routes")
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "single.yaml").write_text(ACCELERATE_CONFIG)
+    (folder / "offload.yaml").write_text("cpu_memory: 64MiB\ngpu_memory: 16MiB\n")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment.pop("OMP_NUM_THREADS", None)
+    started = {
+        route: subprocess.Popen(
+            [sys.executable, *command, str(folder / route), str(folder / f"{route}.json")],
+            cwd=folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for route, command in ROUTES.items()
+    }
+    outputs = {route: process.communicate(timeout=200)[0] for route, process in started.items()}
+    for route, process in started.items():
+        assert process.returncode == 0, f"{route}:\n{outputs[route]}"
+    return {route: (json.loads((folder / f"{route}.json").read_text()), folder / route) for route in ROUTES}
+
+
+@pytest.mark.parametrize("route", [route for route in ROUTES if route != "stock"])
+def test_an_unmodified_script_is_offloaded_and_trains_the_same(runs: dict[str, Any], route: str) -> None:
+    facts, output_dir = runs[route]
+    stock_facts, stock_dir = runs["stock"]
+    summary = json.loads((output_dir / "lohan" / "summary.json").read_text())
+    assert summary["num_steps"] == 3
+    assert summary["ssd_write_bytes"] > 0
+    assert len(facts["losses"]) == 3
+    assert facts["losses"] == pytest.approx(stock_facts["losses"], rel=1e-6)
+    assert facts["grad_norms"] == pytest.approx(stock_facts["grad_norms"], rel=1e-5)
+    assert not (stock_dir / "lohan").exists()
+
+
+@pytest.mark.parametrize("route", ["accelerate", "lohan"])
+def test_the_settings_reach_the_script(runs: dict[str, Any], route: str) -> None:
+    summary = json.loads((runs[route][1] / "lohan" / "summary.json").read_text())
+    assert summary["config"]["cpu_memory"] == 64 * 2**20
+
+
+def test_the_optimizer_has_every_core_whatever_the_launcher_exports(runs: dict[str, Any]) -> None:
+    for route in ("python", "accelerate", "lohan"):
+        assert runs[route][0]["num_threads"] == usable_cpus()
+    assert runs["accelerate"][0]["omp_num_threads"] == "1", "the trap this test is about is gone"
+    assert runs["lohan"][0]["omp_num_threads"] == str(usable_cpus())

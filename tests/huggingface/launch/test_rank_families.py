@@ -1,0 +1,92 @@
+"""Two processes train each family as stock does: with clipping that bites, labels of several lengths and tied weights,
+over a resume; one after the other and with micro-batches that pass each block together."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from hf_lohan.cli import app
+from hf_lohan.testing.models import FAMILIES
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(Path(__file__).parent / "families_by_ranks.py")
+RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node"]
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def run_script(folder: Path, what: str, families: Sequence[str], *, num_ranks: int) -> None:
+    launcher = [*RANKS, str(num_ranks)] if num_ranks > 1 else []
+    subprocess.run(
+        [sys.executable, *launcher, SCRIPT, str(folder), what, *families],
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=True,
+        timeout=800,
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Trains all families as the script is told, once; the folder of what it leaves."""
+    folder = tmp_path_factory.mktemp("families")
+    done = set[str]()
+
+    def train_once(what: str) -> Path:
+        if what not in done:
+            run_script(folder, what, FAMILIES, num_ranks=1 if what == "stock" else 2)
+            done.add(what)
+        return folder / what
+
+    return train_once
+
+
+def steps(folder: Path) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [tuple(entry[name] for name in names) for entry in json.loads((folder / "log.json").read_text())[:-1]]
+
+
+def assert_same(ours: Path, stock: Path) -> None:
+    assert steps(ours) == steps(stock) and len(steps(ours)) == 6
+    assert any(norm > 0.5 for _, _, norm, _ in steps(ours)), "nothing is clipped"
+    weights = load_file(stock / "model.safetensors")
+    found = load_file(ours / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert [name for name, weight in weights.items() if not torch.equal(found[name], weight)] == []
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_two_ranks_that_go_on_train_as_one_process_accumulates(family: str, trained: Callable[[str], Path]) -> None:
+    trained("first")
+    assert_same(trained("rest") / family, trained("stock") / family)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_micro_batches_of_two_ranks_together_train_as_those_of_stock(
+    family: str, trained: Callable[[str], Path]
+) -> None:
+    """Each rank adds its own first, as `DistributedDataParallel` does."""
+    assert_same(trained("vertical") / family, trained("accumulated") / family)
+
+
+def test_a_run_goes_on_with_one_rank_four_and_two(tmp_path: Path) -> None:
+    """Each part from the last step of the one before, cut anew."""
+    run_script(tmp_path, "parts", ["llama"], num_ranks=1)
+    for last_step, num_ranks in {2: 2, 3: 1, 5: 4, 6: 2}.items():
+        if last_step > 2:
+            told = CliRunner().invoke(
+                app, ["reshard", str(tmp_path / "cut"), "--ranks", str(num_ranks), "--remove-old"]
+            )
+            assert told.exit_code == 0, told.output
+        run_script(tmp_path, f"until-{last_step}", ["llama"], num_ranks=num_ranks)
+    assert_same(tmp_path / "until-6" / "llama", tmp_path / "parts" / "llama")

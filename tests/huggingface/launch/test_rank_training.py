@@ -1,0 +1,185 @@
+"""Trainer as two processes: one run, to the bit that of a stock process that sums the gradients of as many batches."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from hf_lohan.cli import app
+
+ROOT = Path(__file__).resolve().parents[3]
+SCRIPT = str(Path(__file__).parent / "trained_by_ranks.py")
+TWO_RANKS = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+Run = Callable[..., subprocess.CompletedProcess[str]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def run(folder: Path) -> Run:
+    """Runs the script as it is told, once, in as many processes."""
+    done: dict[str, subprocess.CompletedProcess[str]] = {}
+
+    def run_once(what: str, *, status: int = 0) -> subprocess.CompletedProcess[str]:
+        if what not in done:
+            launcher = [] if what in ("stock", "alone", "stock_loop") else TWO_RANKS
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            done[what] = subprocess.run(
+                [sys.executable, *launcher, SCRIPT, str(folder), what],
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=280,
+            )
+        assert done[what].returncode == status, done[what].stderr
+        return done[what]
+
+    return run_once
+
+
+def weights(folder: Path, what: str) -> dict[str, torch.Tensor]:
+    return load_file(folder / what / "model.safetensors")
+
+
+def facts(folder: Path, what: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((folder / what / "facts.json").read_text())
+    return found
+
+
+def steps(folder: Path, what: str) -> list[tuple[Any, ...]]:
+    names = ("step", "loss", "grad_norm", "learning_rate")
+    return [tuple(entry[name] for name in names) for entry in facts(folder, what)["log"] if "loss" in entry]
+
+
+def assert_as_stock(folder: Path, what: str) -> None:
+    ours, theirs = weights(folder, what), weights(folder, "stock")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert steps(folder, what) == steps(folder, "stock")
+
+
+def test_two_ranks_train_as_stock_accumulates(run: Run, folder: Path) -> None:
+    run("stock")
+    run("whole")
+    assert_as_stock(folder, "whole")
+    assert facts(folder, "whole")["wrapped"] == "LlamaForCausalLM", "DDP would average what is averaged already"
+    ours, theirs = (
+        [entry["eval_loss"] for entry in facts(folder, what)["log"] if "eval_loss" in entry]
+        for what in ("whole", "stock")
+    )
+    # Over ranks a batch's loss is weighted otherwise by stock itself.
+    assert len(ours) == 3 and ours == pytest.approx(theirs, rel=5e-3)
+
+
+def test_a_step_decides_all_in_one_exchange(run: Run, folder: Path) -> None:
+    """Beside that, one counts the items of all batches before the forward, and one waits for who logs."""
+    run("whole")
+    every_step = ["what is logged, evaluated and saved", "a number of each rank", "the end of the step"]
+    steps = facts(folder, "whole")["exchanged"]
+    assert len(steps) == 7, "one list behind each step, and one before the first"
+    assert [steps[step] for step in (1, 3, 5)] == [every_step] * 3, "neither evaluated nor saved"
+    assert all(step.count("the end of the step") == 1 for step in steps[:-1])
+
+
+def test_a_checkpoint_has_a_part_of_each_rank_and_is_made_once(run: Run, folder: Path) -> None:
+    run("whole")
+    checkpoints = sorted(path.name for path in (folder / "run").glob("checkpoint-*"))
+    assert checkpoints == ["checkpoint-4", "checkpoint-6"], "the first was removed, once"
+    checkpoint = folder / "run" / "checkpoint-4"
+    names = {path.name for path in checkpoint.iterdir()}
+    assert {"model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state_0.pth", "rng_state_1.pth"} <= names
+    states = {path.name.rsplit("-", 1)[1] for path in (checkpoint / "lohan").glob("*.safetensors")}
+    assert states == {"0of2.safetensors", "1of2.safetensors"}
+    stores = sorted(path.name for path in (folder / "run" / "_lohan" / "store").iterdir())
+    assert stores == ["rank-0-of-2", "rank-1-of-2"]
+    summary = json.loads((folder / "run" / "lohan" / "summary.json").read_text())
+    assert summary["is_finished"] and summary["num_steps"] == 6
+
+
+def test_their_last_step_is_cut_for_three_ranks_and_for_one(run: Run, folder: Path, tmp_path: Path) -> None:
+    run("whole")
+    copy = shutil.copytree(folder / "run", tmp_path / "run")
+
+    def lohan(*args: object) -> str:
+        result = CliRunner().invoke(app, [str(arg) for arg in args])
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    for num_ranks in (3, 1):
+        assert lohan("reshard", copy, "--ranks", num_ranks, "--remove-old").startswith("step 6 of ")
+        assert "every checksum is right" in lohan("verify", copy)
+    lohan("export", copy, tmp_path / "out")
+    exported, trained = load_file(tmp_path / "out" / "model.safetensors"), weights(folder, "whole")
+    assert exported.keys() == trained.keys()
+    assert all(torch.equal(exported[name], weight) for name, weight in trained.items())
+
+
+def test_one_process_goes_on_from_two_ranks_checkpoint(run: Run, folder: Path) -> None:
+    run("stock")
+    run("whole")
+    run("alone")
+    assert_as_stock(folder, "alone")
+
+
+@pytest.mark.slow
+def test_two_ranks_go_on_from_their_checkpoint(run: Run, folder: Path) -> None:
+    run("stock")
+    run("whole")
+    run("checkpoint")
+    assert_as_stock(folder, "checkpoint")
+
+
+@pytest.mark.slow
+def test_one_rank_that_is_asked_to_end_ends_all_after_the_same_step(run: Run, folder: Path) -> None:
+    run("stock")
+    told = run("asked", status=1).stderr
+    assert "exitcode  : 143" in told and "[rank0]: Traceback" not in told and "[rank1]: Traceback" not in told
+    run("last_step")
+    assert_as_stock(folder, "last_step")
+
+
+@pytest.mark.slow
+def test_all_go_on_after_one_was_killed(run: Run, folder: Path) -> None:
+    run("stock")
+    told = run("killed", status=1).stderr
+    assert re.search(r"RankFailedError: rank 1 \(pid \d+, \S+\) ended.* while rank 0 (waited|sent|was)", told), told
+    run("after_kill")  # from its last step, or its last checkpoint, whichever is newer
+    assert_as_stock(folder, "after_kill")
+
+
+@pytest.mark.slow
+def test_what_one_rank_raises_ends_the_others_with_its_words(run: Run) -> None:
+    told = run("fails", status=1).stderr
+    assert "RankFailedError: rank 1 (pid" in told
+    assert "failed: RuntimeError: a callback of rank 1 does not want to go on" in told
+
+
+@pytest.mark.slow
+def test_a_loop_of_ones_own(run: Run, folder: Path) -> None:
+    run("stock_loop")
+    run("loop")
+    ours, theirs = weights(folder, "loop"), weights(folder, "stock_loop")
+    assert all(torch.equal(ours[name], weight) for name, weight in theirs.items())
+    assert facts(folder, "loop")["norms"] == facts(folder, "stock_loop")["norms"]
+    state = folder / "loop" / "state"
+    assert (state / "model.safetensors").is_file()
+    assert {path.name.rsplit("-", 1)[1] for path in (state / "lohan").glob("*.safetensors")} == {
+        "0of2.safetensors",
+        "1of2.safetensors",
+    }
+    assert (folder / "loop_run" / "lohan" / "summary.json").is_file()

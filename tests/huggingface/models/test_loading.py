@@ -1,0 +1,186 @@
+"""A streamed load puts into the store what a normal load puts into RAM."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hf_lohan
+from hf_lohan.compat.torch_private import without_torch_function
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface import engine_of
+from hf_lohan.huggingface.models.loading import reload_weights
+from hf_lohan.planner import BudgetError
+from hf_lohan.testing.models import FAMILIES, tiny_batch, tiny_config, tiny_model
+
+Load = Callable[..., Any]
+SHARD_SIZE = "150KB"
+
+
+def checkpoint_of(family: str, folder: Path, **options: Any) -> Path:
+    model = tiny_model(family, **options)
+    model.save_pretrained(folder, max_shard_size=SHARD_SIZE)
+    assert len(list(folder.glob("*.safetensors"))) > 2
+    return folder
+
+
+def stored(model: Any) -> dict[str, torch.Tensor]:
+    engine = engine_of(model)
+    assert engine is not None
+    access = engine.parameters
+    return {name: access.read_parameter(name) for name, _ in model.named_parameters()}
+
+
+def assert_same(ours: dict[str, torch.Tensor], stock: Any) -> None:
+    expected = dict(stock.named_parameters())
+    assert ours.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert ours[name].dtype == weight.dtype
+        assert torch.equal(ours[name], weight), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_streamed_load_equals_a_normal_one(family: str, load_streamed: Load, tmp_path: Path) -> None:
+    path = checkpoint_of(family, tmp_path / "checkpoint")
+    model = load_streamed(path)
+    stock = AutoModelForCausalLM.from_pretrained(path)
+    assert_same(stored(model), stock)
+    with without_torch_function():
+        assert all(p.isnan().all() for p in model.parameters())  # placeholders: nothing stands in RAM
+        assert model.get_input_embeddings().weight.untyped_storage().nbytes() <= 4
+    with torch.no_grad():
+        assert torch.equal(model.eval()(**tiny_batch()).logits, stock.eval()(**tiny_batch()).logits)
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_tied_weights_stay_tied(family: str, load_streamed: Load, tmp_path: Path) -> None:
+    model = load_streamed(checkpoint_of(family, tmp_path / "checkpoint"))
+    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+
+@pytest.mark.parametrize("family", ["llama", "mixtral", "opt"])
+def test_bfloat16_from_float32_keeps_exact_masters(family: str, load_streamed: Load, tmp_path: Path) -> None:
+    path = checkpoint_of(family, tmp_path / "checkpoint")
+    model = load_streamed(path, bf16=True)
+    engine = engine_of(model)
+    assert engine is not None
+    assert model.dtype == torch.bfloat16
+    access = engine.parameters
+    for name, weight in AutoModelForCausalLM.from_pretrained(path).named_parameters():
+        working = access.read_flat(name, "param")
+        assert working.dtype == torch.bfloat16
+        bits = (working.view(torch.int16).int() << 16) + access.read_flat(name, "master_residual").int()
+        assert torch.equal(bits.view(torch.float32), weight.flatten()), name
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("auto", torch.bfloat16), ("float32", torch.float32)])
+def test_the_dtype_is_the_checkpoints_unless_asked_otherwise(
+    dtype: str, expected: torch.dtype, load_streamed: Load, tmp_path: Path
+) -> None:
+    tiny_model("llama").to(torch.bfloat16).save_pretrained(tmp_path / "checkpoint")
+    model = load_streamed(tmp_path / "checkpoint", dtype=dtype)
+    assert_same(stored(model), AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=expected))
+
+
+def test_what_the_checkpoint_lacks_is_initialised(load_streamed: Load, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    tiny_model("llama").save_pretrained(path)
+    weights = load_file(path / "model.safetensors")
+    del weights["lm_head.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    found = stored(load_streamed(path))
+    for name, weight in found.items():
+        assert weight.isfinite().all(), name
+        if name in weights:
+            assert torch.equal(weight, weights[name])
+    assert found["lm_head.weight"].std() > 0.001
+
+
+def test_a_loaded_model_trains(load_streamed: Load, tmp_path: Path) -> None:
+    path = checkpoint_of("opt", tmp_path / "checkpoint")
+    model, stock = load_streamed(path).train(), AutoModelForCausalLM.from_pretrained(path).train()
+    engine = engine_of(model)
+    assert engine is not None
+    optimizer = hf_lohan.OffloadAdamW(model.parameters(), lr=1e-3, engine=engine)
+    stock_optimizer = torch.optim.AdamW(stock.parameters(), lr=1e-3, fused=True)
+    for step in range(2):
+        for either, either_optimizer in ((model, optimizer), (stock, stock_optimizer)):
+            torch.manual_seed(step)
+            either(**tiny_batch(seed=step)).loss.backward()
+            either_optimizer.step()
+            either_optimizer.zero_grad()
+    assert_same(stored(model), stock)
+
+
+@pytest.mark.parametrize("name", ["nowhere", "a_file"])
+def test_what_is_no_checkpoint_folder_is_refused(name: str, tmp_path: Path) -> None:
+    (tmp_path / "a_file").write_text("")
+    with pytest.raises(ValueError, match=f"{name}' is not a checkpoint folder"):
+        hf_lohan.from_pretrained(tmp_path / name)
+
+
+def test_an_unknown_dtype_is_refused(load_streamed: Load, tmp_path: Path) -> None:
+    tiny_model("llama").save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ValueError, match="'float33' is not a torch dtype"):
+        load_streamed(tmp_path / "checkpoint", dtype="float33")
+
+
+def test_a_load_that_fails_lets_the_store_go(load_streamed: Load, tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    tiny_model("llama").save_pretrained(path)
+    whole = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(Exception, match=r"(?i)safetensor|header|deserializ|incomplete"):
+        load_streamed(path)
+    (path / "model.safetensors").write_bytes(whole)
+    with pytest.raises(BudgetError):
+        load_streamed(path, settings={"gpu_memory": "64KiB"})
+    assert_same(stored(load_streamed(path)), AutoModelForCausalLM.from_pretrained(path))
+
+
+def test_loading_leaves_torch_and_transformers_as_they_were(load_streamed: Load, tmp_path: Path) -> None:
+    path = checkpoint_of("llama", tmp_path / "checkpoint")
+    load_streamed(path)
+    normal = AutoModelForCausalLM.from_pretrained(path)
+    assert all(p.device.type == "cpu" and p.isfinite().all() for p in normal.parameters())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reloading_replaces_all_weights(family: str, offload: Callable[..., OffloadEngine], tmp_path: Path) -> None:
+    other = checkpoint_of(family, tmp_path / "other", seed=7)
+    model = tiny_model(family)
+    engine = offload(model)
+    with torch.no_grad():
+        model.eval()(**tiny_batch())  # the slots hold old weights now
+    reload_weights(engine, model, other)
+    stock = AutoModelForCausalLM.from_pretrained(other).eval()
+    assert_same(stored(model), stock)
+    with torch.no_grad():
+        assert torch.equal(model(**tiny_batch()).logits, stock(**tiny_batch()).logits)
+
+
+def test_reloading_from_another_model_is_refused(offload: Callable[..., OffloadEngine], tmp_path: Path) -> None:
+    fewer_layers = tmp_path / "fewer"
+    tiny_model("llama", num_layers=2).save_pretrained(fewer_layers)
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match=r"fewer' has no weights for \d+ parameters .*such as model\.layers\.2"):
+        reload_weights(offload(model), model, fewer_layers)
+    assert tiny_config("llama").num_hidden_layers == 3
+
+
+def test_a_checkpoint_with_the_head_of_another_task_keeps_it(load_streamed: Load, tmp_path: Path) -> None:
+    config = transformers.BertConfig(
+        vocab_size=100, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=64, num_labels=3
+    )
+    stock = transformers.BertForSequenceClassification(config)
+    stock.save_pretrained(tmp_path / "checkpoint")
+    model = load_streamed(tmp_path / "checkpoint")
+    assert type(model) is type(stock)
+    assert_same(stored(model), stock)

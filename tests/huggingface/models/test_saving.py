@@ -1,0 +1,156 @@
+"""`save_pretrained` from the store writes what it writes from RAM."""
+
+from __future__ import annotations
+
+import json
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from hf_lohan.engine import OffloadEngine
+from hf_lohan.huggingface.models import saving
+from hf_lohan.huggingface.models.saving import StoredModel, StoredWeights, save_from_store
+from hf_lohan.testing.models import FAMILIES, tiny_model
+
+Offload = Callable[..., OffloadEngine]
+
+
+def tensors_in(folder: Path) -> dict[str, torch.Tensor]:
+    found: dict[str, torch.Tensor] = {}
+    for path in folder.glob("*.safetensors"):
+        part = load_file(path)
+        assert not found.keys() & part.keys()
+        found.update(part)
+    return found
+
+
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_same_tensors_as_from_memory(family: str, shard_size: str, offload: Offload, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"max_shard_size": shard_size}
+    model = tiny_model(family)
+    model.save_pretrained(tmp_path / "stock", **options)
+    offload(model)
+    model.save_pretrained(tmp_path / "ours", **options)
+    stock, ours = tensors_in(tmp_path / "stock"), tensors_in(tmp_path / "ours")
+    assert ours.keys() == stock.keys()
+    for name, tensor in stock.items():
+        assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(ours[name], tensor), name
+    num_shards = len(list((tmp_path / "ours").glob("*.safetensors")))
+    assert num_shards > 3 if shard_size == "100KB" else num_shards == 1
+    for name in ("config.json", "generation_config.json"):
+        files = [json.loads((tmp_path / folder / name).read_text()) for folder in ("stock", "ours")]
+        assert files[0] == files[1]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_folder_is_loaded_by_plain_transformers(family: str, offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model(family)
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert loaded.dtype == torch.float32
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, expected[name]), name
+
+
+@pytest.mark.parametrize("save_dtype", ["auto", "float32"])
+def test_what_was_loaded_in_float32_is_saved_as_its_masters(save_dtype: str, offload: Offload, tmp_path: Path) -> None:
+    """As stock saves what it trains under autocast. Experts are taken apart, so masters are read by rows, too."""
+    model = tiny_model("mixtral")
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model, dtype=torch.bfloat16, save_dtype=save_dtype)
+    model.save_pretrained(tmp_path)
+    assert model.config.dtype == torch.bfloat16
+    assert json.loads((tmp_path / "config.json").read_text())["dtype"] == "float32"
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    for name, parameter in loaded.named_parameters():
+        assert parameter.dtype == torch.float32 and torch.equal(parameter, expected[name]), name
+
+
+def test_what_was_loaded_in_bfloat16_is_saved_so_or_as_its_masters(offload: Offload, tmp_path: Path) -> None:
+    for save_dtype, dtype in (("auto", torch.bfloat16), ("float32", torch.float32)):
+        model = tiny_model("llama").to(torch.bfloat16)
+        offload(model, save_dtype=save_dtype)
+        model.save_pretrained(tmp_path / save_dtype)
+        assert {tensor.dtype for tensor in tensors_in(tmp_path / save_dtype).values()} == {dtype}
+
+
+def test_masters_of_large_weights_pass_in_pieces(
+    offload: Offload, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "_MASTERS_NUMEL", 1000)
+    model = tiny_model("llama")
+    expected = {name: p.detach().clone() for name, p in model.named_parameters()}
+    offload(model, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in tensors_in(tmp_path).items())
+
+
+def test_float32_weights_that_train_are_not_rounded_in_checkpoints(offload: Offload) -> None:
+    with pytest.raises(ValueError, match=r"save_dtype: bfloat16 would round .* lohan export RUN OUT --dtype bfloat16"):
+        offload(tiny_model("llama"), save_dtype="bfloat16")
+
+
+def test_bfloat16_weights_are_saved_as_they_compute(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("mixtral")
+    engine = offload(model, dtype=torch.bfloat16, save_dtype="bfloat16")
+    model.save_pretrained(tmp_path)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter, engine.parameters.read_parameter(name)), name
+
+
+def test_a_state_dict_that_is_passed_in_is_not_needed(offload: Offload, tmp_path: Path) -> None:
+    """Trainer and accelerate pass one, full of placeholders."""
+    model = tiny_model("llama")
+    expected = model.lm_head.weight.detach().clone()
+    offload(model)
+    model.save_pretrained(tmp_path, state_dict=model.state_dict())
+    assert torch.equal(tensors_in(tmp_path)["lm_head.weight"], expected)
+
+
+def test_no_tensor_of_the_file_is_taken_for_one_that_stock_has_let_go(offload: Offload, tmp_path: Path) -> None:
+    """Stock takes tied weights out of the dict; a tensor that it makes then could have the `id` of such a one."""
+    model = tiny_model("mixtral", tie_word_embeddings=True)
+    stored_model = StoredModel.of(offload(model))
+
+    def save(of: Any, folder: Path, *, state_dict: dict[str, torch.Tensor]) -> None:
+        let_go = [weakref.ref(state_dict.pop(name)) for name in [*state_dict]]
+        assert len(let_go) > 10 and all(form() is not None for form in let_go)
+
+    save_from_store(stored_model, save, tmp_path)
+
+
+def test_saving_leaves_the_model_as_it_was(offload: Offload, tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    offload(model)
+    before = set(vars(model))
+    model.save_pretrained(tmp_path / "first")
+    assert set(vars(model)) == before
+    with pytest.raises(TypeError):
+        model.save_pretrained(None)
+    assert set(vars(model)) == before
+    model.save_pretrained(tmp_path / "second")
+    assert tensors_in(tmp_path / "second").keys() == tensors_in(tmp_path / "first").keys()
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_aliases_of_tied_weights_are_found(family: str, offload: Offload) -> None:
+    model = tiny_model(family)
+    stock = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights = StoredWeights(StoredModel.of(offload(model)))
+    assert "lm_head.weight" in weights
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    assert set(weights) == parameters and len(weights) == len(parameters)
+    for name in parameters:
+        assert torch.equal(weights[name], stock[name]), name

@@ -1,0 +1,301 @@
+"""Trainer's checkpoints: killed or failing while it saves, which are kept, and which is the best."""
+
+from __future__ import annotations
+
+import errno
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from transformers import TrainingArguments
+from transformers.trainer_utils import HPSearchBackend, get_last_checkpoint
+
+import hf_lohan
+from hf_lohan.checkpoint.whole_folder import UNFINISHED_NAME
+from hf_lohan.files import StorageError
+from hf_lohan.huggingface.trainer import whole_checkpoints
+from hf_lohan.testing.models import VOCAB_SIZE, tiny_model
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dataset(num_rows: int = 16) -> Dataset:
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(5, VOCAB_SIZE, (num_rows, 8), generator=generator).tolist()
+    return Dataset.from_dict({"input_ids": rows, "labels": rows})
+
+
+def make(folder: Path, *, stock: bool = False, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "max_steps": 6, "save_steps": 2, "learning_rate": 1e-3, "per_device_train_batch_size": 2, "use_cpu": True,
+        "report_to": [], "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    args = TrainingArguments(str(folder), **{**defaults, **settings})
+    data: dict[str, Any] = {"train_dataset": dataset(), "eval_dataset": dataset(4)}
+    if stock:
+        return transformers.Trainer(tiny_model("llama"), args, **data)
+    return hf_lohan.Trainer(
+        tiny_model("llama"), args, **data, offload={"cpu_memory": "64MiB", "gpu_memory": "2MiB", "ssd": f"{folder}-ssd"}
+    )
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Iterator[Callable[..., Any]]:
+    """Trainers whose engines end with the test."""
+    trainers: list[Any] = []
+
+    def build(folder: Path = tmp_path / "run", **settings: Any) -> Any:
+        for trainer in trainers:
+            close(trainer)
+        trainers.append(make(folder, **settings))
+        return trainers[-1]
+
+    yield build
+    for trainer in trainers:
+        close(trainer)
+
+
+def close(trainer: Any) -> None:
+    engine = getattr(trainer, "offload_engine", None)
+    if engine is not None:
+        engine.close()
+
+
+def weights_of(trainer: Any) -> dict[str, torch.Tensor]:
+    access = trainer.offload_engine.parameters
+    return {name: access.read_parameter(name) for name in access.parts}
+
+
+def test_a_finished_run_that_is_resumed_takes_no_further_step(make_trainer: Callable[..., Any]) -> None:
+    trainer = make_trainer(max_steps=2)
+    trainer.train()
+    weights = weights_of(trainer)
+    trainer = make_trainer(max_steps=2)
+    trainer.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-2")
+    assert trainer.state.global_step == 2
+    assert all(torch.equal(weight, weights[name]) for name, weight in weights_of(trainer).items())
+
+
+def checkpoints(folder: Path) -> list[str]:
+    """Everything in a run's folder but an engine's own."""
+    return sorted(name for name in os.listdir(folder) if name != "lohan")
+
+
+def end_stage(owner: Any, name: str, checkpoint: str, end: Callable[[], None]) -> Callable[..., Any]:
+    """The stage, which ends badly when it has written its part of `checkpoint`."""
+    real = getattr(owner, name)
+
+    def stage(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = real(self, *args, **kwargs)
+        if any(checkpoint in str(place) for place in (*args, *kwargs.values())):
+            end()
+        return result
+
+    return stage
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def end() -> None:
+        raise error
+
+    return end
+
+
+STAGES = [
+    (transformers.Trainer, "_save"),
+    (hf_lohan.Trainer, "_save_optimizer_and_scheduler"),
+    (transformers.Trainer, "_save_rng_state"),
+    (transformers.TrainerState, "save_to_json"),
+]
+
+
+@pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
+def test_a_save_that_fails_leaves_the_last_checkpoint(
+    owner: Any, stage: str, make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    monkeypatch.setattr(owner, stage, end_stage(owner, stage, "checkpoint-4", raising(full)))
+    trainer = make_trainer(save_total_limit=1)
+    with pytest.raises(StorageError, match=r"cannot save the checkpoint .*checkpoint-4 .*Earlier checkpoints are unt"):
+        trainer.train()
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]
+    state = json.loads((tmp_path / "run" / "checkpoint-2" / "trainer_state.json").read_text())
+    assert state["global_step"] == 2
+
+
+def train_and_die(folder: Path, owner: Any, stage: str) -> None:
+    setattr(owner, stage, end_stage(owner, stage, "checkpoint-4", die))
+    make(folder).train()
+
+
+def kill_in_each_stage(folder: Path) -> None:
+    """A process for each, forked before torch has threads, which do not survive a fork."""
+    for owner, stage in STAGES:
+        pid = os.fork()
+        if not pid:
+            train_and_die(folder / stage, owner, stage)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL, stage
+
+
+@pytest.fixture(scope="module")
+def killed_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder for each stage, by its name, as a process left it that was killed in that stage."""
+    folder = tmp_path_factory.mktemp("killed")
+    child = multiprocessing.get_context("spawn").Process(target=kill_in_each_stage, args=(folder,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    return folder
+
+
+@pytest.fixture(scope="module")
+def undisturbed_weights(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    whole = make(tmp_path_factory.mktemp("undisturbed"))
+    whole.train()
+    weights = weights_of(whole)
+    close(whole)
+    return weights
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("owner", "stage"), STAGES, ids=[name for _, name in STAGES])
+def test_a_run_killed_while_it_saves_goes_on_from_the_checkpoint_before(
+    owner: Any, stage: str, make_trainer: Callable[..., Any], killed_runs: Path, undisturbed_weights: dict[str, Any]
+) -> None:
+    folder = killed_runs / stage
+    assert (folder / UNFINISHED_NAME / "checkpoint-4").exists()
+    assert get_last_checkpoint(str(folder)) == str(folder / "checkpoint-2")
+    resumed = make_trainer(folder)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-2"))
+    assert checkpoints(folder) == ["checkpoint-2", "checkpoint-4", "checkpoint-6"]
+    weights = weights_of(resumed)
+    assert all(torch.equal(weight, weights[name]) for name, weight in undisturbed_weights.items())
+
+
+BEST = {"eval_strategy": "steps", "eval_steps": 1, "save_steps": 1, "load_best_model_at_end": True}
+WORSE = {"learning_rate": 0.5}
+"""Ruins the model: the first checkpoint stays the best."""
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"save_total_limit": 1},
+        pytest.param({"save_total_limit": 2}, marks=pytest.mark.slow),
+        pytest.param({"save_total_limit": None}, marks=pytest.mark.slow),
+        pytest.param({**BEST, "save_total_limit": 2}, marks=pytest.mark.slow),
+        {**BEST, **WORSE, "save_total_limit": 2},
+        pytest.param({**BEST, **WORSE, "save_total_limit": 1}, marks=pytest.mark.slow),
+        {**BEST, **WORSE, "save_strategy": "best"},
+        {"save_only_model": True, "save_total_limit": 2},
+    ],
+    ids=["one", "two", "all", "best_is_new", "best_is_old", "best_alone", "best_only", "only_model"],
+)
+def test_the_same_checkpoints_are_kept_as_by_the_stock_trainer(
+    settings: dict[str, Any], make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    stock, ours = tmp_path / "stock", tmp_path / "ours"
+    bests = []
+    for folder in (stock, ours):
+        trainer = make_trainer(folder, stock=folder == stock, **settings)
+        trainer.train()
+        bests.append(trainer.state.best_model_checkpoint)
+    assert checkpoints(ours) == checkpoints(stock)
+    assert bests[1] == (bests[0] and bests[0].replace(str(stock), str(ours)))
+    for name in checkpoints(stock):
+        ours_files, stock_files = set(os.listdir(ours / name)), set(os.listdir(stock / name))
+        assert ours_files - {"lohan", "lohan.yaml"} == stock_files
+        states = [json.loads((folder / name / "trainer_state.json").read_text()) for folder in (stock, ours)]
+        for state in states:
+            state["best_metric"] = None
+            state["log_history"] = None
+        assert states[1] == json.loads(json.dumps(states[0]).replace(str(stock), str(ours)))
+
+
+def test_old_checkpoints_go_only_when_the_new_one_is_there(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+    real = shutil.rmtree
+
+    def rmtree(path: Any, *args: Any, **kwargs: Any) -> None:
+        if Path(path).name.startswith("checkpoint-"):
+            seen.append(checkpoints(tmp_path / "run"))
+        real(path, *args, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", rmtree)
+    make_trainer(save_total_limit=1).train()
+    assert seen == [["checkpoint-2", "checkpoint-4"], ["checkpoint-4", "checkpoint-6"]]
+
+
+def test_a_failed_save_does_not_name_the_best(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage = end_stage(transformers.Trainer, "_save_rng_state", "checkpoint-2", raising(RuntimeError("broken")))
+    monkeypatch.setattr(transformers.Trainer, "_save_rng_state", stage)
+    trainer = make_trainer(**BEST)
+    with pytest.raises(RuntimeError, match="broken"):
+        trainer.train()
+    assert trainer.state.best_global_step == 2
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "run" / "checkpoint-1")
+
+
+def test_the_best_checkpoint_of_a_moved_run_is_found_again(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    make_trainer(tmp_path / "first", max_steps=2, **BEST, **WORSE).train()
+    (tmp_path / "first").rename(tmp_path / "moved")
+    trainer = make_trainer(tmp_path / "moved", max_steps=3, **BEST, **WORSE)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "moved" / "checkpoint-2"))
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "moved" / "checkpoint-1")
+    state = json.loads((tmp_path / "moved" / "checkpoint-3" / "trainer_state.json").read_text())
+    assert state["best_model_checkpoint"] == str(tmp_path / "moved" / "checkpoint-1")
+
+
+def test_a_push_waits_for_the_checkpoint_to_have_its_name(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        transformers.Trainer,
+        "_push_from_checkpoint",
+        lambda self, folder: pushed.append((folder, (Path(folder) / "trainer_state.json").is_file())),
+    )
+    trainer = make_trainer(save_strategy="no", max_steps=1)
+    trainer.train()
+    trainer.args.push_to_hub = True  # from the start it would make a repository
+    trainer._save_checkpoint(trainer.model, None)
+    trainer.args.push_to_hub = False
+    trainer._save_checkpoint(trainer.model, None)
+    assert pushed == [(str(tmp_path / "run" / "checkpoint-1"), True)]
+
+
+def test_a_hyperparameter_search_keeps_its_runs_apart(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    trainer = make_trainer(save_strategy="no", max_steps=1)
+    trainer.train()
+    trainer.hp_search_backend = HPSearchBackend.OPTUNA
+    trainer._save_checkpoint(trainer.model, SimpleNamespace(number=3))
+    assert checkpoints(tmp_path / "run") == ["run-3"]
+    assert checkpoints(tmp_path / "run" / "run-3") == ["checkpoint-1"]
+
+
+def test_without_offload_nothing_is_touched(
+    make_trainer: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_checkpoints, "unfinished_together", None)
+    args = TrainingArguments(
+        str(tmp_path / "run"), max_steps=2, save_steps=1, save_total_limit=1, use_cpu=True, report_to=[]
+    )
+    hf_lohan.Trainer(tiny_model("llama"), args, train_dataset=dataset()).train()
+    assert checkpoints(tmp_path / "run") == ["checkpoint-2"]

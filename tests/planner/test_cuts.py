@@ -1,0 +1,113 @@
+"""Chunks and shards cover a block once; chunks are bounded, and parameters stay whole where they can."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_lohan.planner import BlockShape, SizeClass, cut_for_ranks, cut_units, units_between
+
+GRANULE = 16 * 1024
+numels = st.integers(1, 400)
+often = settings(max_examples=200)
+units_and_chunk = st.tuples(st.lists(numels, max_size=30), st.integers(1, 500))
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_cover_all_units_once_and_in_order(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    chunks = cut_units(units, chunk_numel)
+    edges = [0, *(stop for _, stop in chunks)]
+    assert chunks == list(itertools.pairwise(edges))
+    assert edges[-1] == sum(units)
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_are_bounded_and_never_empty(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    assert all(0 < stop - start <= chunk_numel for start, stop in cut_units(units, chunk_numel))
+
+
+@often
+@given(units_and_chunk)
+def test_a_unit_that_fits_is_not_cut(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    cuts = {start for start, _ in cut_units(units, chunk_numel)}
+    starts = itertools.accumulate(units, initial=0)
+    for start, numel in zip(starts, units, strict=False):
+        if numel <= chunk_numel:
+            assert not cuts & set(range(start + 1, start + numel)), f"unit at {start} of {numel} was cut"
+
+
+@often
+@given(units_and_chunk)
+def test_no_more_chunks_than_twice_the_fewest_possible(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    fewest = -(-sum(units) // chunk_numel)
+    # Two neighbouring chunks would have been one if they fitted, unless one of them is a full cut of a large unit.
+    assert len(cut_units(units, chunk_numel)) <= 2 * fewest
+
+
+@pytest.mark.parametrize(
+    ("units", "chunk_numel", "expected"),
+    [
+        ([], 10, []),
+        ([4, 4, 4], 10, [(0, 8), (8, 12)]),
+        ([10, 10], 10, [(0, 10), (10, 20)]),
+        ([25, 3], 10, [(0, 10), (10, 20), (20, 28)]),  # the rest of a large unit shares its chunk
+        ([3, 25], 10, [(0, 3), (3, 13), (13, 23), (23, 28)]),  # a large unit starts a chunk of its own
+    ],
+)
+def test_examples(units: list[int], chunk_numel: int, expected: list[tuple[int, int]]) -> None:
+    assert cut_units(units, chunk_numel) == expected
+
+
+@often
+@given(units_and_chunk)
+def test_chunks_are_counted_without_being_made(case: tuple[list[int], int]) -> None:
+    units, chunk_numel = case
+    block = BlockShape(
+        name="layer", size_class=SizeClass.LAYER, param_bytes=0, unit_numels=tuple(units), num_trainable_params=0
+    )
+    assert block.num_chunks(chunk_numel) == len(cut_units(units, chunk_numel))
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("units", [[GRANULE] * 7, [5 * GRANULE, GRANULE, 2 * GRANULE], [GRANULE]])
+def test_every_element_has_one_rank(num_ranks: int, units: list[int]) -> None:
+    numel = sum(units) + 3 * GRANULE
+    edges = cut_for_ranks(units, numel, num_ranks, granule_numel=GRANULE)
+    assert edges[0] == 0 and edges[-1] == numel and len(edges) == num_ranks + 1
+    assert list(edges) == sorted(edges)
+    assert all(edge % GRANULE == 0 for edge in edges)
+    parts = [units_between(units, start, stop) for start, stop in itertools.pairwise(edges)]
+    assert sum(map(sum, parts)) == sum(units)
+
+
+def test_a_small_block_is_cut_between_its_parameters() -> None:
+    edges = cut_for_ranks([3 * GRANULE, 5 * GRANULE, 2 * GRANULE], 10 * GRANULE, 2, granule_numel=GRANULE)
+    assert edges == (0, 3 * GRANULE, 10 * GRANULE)
+
+
+def test_a_large_block_is_cut_evenly() -> None:
+    units = [4096 * 4096] * 3 + [14336 * 4096] * 3
+    edges = cut_for_ranks(units, sum(units), 4, granule_numel=GRANULE)
+    parts = [stop - start for start, stop in itertools.pairwise(edges)]
+    assert max(parts) <= 1.03 * sum(units) / 4
+
+
+def test_a_parameter_that_its_optimizer_needs_whole_is_not_cut() -> None:
+    units = [4096 * 4096] * 3 + [14336 * 4096] * 3
+    edges = cut_for_ranks(units, sum(units), 8, granule_numel=GRANULE, keeps_units=True)
+    starts = [sum(units[:index]) for index in range(len(units) + 1)]
+    assert set(edges) <= set(starts)
+
+
+def test_frozen_elements_weigh_less_than_trained_ones() -> None:
+    edges = cut_for_ranks([80 * GRANULE], 80 * GRANULE + 640 * GRANULE, 2, granule_numel=GRANULE)
+    assert edges == (0, 80 * GRANULE, 720 * GRANULE)

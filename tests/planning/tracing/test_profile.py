@@ -1,0 +1,176 @@
+"""The profile without weights says what a real forward does: the same operations, FLOPs and saved bytes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModelForCausalLM, Gemma2Config, GemmaConfig
+
+from hf_lohan.model import ModelBlocks, lay_out_block
+from hf_lohan.planner import SizeClass
+from hf_lohan.planner.model_profile import ModelProfile
+from hf_lohan.planning.tracing import trace_model
+from hf_lohan.testing.models import FAMILIES, tiny_config
+
+BATCH_SIZE, SEQUENCE_LENGTH = 2, 16
+GEMMA = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+}
+CONFIGS: dict[str, Any] = {
+    **{family: tiny_config(family) for family in FAMILIES},
+    "gemma": GemmaConfig(**GEMMA),
+    "gemma2": Gemma2Config(**GEMMA, sliding_window=8),
+    "gpt2_dropout": tiny_config("gpt2", attn_pdrop=0.1, resid_pdrop=0.1),
+    "opt_layerdrop": tiny_config("opt", layerdrop=0.0, dropout=0.1),
+}
+
+
+def build(config: Any, dtype: torch.dtype, device: str) -> Any:
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def layers_of(model: nn.Module) -> dict[str, nn.Module]:
+    lists = {n: m for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == 3}
+    name, layers = next(iter(lists.items()))
+    return {f"{name}.{index}": layer for index, layer in enumerate(layers)}
+
+
+def blocks_of(model: nn.Module) -> ModelBlocks:
+    layers = layers_of(model)
+    inside = {parameter for layer in layers.values() for parameter in layer.parameters()}
+    outside = {name: parameter for name, parameter in model.named_parameters() if parameter not in inside}
+    users = [
+        module
+        for name, module in model.named_modules()
+        if next(module.parameters(recurse=False), None) is not None and not name.startswith(tuple(layers))
+    ]
+    blocks = [lay_out_block(name, SizeClass.LAYER, dict(layer.named_parameters())) for name, layer in layers.items()]
+    outer = lay_out_block("outside", SizeClass.OUTER, outside)
+    needs = {layer: (block,) for layer, block in zip(layers.values(), blocks, strict=True)}
+    return ModelBlocks([*blocks, outer], needs | dict.fromkeys(users, (outer,)), list(layers.values()))
+
+
+def profile_of(model: nn.Module, **options: Any) -> ModelProfile:
+    return trace_model(
+        model, blocks_of(model), batch_size=BATCH_SIZE, sequence_length=SEQUENCE_LENGTH, **options
+    ).profile
+
+
+class Names(TorchDispatchMode):
+    """The names of products and attentions that really run in one layer, counted as the runtime counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.output_bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = func(*args, **(kwargs or {}))
+        operation = func.overloadpacket.__name__
+        if operation.startswith("_scaled_dot_product"):
+            operation = "scaled_dot_product_attention"  # whichever kernel runs it
+        if operation.endswith("mm") or operation == "scaled_dot_product_attention":
+            index = sum(name.partition("#")[0] == f"aten.{operation}" for name in self.seen)
+            self.seen.append(f"aten.{operation}#{index}")
+            outputs = output if isinstance(output, tuple) else (output,)
+            self.output_bytes.append(sum(o.nbytes for o in outputs if torch.is_tensor(o)))
+        return output
+
+
+class Recomputed:
+    """Runs a model's layers under checkpointing and sees the forward and the recomputation of each, in order."""
+
+    def __init__(self, model: Any) -> None:
+        self.forwards: list[Names] = []
+        self.recomputations: list[Names] = []
+        options = {"use_reentrant": False, "context_fn": self._contexts}
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    def _contexts(self) -> tuple[Names, Names]:
+        self.forwards.append(Names())
+        self.recomputations.append(Names())
+        return self.forwards[-1], self.recomputations[-1]
+
+
+def attention(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    """Two products for each head: every query with every key, every pair with its value."""
+    batch, heads, queries, width = query
+    return 4 * batch * heads * queries * key[2] * width
+
+
+def grouped(a: Any, b: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
+    return 2 * a[0] * a[1] * b[2]
+
+
+UNKNOWN_TO_TORCH = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention,
+    torch.ops.aten._grouped_mm: grouped,
+}
+
+
+def run(model: nn.Module) -> torch.Tensor:
+    torch.manual_seed(0)
+    ids = torch.randint(5, 256, (BATCH_SIZE, SEQUENCE_LENGTH))
+    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_operations_and_flops_are_those_of_a_real_step(name: str, dtype: torch.dtype) -> None:
+    real = build(CONFIGS[name], dtype, "cpu")
+    profile = profile_of(build(CONFIGS[name], dtype, "meta"))
+    seen, counter = Recomputed(real), FlopCounterMode(display=False, custom_mapping=UNKNOWN_TO_TORCH)
+    with counter:
+        loss = run(real)
+    loss.backward()
+    assert profile.flops == counter.get_total_flops()
+    assert [block.name for block in profile.layers] == list(layers_of(real))
+    assert len(seen.forwards) == len(profile.layers)
+    for block, forward, recomputation in zip(profile.layers, seen.forwards, seen.recomputations, strict=True):
+        names = [operation.name for operation in block.operations]
+        assert names == recomputation.seen
+        assert names == forward.seen[: len(names)]
+        assert [operation.output_bytes for operation in block.operations] == forward.output_bytes[: len(names)]
+        assert all(operation.flops > 0 for operation in block.operations)
+        assert block.input_bytes == BATCH_SIZE * SEQUENCE_LENGTH * 64 * dtype.itemsize
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_saved_bytes_are_those_of_a_real_forward(name: str) -> None:
+    real = build(CONFIGS[name], torch.float32, "cpu")
+    profile = profile_of(build(CONFIGS[name], torch.float32, "meta"))
+    layer_name, layer = list(layers_of(real).items())[1]
+    outside: dict[int, torch.Tensor] = {p.untyped_storage().data_ptr(): p for p in real.parameters()}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    hooks = saved_tensors_hooks(keep, lambda tensor: tensor)
+
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
+        leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        outside.update((leaf.untyped_storage().data_ptr(), leaf) for leaf in leaves if torch.is_tensor(leaf))
+        hooks.__enter__()
+
+    layer.register_forward_pre_hook(enter, with_kwargs=True)
+    layer.register_forward_hook(lambda *_: hooks.__exit__())
+    run(real)
+    expected = sum(t.untyped_storage().nbytes() for key, t in saved.items() if key not in outside)
+    block = next(block for block in profile.layers if block.name == layer_name)
+    assert block.saved_bytes == expected > 0
