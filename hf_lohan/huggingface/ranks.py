@@ -19,7 +19,7 @@ from hf_lohan.device import num_gpus
 from hf_lohan.files.directories import make_directory
 from hf_lohan.model import Block
 from hf_lohan.planning import OffloadLayout
-from hf_lohan.ranks import ALONE, Links, Ranks, connect
+from hf_lohan.ranks import SINGLE_RANK, Links, Ranks, connect
 from hf_lohan.store.rank_folders import refuse_other_ranks, shared_directory
 
 _FIRST_TIMEOUT_S = 600.0
@@ -32,7 +32,7 @@ def ranks_here() -> Ranks:
     """Which rank this process is, by what its launcher said. Raises ValueError if that is not enough."""
     num_launched = os.environ.get("WORLD_SIZE", "1")
     if num_launched == "1":
-        return ALONE
+        return SINGLE_RANK
     on_cpu = parse_flag_from_env("ACCELERATE_USE_CPU") or num_gpus() == 0
     state = PartialState(cpu=on_cpu)  # the one that Trainer or an Accelerator has made, if there is one
     check_joined(state.num_processes)

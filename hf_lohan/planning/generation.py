@@ -23,7 +23,7 @@ from hf_lohan.planner import (
 )
 from hf_lohan.planner.pool_plan import GOOD_STAGING_BYTES, MASTER_ITEMSIZE_BYTES, STAGING_SHARE
 from hf_lohan.planning.layout import ExpertCacheRoom, OffloadLayout, streams_experts
-from hf_lohan.ranks import ONE_RANK
+from hf_lohan.ranks import SINGLE_RANK
 
 
 def lay_out_generation(
@@ -50,7 +50,7 @@ def lay_out_generation(
     num_choices = keys_and_values.num_sequences * experts_per_token if experts_per_token else None
     num_experts = min((experts.num_experts for experts in find_experts(model).values()), default=0)
     if config.experts == "streamed":
-        goes_by_experts = streams_experts(model, form, config, ONE_RANK)
+        goes_by_experts = streams_experts(model, form, config, SINGLE_RANK)
     else:
         is_few = num_choices is not None and 2 * num_choices <= num_experts
         goes_by_experts = config.experts == "auto" and is_few

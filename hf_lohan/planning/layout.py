@@ -44,7 +44,7 @@ from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
 from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
-from hf_lohan.ranks import ALONE, Links, Ranks
+from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
 from hf_lohan.store.manifest import read_manifest
 from hf_lohan.wording import format_bytes
@@ -103,7 +103,7 @@ class OffloadLayout(StoredForm):
     is_split: bool = False
     """Whether it is decided what of the RAM beside the pools is for activations. Before, this is a guess."""
     rules: Rules = adamw_everywhere
-    ranks: Ranks = ALONE
+    ranks: Ranks = SINGLE_RANK
     shared_weight_bytes: int = 0
     """Host memory of a node through which blocks pass to all its ranks."""
     open_ways: tuple[Collectives, ...] = (WAY_WITHIN_A_NODE,)
@@ -312,7 +312,7 @@ def lay_out(
     sums_gradients: bool = True,
     memory_is_host: bool = False,
     rules: Rules | None = None,
-    ranks: Ranks = ALONE,
+    ranks: Ranks = SINGLE_RANK,
 ) -> OffloadLayout:
     """Lay `model` (real or on meta) out for training. `config` must be resolved. `working_dtype`, `rules`: see
     `discover_blocks`, `rules` by default those that the configuration asks for; `sums_gradients`: whether a parameter's

@@ -18,13 +18,13 @@ from hf_lohan.ranks.transport.links import Links, one_rank_at_a_time
 from hf_lohan.ranks.transport.messages import HEAD_BYTES, Channel, Kind, PayloadReader
 from hf_lohan.ranks.transport.rendezvous import connect
 from hf_lohan.ranks.transport.shared_region import SharedRegion
-from hf_lohan.ranks.transport.topology import ONE_RANK, Ranks
+from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 
 __all__ = [
     "GRADIENTS_INT4",
     "GRADIENTS_INT8",
     "HEAD_BYTES",
-    "ONE_RANK",
+    "SINGLE_RANK",
     "WEIGHTS_INT8",
     "BlockCodec",
     "Channel",

@@ -9,7 +9,7 @@ from functools import partial
 
 from hf_lohan.device import Buffer, BufferPool, Device
 from hf_lohan.model import Chunk
-from hf_lohan.ranks import MeasuredCodec, CompleteGradient, GradientExchange, Links, SharedRegion
+from hf_lohan.ranks import CompleteGradient, GradientExchange, Links, MeasuredCodec, SharedRegion
 from hf_lohan.ranks.transport.agreements import END_OF_STEP
 from hf_lohan.threads import Command, use_all_cores
 from hf_lohan.updates.gradients import ChunkGradient

@@ -17,8 +17,7 @@ from torch import Tensor
 from hf_lohan.device import Device, Event, Lane
 from hf_lohan.files import StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError
-from hf_lohan.ranks import Lane as LinkLane
+from hf_lohan.ranks import Channel, CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
@@ -388,7 +387,7 @@ class SharedWeights:
     def _send_part_to(self, rank: int, load: _SharedLoad, form: int, message: Tensor) -> None:
         numbers = (load.number, self._number_of[load.block], form)
         try:
-            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, lane=LinkLane.WEIGHTS)
+            self._links.send(rank, Kind.WEIGHTS_PART, *numbers, payload=message, channel=Channel.WEIGHTS)
         except Exception as error:  # a rank must not wait for this for ever
             self._links.fail(error)
             return

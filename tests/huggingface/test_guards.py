@@ -22,7 +22,7 @@ from hf_lohan.engine import OffloadEngine
 from hf_lohan.huggingface.guards import check_arguments, check_model, check_optimizers
 from hf_lohan.huggingface.ranks import check_batches, check_rank_model, check_rules
 from hf_lohan.model import adamw_everywhere, muon_for_matrices, stored_form
-from hf_lohan.ranks import ONE_RANK, Ranks
+from hf_lohan.ranks import SINGLE_RANK, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 
 
@@ -125,7 +125,7 @@ def test_optimizers_that_need_whole_parameters_are_for_one_rank() -> None:
 def test_prompts_are_learned_by_one_rank() -> None:
     configs = {"default": SimpleNamespace(is_prompt_learning=False), "soft": SimpleNamespace(is_prompt_learning=True)}
     model = SimpleNamespace(peft_config=configs)
-    check_rank_model(model, ONE_RANK)
+    check_rank_model(model, SINGLE_RANK)
     assert "'soft' learns prompts" in refusal(lambda: check_rank_model(model, Ranks(1, 2, 1, 2)))
 
 

@@ -83,7 +83,7 @@ def test_parts_that_are_not_equal_are_counted_as_the_largest(
 
 @pytest.mark.parametrize("num_blocks", [1, 3, 1000])
 def test_payloads_are_as_long_as_the_codecs_make_them(num_blocks: int) -> None:
-    from hf_lohan.ranks import block_codec
+    from hf_lohan.ranks.collectives import block_codec
 
     for codec, size in (
         (block_codec.WEIGHTS_INT8, WEIGHT_FORMAT),

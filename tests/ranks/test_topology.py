@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hf_lohan.ranks import ONE_RANK, Ranks
+from hf_lohan.ranks import SINGLE_RANK, Ranks
 
 
 def test_ranks_are_numbered_box_by_box() -> None:
@@ -17,7 +17,7 @@ def test_ranks_are_numbered_box_by_box() -> None:
 
 
 def test_one_rank_is_alone() -> None:
-    assert (ONE_RANK.others, list(ONE_RANK.on_this_node), ONE_RANK.num_nodes) == ([], [0], 1)
+    assert (SINGLE_RANK.others, list(SINGLE_RANK.on_this_node), SINGLE_RANK.num_nodes) == ([], [0], 1)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from hf_lohan.engine import OffloadEngine, ParameterAccess, drain_model, open_ti
 from hf_lohan.model import Block, Chunk
 from hf_lohan.optim import OffloadAdamW
 from hf_lohan.planning import OffloadLayout, lay_out
-from hf_lohan.ranks import BlockCodec, Lane, Links, Ranks
+from hf_lohan.ranks import BlockCodec, Channel, Links, Ranks
 from hf_lohan.testing.models import tiny_batch, tiny_model
 from hf_lohan.testing.thread_ranks import run_ranks
 
@@ -118,7 +118,7 @@ class Trained:
     weights: dict[str, Tensor] = field(default_factory=dict)
     norms: list[Tensor] = field(default_factory=list)
     losses: list[Tensor] = field(default_factory=list)
-    sent: dict[Lane, int] = field(default_factory=dict)
+    sent: dict[Channel, int] = field(default_factory=dict)
     """Bytes of payloads, without those of the loading before and the reading afterwards."""
     num_loads: dict[str, int] = field(default_factory=dict)
     num_states: dict[str, int] = field(default_factory=dict)
@@ -126,11 +126,11 @@ class Trained:
     figures: Mapping[str, Any] = field(default_factory=dict)
 
 
-def quiet_bytes(links: Links, before: Mapping[Lane, int]) -> dict[Lane, int]:
+def quiet_bytes(links: Links, before: Mapping[Channel, int]) -> dict[Channel, int]:
     """What was sent, once nothing more is: the next pass's first loads are under way."""
-    found: dict[Lane, int] = {}
+    found: dict[Channel, int] = {}
     links.barrier("steps to be over", sequence="quiet")
-    while found != (found := {lane: links.sent_bytes[lane] - before[lane] for lane in (Lane.WEIGHTS, Lane.GRADIENTS)}):
+    while found != (found := {channel: links.sent_bytes[channel] - before[channel] for channel in (Channel.WEIGHTS, Channel.GRADIENTS)}):
         time.sleep(0.3)
     links.barrier("all to be quiet", sequence="quiet")
     return found

@@ -104,7 +104,7 @@ class AgreeingStore(Protocol[_Commit]):
     @property
     def kept_commits(self) -> Sequence[_Commit]: ...
 
-    def go_back_to(self, commit: _Commit | None) -> None: ...
+    def restore_commit(self, commit: _Commit | None) -> None: ...
 
     def agree_on_commits(self, agreement: CommitAgreement) -> None: ...
 
@@ -117,6 +117,7 @@ class CommitAgreement:
         self._durable = dict.fromkeys(links.ranks.others, 0)
         """By rank, the number of its last durable commit."""
         self.group_id = ""
+        self.keeps_previous = True
 
     def restore_common_commit(self, store: AgreeingStore[_Commit]) -> _Commit | None:
         """Take this rank's store to the newest commit that all ranks hold, and commit with the others from now on. All
@@ -137,7 +138,7 @@ class CommitAgreement:
         commits_by_rank = [[(str(group), int(count)) for group, count in of_rank["held"]] for of_rank in descriptions]
         group_id, number = newest_common_commit(commits_by_rank)
         chosen = kept.get((group_id, number))
-        store.go_back_to(chosen)
+        store.restore_commit(chosen)
         # The commit that a rank goes back from must be gone everywhere, whenever the run is cut off, before another one
         # gets its number.
         self._links.barrier("all ranks are at the same commit")

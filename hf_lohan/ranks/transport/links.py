@@ -39,7 +39,7 @@ from hf_lohan.ranks.transport.failures import (
     RankTimeoutError,
 )
 from hf_lohan.ranks.transport.messages import Channel, DamagedHeadError, Head, Kind, PayloadReader, memory_of
-from hf_lohan.ranks.transport.topology import ONE_RANK, Ranks
+from hf_lohan.ranks.transport.topology import SINGLE_RANK, Ranks
 from hf_lohan.threads import Owner, start_thread
 
 BROADCAST_PIECE_BYTES = 4 << 20
@@ -129,7 +129,7 @@ class Links:
     @classmethod
     def alone(cls) -> Links:
         """Links of a single rank: every call works, and nothing is sent."""
-        return cls(ONE_RANK, {}, timeout_s=0.0)
+        return cls(SINGLE_RANK, {}, timeout_s=0.0)
 
     def __enter__(self) -> Links:
         return self

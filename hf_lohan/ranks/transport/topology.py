@@ -60,4 +60,4 @@ class Ranks:
         return Ranks(rank, self.num_ranks, rank % self.num_local, self.num_local)
 
 
-ONE_RANK = Ranks()
+SINGLE_RANK = Ranks()
