@@ -130,7 +130,11 @@ def quiet_bytes(links: Links, before: Mapping[Channel, int]) -> dict[Channel, in
     """What was sent, once nothing more is: the next pass's first loads are under way."""
     found: dict[Channel, int] = {}
     links.barrier("steps to be over", sequence="quiet")
-    while found != (found := {channel: links.sent_bytes[channel] - before[channel] for channel in (Channel.WEIGHTS, Channel.GRADIENTS)}):
+    while found != (
+        found := {
+            channel: links.sent_bytes[channel] - before[channel] for channel in (Channel.WEIGHTS, Channel.GRADIENTS)
+        }
+    ):
         time.sleep(0.3)
     links.barrier("all to be quiet", sequence="quiet")
     return found
