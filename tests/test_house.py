@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -88,8 +89,13 @@ BANNED_WORDS = re.compile("manager|helper|utils", re.IGNORECASE)
 MACHINE_PATH = re.compile(r"(?<![\w.~$}{)/-])/(?:root|home/\w|Users/\w|work/|opt/pypi|opt/wheels|tmp/\w)")
 
 
-def source_files(folder: Path = PACKAGE) -> list[Path]:
-    return sorted(path for path in folder.rglob("*.py") if "__pycache__" not in path.parts)
+def source_files(folder: Path = PACKAGE, *, shipped: bool = False) -> list[Path]:
+    """Python files below ``folder``. ``shipped``: without `hf_lohan.testing`, which no wheel contains."""
+    return sorted(
+        path
+        for path in folder.rglob("*.py")
+        if "__pycache__" not in path.parts and not (shipped and "testing" in path.parts)
+    )
 
 
 @cache
@@ -324,6 +330,101 @@ def test_every_room_says_what_it_is_for() -> None:
 def test_files_stay_short() -> None:
     lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in source_files()}
     report([f"{name_of(path)}: {num} lines" for path, num in lengths.items() if num > MAX_FILE_LINES])
+
+
+MAX_FILES_IN_A_FOLDER = 13
+MAX_FILES_THAT_ASK_FOR_RANKS = 22
+SMALL_FILE_LINES = 100
+ANOTHERS_DOOR = {"run.py", "trl.py"}
+"""Modules that users import or run by name."""
+
+
+def test_folders_have_few_files() -> None:
+    folders = Counter(path.parent for path in source_files(shipped=True) if path.name != "__init__.py")
+    report([f"{name_of(folder)} has {num} files" for folder, num in folders.items() if num > MAX_FILES_IN_A_FOLDER])
+
+
+def importers() -> dict[Path, set[Path]]:
+    """For each file, the files that import it. A name that a room offers counts for the file that defines it."""
+    paths = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in source_files()}
+    defined_in: dict[str, str] = {}
+    for module, path in paths.items():
+        if path.name == "__init__.py":
+            for name in imported_modules(path):
+                source, _, offered = name.rpartition(".")
+                defined_in[f"{module.removesuffix('__init__')}{offered}"] = source
+    users: dict[Path, set[Path]] = {path: set() for path in paths.values()}
+    for path in paths.values():
+        if path.name == "__init__.py":
+            continue
+        for name in imported_modules(path):
+            for _ in range(3):  # as deep as rooms go
+                source = defined_in.get(name)
+                name = name if source is None else f"{source}.{name.rpartition('.')[2]}"
+            for module in (name, name.rpartition(".")[0]):
+                if paths.get(module, path) != path:
+                    users[paths[module]].add(path)
+    return users
+
+
+def test_small_files_have_two_importers() -> None:
+    offences = []
+    for path, users in importers().items():
+        num_lines = len(path.read_text(encoding="utf-8").splitlines())
+        is_exempt = path.name in ("__init__.py", "__main__.py", *ANOTHERS_DOOR) or room_of(path) == "testing"
+        if num_lines < SMALL_FILE_LINES and len(users) < 2 and not is_exempt:
+            offences.append(f"{name_of(path)} has {num_lines} lines and {len(users)} importers: merge it")
+    report(offences)
+
+
+def public_names(path: Path) -> Iterator[str]:
+    """Names that the module defines at its top level, and its classes also where they are private."""
+    for node in tree_of(path).body:
+        if isinstance(node, ast.ClassDef) or (isinstance(node, ast.FunctionDef) and not node.name.startswith("_")):
+            yield node.name
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (t.id for t in targets if isinstance(t, ast.Name) and not t.id.startswith("_"))
+
+
+def test_no_name_stands_for_two_things() -> None:
+    rooms: dict[str, set[str]] = defaultdict(set)
+    for path in source_files(shipped=True):
+        for name in public_names(path):
+            rooms[name].add(room_of(path))
+    del rooms["logger"]
+    report([f"{name} is defined in {', '.join(sorted(where))}" for name, where in rooms.items() if len(where) > 1])
+
+
+ASKS_FOR_RANKS = re.compile(
+    r"is_alone|are_of_many|\.others\b|(agreement|links|exchange) is (not )?None"
+    r"|num_(ranks|nodes|processes)\s*[<>=!]=?\s*[012]\b|world_size\s*[<>=!]=?\s*[012]\b"
+)
+
+
+def conditions(path: Path) -> Iterator[str]:
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.If | ast.IfExp | ast.While | ast.Assert):
+            yield ast.unparse(node.test)
+        elif isinstance(node, ast.comprehension):
+            yield from map(ast.unparse, node.ifs)
+        elif isinstance(node, ast.BoolOp):
+            yield ast.unparse(node)
+
+
+def test_few_files_ask_how_many_ranks_there_are() -> None:
+    """What differs with ranks is chosen where objects are built; the rest calls what it was given."""
+    asking = [
+        name_of(path)
+        for path in source_files(shipped=True)
+        if room_of(path) != "ranks" and any(map(ASKS_FOR_RANKS.search, conditions(path)))
+    ]
+    assert len(asking) <= MAX_FILES_THAT_ASK_FOR_RANKS, "\n" + "\n".join(asking)
+
+
+def test_the_documents_stay_short() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text(encoding="utf-8").split()) <= 2500
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 130
 
 
 def test_names_say_what_a_thing_does() -> None:
