@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Generic, Literal, TypeVar
 
+import torch
+
 from hf_lohan.ranks import HEAD_BYTES, Channel, Links, RankFailedError, Ranks
 from hf_lohan.ranks.transport.messages import Head
 
@@ -85,8 +87,15 @@ def rank_outcomes(
         for rank in range(num_ranks)
     ]
     outcomes: list[Outcome[_Result]] = [Outcome() for _ in range(num_ranks)]
+    num_threads = torch.get_num_threads()
+    all_have_threads = threading.Barrier(num_ranks)
 
     def run(rank: int) -> None:
+        # Some sums depend on the number of torch's threads. A thread takes it from torch's last setting when it first
+        # uses torch; the loader of another rank may just have set its own to 1.
+        torch.get_num_threads()
+        torch.set_num_threads(num_threads)
+        all_have_threads.wait()
         began_s = time.monotonic()
         try:
             with links[rank]:
