@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hf_lohan.activations import ChunkedLoss
-from hf_lohan.config import OffloadConfig, ssd_paths
+from hf_lohan.config import OffloadConfig, SsdPath, ssd_paths
 from hf_lohan.config.offload_config import Experts
 from hf_lohan.device import Device
 from hf_lohan.files import ForeignStoreError
@@ -30,6 +30,7 @@ from hf_lohan.model import (
 )
 from hf_lohan.planner import (
     BlockGradient,
+    BlockShape,
     BudgetError,
     Collectives,
     PoolPlan,
@@ -43,7 +44,7 @@ from hf_lohan.planner import (
 from hf_lohan.planner.collectives import WAY_WITHIN_A_NODE
 from hf_lohan.planner.pool_plan import MASTER_ITEMSIZE_BYTES
 from hf_lohan.planning.kept_weights import kept_bytes, kept_records, message_bytes
-from hf_lohan.planning.shared_machine import rank_paths, share_of_machine
+from hf_lohan.planning.shared_machine import Share, rank_paths, share_of_machine, whole_machine
 from hf_lohan.ranks import SINGLE_RANK, Links, Ranks
 from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordSpec
 from hf_lohan.store.manifest import read_manifest
@@ -161,9 +162,13 @@ class OffloadLayout(StoredForm):
             activation_bytes=activation_bytes,
         )
 
+    @property
+    def _shards(self) -> _WholeBlocks:
+        return _shards_of(self.ranks)
+
     def ways_to_plan(self, ways: Sequence[Collectives] | None) -> Sequence[Collectives]:
         """Those of ``ways``, by default those that the configuration leaves open, that differ here."""
-        return self.open_ways if ways is None or self.ranks.num_nodes == 1 else ways
+        return self.open_ways if ways is None else self._shards.ways(ways)
 
     def has_ram_for(self, way: Collectives) -> bool:
         """Whether the RAM beside the pools suffices for this way to exchange weights and gradients."""
@@ -239,13 +244,7 @@ class OffloadLayout(StoredForm):
     @property
     def own_spilled_bytes(self) -> int:
         """Of the gradients that RAM cannot hold, those that this rank holds: of its shards, in float32 as sums."""
-        if self.ranks.num_ranks == 1:
-            return sum(record.num_bytes for record in self.spill_records())
-        blocks = (block for block in self.blocks if block.name in self.plan.spilled_blocks)
-        shards = ((block, *block.rank_ranges[self.ranks.rank]) for block in blocks)
-        return MASTER_ITEMSIZE_BYTES * sum(
-            min(stop, block.state_numel) - min(start, block.state_numel) for block, start, stop in shards
-        )
+        return self._shards.spilled_bytes(self)
 
     def _gradient_record(self, block: Block) -> RecordSpec:
         """As it waits for the end of the step."""
@@ -254,7 +253,7 @@ class OffloadLayout(StoredForm):
     def held_gradients(self) -> tuple[BlockGradient, ...]:
         """Of all blocks, in forward order, if RAM beside activations is to hold what the pool cannot. Of several ranks
         it is not: they read each other's gradients in the pool."""
-        if not self.plan.spilled_blocks or self.ranks.num_ranks > 1:
+        if not self.plan.spilled_blocks or self._shards.gradients_stay_in_pool:
             return ()
         return tuple(
             BlockGradient(
@@ -270,6 +269,79 @@ class OffloadLayout(StoredForm):
         return tuple(_gradient_record(block, torch.float32) for block in self.blocks if block.state_numel)
 
 
+class _WholeBlocks:
+    """What one rank stores: all of each block."""
+
+    can_stream_experts = True
+    gradients_are_summed = False
+    gradients_stay_in_pool = False
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+
+    def share_of_machine(
+        self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
+    ) -> tuple[Share, tuple[SsdPath, ...]]:
+        return whole_machine(device), paths
+
+    def cut(self, form: StoredForm) -> StoredForm:
+        return form
+
+    def shape(self, block: Block) -> BlockShape:
+        return block.shape()
+
+    def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
+        return 0
+
+    def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
+        return (WAY_WITHIN_A_NODE,)
+
+    def spilled_bytes(self, layout: OffloadLayout) -> int:
+        return sum(record.num_bytes for record in layout.spill_records())
+
+
+class _Shards(_WholeBlocks):
+    """What one of several ranks stores: its shard of each block."""
+
+    can_stream_experts = False
+    """Ranks load blocks in one order, and each rank's tokens choose other experts."""
+    gradients_are_summed = True
+    """Over the ranks, in float32."""
+    gradients_stay_in_pool = True
+    """Ranks read each other's gradients there."""
+
+    def share_of_machine(
+        self, config: OffloadConfig, device: Device, paths: tuple[SsdPath, ...], links: Links
+    ) -> tuple[Share, tuple[SsdPath, ...]]:
+        return share_of_machine(config, device, paths, links)
+
+    def cut(self, form: StoredForm) -> StoredForm:
+        blocks = form.model_blocks.blocks
+        for block in blocks:
+            block.cut_for_ranks(self._ranks.num_ranks)
+        return replace(form, records=records_of_rank(blocks, self._ranks.rank))
+
+    def shape(self, block: Block) -> BlockShape:
+        return block.shape(self._ranks.rank)
+
+    def shared_weight_bytes(self, blocks: Sequence[Block]) -> int:
+        return _SHARED_BLOCKS * max(block.param_bytes for block in blocks)
+
+    def ways(self, asked: Sequence[Collectives]) -> tuple[Collectives, ...]:
+        return tuple(asked) if self._ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
+
+    def spilled_bytes(self, layout: OffloadLayout) -> int:
+        blocks = (block for block in layout.blocks if block.name in layout.plan.spilled_blocks)
+        shards = ((block, *block.rank_ranges[self._ranks.rank]) for block in blocks)
+        return MASTER_ITEMSIZE_BYTES * sum(
+            min(stop, block.state_numel) - min(start, block.state_numel) for block, start, stop in shards
+        )
+
+
+def _shards_of(ranks: Ranks) -> _WholeBlocks:
+    return _Shards(ranks) if ranks.num_ranks > 1 else _WholeBlocks(ranks)
+
+
 def _gradient_record(block: Block, dtype: torch.dtype) -> RecordSpec:
     name = str(dtype).removeprefix("torch.")
     return RecordSpec(block.name, "gradient", name, block.state_numel, granule_numel=block.granule_numel)
@@ -283,7 +355,7 @@ def resolved_here(
     links = links or Links.alone()
     given = ssd_paths(str(default_ssd_path)) if config.ssd == "auto" else config.ssd
     paths = rank_paths(given, links.ranks) if given != "auto" else ()
-    share, paths = share_of_machine(config, device, paths, links)
+    share, paths = _shards_of(links.ranks).share_of_machine(config, device, paths, links)
     return replace(config, ssd=paths or "auto").resolve(
         host_memory_bytes=share.host_memory_bytes,
         device_memory_bytes=share.device_memory_bytes,
@@ -325,18 +397,15 @@ def lay_out(
     form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules)
     if streams_experts(model, form, config, ranks):
         form = stored_form(model, working_dtype, config.optimizer_state_dtype, rules, streams_experts=True)
+    shards = _shards_of(ranks)
+    form = shards.cut(form)
     blocks = form.model_blocks.blocks
-    if ranks.num_ranks > 1:
-        sums_gradients = True  # over the ranks, in float32
-        for block in blocks:
-            block.cut_for_ranks(ranks.num_ranks)
-        form = replace(form, records=records_of_rank(blocks, ranks.rank))
+    sums_gradients = sums_gradients or shards.gradients_are_summed
     trained = [block.master for block in blocks if block.state_numel] or [form.master]
-    shared_bytes = _SHARED_BLOCKS * max(block.param_bytes for block in blocks) if ranks.num_ranks > 1 else 0
+    shared_bytes = shards.shared_weight_bytes(blocks)
     assert isinstance(config.gpu_memory, int) and isinstance(config.cpu_memory, int)
     assert isinstance(config.prefetch_blocks, int)
-    # Within a node nothing is sent.
-    open_ways = config.collectives.open_ways() if ranks.num_nodes > 1 else (WAY_WITHIN_A_NODE,)
+    open_ways = shards.ways(config.collectives.open_ways())
     messages = min(message_bytes(blocks, ranks, way) for way in open_ways)
     exchange_bytes = shared_bytes // ranks.num_local + messages
     if exchange_bytes >= config.cpu_memory:
@@ -373,7 +442,7 @@ def lay_out(
         plan=pools,
         holds_gradients=request.hold_gradients,
         keeps_gradient_dtypes=not sums_gradients,
-        records_of_a_step=_step_traffic(blocks, pools, ranks) if config.resident_records == "auto" else (),
+        records_of_a_step=_step_traffic(blocks, pools, shards) if config.resident_records == "auto" else (),
         record_bytes=cpu_memory - pools.cpu_pool_bytes - activation_bytes,
         activation_bytes=activation_bytes,
         rules=rules,
@@ -387,7 +456,8 @@ def lay_out(
 def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, ranks: Ranks) -> bool:
     """Whether experts are to come one by one, where ``form`` has them with their layers. Raises ValueError where that
     was asked for and cannot be."""
-    if config.experts == "with_layer" or (ranks.num_ranks > 1 and config.experts == "auto"):
+    can_stream = _shards_of(ranks).can_stream_experts
+    if config.experts == "with_layer" or (config.experts == "auto" and not can_stream):
         return False
     found = find_experts(model)
     if config.experts == "streamed":
@@ -397,7 +467,7 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
                 "one: fused tensors of modules that transformers calls through its registry of implementations, with "
                 "no adapters on them; set experts to auto or with_layer"
             )
-        if ranks.num_ranks > 1:
+        if not can_stream:
             raise ValueError(
                 f"experts: streamed was asked for with {ranks.num_ranks} ranks, which load blocks in one order, and "
                 "each rank's tokens go to other experts; set experts to with_layer"
@@ -411,10 +481,9 @@ def streams_experts(model: nn.Module, form: StoredForm, config: OffloadConfig, r
     return bool(found) and 2 * layer_bytes + gradient_bytes > config.gpu_memory // _WHOLE_LAYERS_SHARE
 
 
-def _step_traffic(blocks: list[Block], pools: PoolPlan, ranks: Ranks) -> tuple[RecordTraffic, ...]:
+def _step_traffic(blocks: list[Block], pools: PoolPlan, shards: _WholeBlocks) -> tuple[RecordTraffic, ...]:
     """What a step reads of each record that this rank has, blocks in forward order."""
-    rank = ranks.rank if ranks.num_ranks > 1 else None
-    shapes = [shape for shape in (block.shape(rank) for block in blocks) if shape.param_bytes]
+    shapes = [shape for shape in map(shards.shape, blocks) if shape.param_bytes]
     master_of = {block.name: block.master for block in blocks}
     by_block: dict[str, list[RecordTraffic]] = {}
     for master in set(master_of.values()):
@@ -436,7 +505,7 @@ _COME = {"streamed": "come one by one", "with_layer": "come with their layers"}
 def experts_as_stored(model: nn.Module, config: OffloadConfig, ranks: Ranks) -> OffloadConfig:
     """The configuration with `experts: auto` as the store in its paths has them, and a log line. `config` must be
     resolved. Raises ForeignStoreError where something else was asked for than a store of this model class has."""
-    found = find_experts(model) if ranks.num_ranks == 1 else {}
+    found = find_experts(model) if _shards_of(ranks).can_stream_experts else {}
     manifest = read_manifest(config.ssd[0].path) if found and config.ssd != "auto" else None
     if manifest is None or not _is_of(manifest.model, model):  # whoever opens it says what it is
         return config

@@ -65,14 +65,17 @@ def _folder(path: str, ranks: Ranks) -> str:
     return path if os.path.basename(path) == os.path.basename(own) else own
 
 
+def whole_machine(device: Device) -> Share:
+    """The share of a rank without others."""
+    return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus())
+
+
 def share_of_machine(
     config: OffloadConfig, device: Device, paths: Sequence[SsdPath], links: Links
 ) -> tuple[Share, tuple[SsdPath, ...]]:
     """What is this rank's, and its ``paths`` with capacities that leave the other ranks theirs. All ranks call this
     together, before any of them takes memory. Raises ConfigError if they were given different settings."""
     ranks = links.ranks
-    if not ranks.others:
-        return Share(available_host_memory_bytes(), device.total_memory_bytes(), usable_cpus()), tuple(paths)
     offered = links.all_gather("what is free for each rank", _offer(config, device, paths).pack())
     offers = [_Offer.unpack(packed) for packed in offered]
     _refuse_differences(offers)
