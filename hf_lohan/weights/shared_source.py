@@ -15,9 +15,9 @@ from functools import partial
 from torch import Tensor
 
 from hf_lohan.device import Device, Event, Lane
-from hf_lohan.files import StorageError
+from hf_lohan.files import CorruptionError, StorageError
 from hf_lohan.model import Block, ranges
-from hf_lohan.ranks import Channel, CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError
+from hf_lohan.ranks import Channel, CodedTraffic, Kind, Links, PayloadReader, RanksDisagreeError, RankTimeoutError
 from hf_lohan.store import RecordRead
 from hf_lohan.threads import TaskThreads
 from hf_lohan.timeline import LOADS_WAIT
@@ -74,6 +74,8 @@ class _SharedLoad:
     error: BaseException | None = None
     """The error that made this rank's shard impossible."""
     has_retried: bool = False
+    is_in_doubt: bool = False
+    """Whether this rank's shard has a wrong checksum, and the ranks of the node were asked for their block."""
     reads: deque[RecordRead] = field(default_factory=deque)
     is_own_there: bool = False
     has_told: bool = False
@@ -122,8 +124,10 @@ class SharedWeights:
         self._regions = SharedRegions(memory.numel())
         self._loads: dict[int, _SharedLoad] = {}
         """In their order. Guarded by the links' lock, as their progress is."""
-        self._filled: defaultdict[int, dict[int, int]] = defaultdict(dict)
-        """By load: the ranks of this node that have announced their shard, with the block's number."""
+        self._announced: defaultdict[int, dict[int, int]] = defaultdict(dict)
+        """By load: the ranks of this node that have announced which block it is, with the block's number."""
+        self._filled: defaultdict[int, set[int]] = defaultdict(set)
+        """By load: the ranks of this node that have announced their shard."""
         self._not_taken: dict[int, set[int]] = {}
         """By load: the ranks of this node that have not copied it yet."""
         self._num_uses: dict[int, int] = {}
@@ -140,6 +144,7 @@ class SharedWeights:
         here, and none for this one is lost."""
         handlers = {
             Kind.FILLED: self._on_filled,
+            Kind.LOAD_IN_DOUBT: self._on_block_announced,
             Kind.TAKEN: self._on_taken,
             Kind.WEIGHTS_PART: self._on_part,
         }
@@ -183,7 +188,7 @@ class SharedWeights:
             while load.reads and load.reads[0].done():
                 self._end_read(load, load.reads.popleft())
                 has_done = True
-            if not load.reads and load.has_ended and not load.is_own_there:
+            if not load.reads and load.has_ended and not load.is_own_there and not self._is_undecided(load):
                 self._end_own(load)
                 has_done = True
             if load.is_own_there and not load.missing and not load.has_told:
@@ -200,7 +205,7 @@ class SharedWeights:
         self._device.copy(Lane.H2D, weights, self._loads[number].entry)
         ready = self._device.record(Lane.H2D)
         with self._links.lock:
-            del self._loads[number], self._filled[number]
+            del self._loads[number], self._filled[number], self._announced[number]
         self._copier.submit(lambda: self._await_copied(number, ready))
         return ready
 
@@ -210,7 +215,12 @@ class SharedWeights:
             cause = first.cause if not first.is_own_there else "for other ranks"
             with self._device.timeline.task(LOADS_WAIT, cause, block=first.block.name):
                 what = f"its part of {first.block.name} (load {first.number})"
-                self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
+                try:
+                    self._links.wait_for(self._take_news, what, peers=lambda: self._awaited(first))
+                except RankTimeoutError as timeout:
+                    if first.is_in_doubt and first.error is not None:
+                        raise first.error from timeout
+                    raise
         elif self._wants_room:
             with self._device.timeline.task(LOADS_WAIT, "for other ranks"):
                 self._links.wait_for(self._take_news, "it to copy a block from shared memory", peers=self._slow_to_copy)
@@ -233,7 +243,7 @@ class SharedWeights:
         with self._links.lock:
             self._is_closed = True
             self._links.notify()
-        for kind in (Kind.FILLED, Kind.TAKEN, Kind.WEIGHTS_PART):
+        for kind in (Kind.FILLED, Kind.LOAD_IN_DOUBT, Kind.TAKEN, Kind.WEIGHTS_PART):
             self._links.set_handler(kind, lambda _peer, _numbers, _payload: None)
         self._copier.close()
         self._sender.close()
@@ -241,7 +251,7 @@ class SharedWeights:
     # This rank's shard.
 
     def _begin_own(self, load: _SharedLoad) -> None:
-        load.has_ended, load.error = False, None
+        load.has_ended, load.error, load.is_in_doubt = False, None, False
         first, last = load.block.rank_ranges[self._ranks.rank]
         with self._device.timeline.task(LOADS_WAIT, "for updates to be written", block=load.block.name):
             delivery = self._deliver(load.block, load.entry, None)
@@ -285,8 +295,20 @@ class SharedWeights:
                 self._send_part(load, form, message)
         elif isinstance(error, UpdatesDroppedError) or (isinstance(error, StorageError) and self._may_retry(load)):
             self._begin_own(load)
+        elif isinstance(error, CorruptionError) and not load.is_in_doubt:
+            # Ranks that load different blocks overwrite each other's shards in the shared memory. The drive is to blame
+            # only if all ranks of the node load the same block.
+            load.is_in_doubt = True
+            self._announce(Kind.LOAD_IN_DOUBT, load)
         else:
             raise error
+
+    def _is_undecided(self, load: _SharedLoad) -> bool:
+        """Whether a wrong checksum may still turn out to be another rank's work."""
+        if not load.is_in_doubt or not load.is_wanted():
+            return False
+        with self._links.lock:
+            return bool(self._not_announced(load))
 
     @staticmethod
     def _may_retry(load: _SharedLoad) -> bool:
@@ -295,26 +317,33 @@ class SharedWeights:
         return may_retry
 
     def _tell_filled(self, load: _SharedLoad) -> None:
-        block_number = self._number_of[load.block]
+        self._announce(Kind.FILLED, load)
+        with self._links.lock:
+            self._filled[load.number].add(self._ranks.rank)
+
+    def _announce(self, kind: Kind, load: _SharedLoad) -> None:
         for rank in self._ranks.on_this_node:
             if rank != self._ranks.rank:
-                self._links.send(rank, Kind.FILLED, load.number, block_number)
-        with self._links.lock:
-            self._filled[load.number][self._ranks.rank] = block_number
+                self._links.send(rank, kind, load.number, self._number_of[load.block])
 
     # Other ranks of this node.
 
-    def _on_filled(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
+    def _on_filled(self, rank: int, numbers: tuple[int, ...], payload: PayloadReader | None) -> None:
+        with self._links.lock:
+            self._on_block_announced(rank, numbers, payload)
+            self._filled[numbers[0]].add(rank)
+
+    def _on_block_announced(self, rank: int, numbers: tuple[int, ...], _payload: PayloadReader | None) -> None:
         number, block_number = numbers
         with self._links.lock:
-            self._filled[number][rank] = block_number
             load = self._loads.get(number)
             if load is not None:
-                self._refuse_other_blocks(load)
+                self._refuse_other_block(load, rank, block_number)
+            self._announced[number][rank] = block_number
         self.notify()
 
     def _refuse_other_blocks(self, load: _SharedLoad) -> None:
-        for rank, block_number in self._filled[load.number].items():
+        for rank, block_number in self._announced[load.number].items():
             self._refuse_other_block(load, rank, block_number)
 
     def _refuse_other_block(self, load: _SharedLoad, rank: int, block_number: int) -> None:
@@ -365,12 +394,22 @@ class SharedWeights:
         return sorted({rank for ranks in self._not_taken.values() for rank in ranks})
 
     def _awaited(self, load: _SharedLoad) -> list[int]:
-        """Ranks whose shards are missing, once this rank's is complete. Caller holds the links' lock."""
+        """Ranks whose shards are missing, once this rank's is complete; if that is in doubt, ranks whose block is not
+        known. Caller holds the links' lock."""
+        if load.is_in_doubt:
+            return self._not_announced(load)
         if not load.is_own_there:
             return []
         if load.missing:
             return sorted(load.missing)
         return [rank for rank in self._ranks.on_this_node if rank not in self._filled[load.number]]
+
+    def _not_announced(self, load: _SharedLoad) -> list[int]:
+        """Ranks of this node that have not announced the block of this load, or of one before it. Caller holds the
+        links' lock."""
+        numbers = [number for number in self._loads if number <= load.number]
+        others = (rank for rank in self._ranks.on_this_node if rank != self._ranks.rank)
+        return [rank for rank in others if any(rank not in self._announced[number] for number in numbers)]
 
     def _take_news(self) -> bool:
         """Caller holds the links' lock."""

@@ -20,17 +20,17 @@ from lockstep_ranks import Op, ProgramWriter, run_program, slots_for
 from torch import Tensor, nn
 
 from hf_lohan.device import BufferPool, CpuDevice, Device, mapped_empty
-from hf_lohan.files import FileBackend, IoEngine, StorageError, StorePath
+from hf_lohan.files import CorruptionError, FileBackend, IoEngine, StorageError, StorePath
 from hf_lohan.model import Block, Chunk, lay_out_block
 from hf_lohan.model.stored_form import records_of_rank
 from hf_lohan.planner import PoolPlan, SizeClass
 from hf_lohan.ranks import Channel, Links, RankFailedError, RanksDisagreeError
-from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, Store
+from hf_lohan.store import GRANULE_NUMEL, ModelIdentity, RecordRead, Store
 from hf_lohan.testing.async_device import AsyncDevice
 from hf_lohan.testing.storage_doubles import FaultyBackend, SlowBackend
 from hf_lohan.testing.thread_ranks import Fault, rank_outcomes, run_ranks
 from hf_lohan.updates.handover import Handover
-from hf_lohan.weights import LockstepLoader, SharedWeights, SlotRing
+from hf_lohan.weights import LockstepLoader, RecordReader, SharedWeights, SlotRing
 from hf_lohan.weights.shared_source import SharedRegions
 
 CHUNK_NUMEL = GRANULE_NUMEL
@@ -169,6 +169,8 @@ class World:
         self.num_slots = (3, 1)
         self.device: Callable[[int], Device] = lambda rank: CpuDevice()
         self.backends: dict[int, FileBackend] = {}
+        self.readers: dict[int, Callable[[RecordReader], RecordReader]] = {}
+        """By rank: what reads its store in place of the store itself."""
         self.read_bytes: dict[int, int] = {}
         self.sent_bytes: dict[int, int] = {}
         self.folder = folder
@@ -189,8 +191,9 @@ class World:
                 memory = self._boxes[links.ranks.node].memory
             device = self.device(rank)
             ring = SlotRing(device, self.plan(blocks))
+            reader = self.readers.get(rank, lambda store: store)(store.store)
             source = SharedWeights(
-                device, store.store, store.handover.deliver, links, memory, blocks, read_bytes=3 * 4 * GRANULE_NUMEL
+                device, reader, store.handover.deliver, links, memory, blocks, read_bytes=3 * 4 * GRANULE_NUMEL
             )
             prefetcher = LockstepLoader(ring, source, blocks)
             stack.callback(prefetcher.close)
@@ -280,6 +283,69 @@ def test_ranks_that_run_different_layers_are_told_both_blocks(tmp_path: Path) ->
     both = re.compile(r"load \d of rank \d is (\w+), and that of rank \d is (?!\1:)\w+:")
     assert all(both.search(error) for error in errors), errors
     assert any(isinstance(outcome.error, RanksDisagreeError) for outcome in outcomes)
+
+
+class RecordsWithVerifier(RecordReader):
+    """Calls ``verify(block, start)`` in place of the verification of what was read of one of ``blocks``."""
+
+    def __init__(self, records: RecordReader, blocks: set[str], verify: Callable[[str, int], object]) -> None:
+        self._records = records
+        self._blocks = blocks
+        self._verify = verify
+
+    def read(self, block: str, kind: str, start_numel: int, out: Tensor, *, is_urgent: bool = False) -> RecordRead:
+        read = self._records.read(block, kind, start_numel, out, is_urgent=is_urgent)
+        if block in self._blocks:
+            read._check = lambda first, stop: self._verify(block, start_numel)
+        return read
+
+
+def errors_where_shards_are_overwritten(
+    folder: Path, layers: Sequence[int], overwritten: Sequence[int], late_s: float
+) -> list[BaseException | None]:
+    """The errors of two ranks, each of which runs one of ``layers``. The ranks ``overwritten`` get wrong checksums. The
+    other rank has its shard ``late_s`` after that has happened twice."""
+    world = World(folder, 2)
+    names = {f"layer{layer}" for layer in layers}
+    damaged: set[tuple[str, int]] = set()
+    is_damaged_twice = threading.Event()
+
+    def raise_damaged(block: str, start: int) -> None:
+        if (block, start) in damaged:
+            is_damaged_twice.set()
+        damaged.add((block, start))
+        raise CorruptionError(f"param of {block} is damaged in", path="store", advice="resume from a checkpoint")
+
+    def wait_for_damage(block: str, start: int) -> None:
+        assert is_damaged_twice.wait(20)
+        time.sleep(late_s)
+
+    for rank in range(2):
+        verify = raise_damaged if rank in overwritten else wait_for_damage
+        world.readers[rank] = lambda records, verify=verify: RecordsWithVerifier(records, names, verify)  # type: ignore[misc]
+    ops: list[list[Op]] = [[("begin", 0), ("use", 1 + layer), ("unpin", 1 + layer), ("fault", 0)] for layer in layers]
+    timeout_s = 1.0 if late_s else 20.0
+    outcomes = rank_outcomes(2, lambda links: world.rank(links, ops[links.ranks.rank], 0), timeout_s=timeout_s)
+    return [outcome.error for outcome in outcomes]
+
+
+@pytest.mark.parametrize("overwritten", [(0,), (1,), (0, 1)])
+def test_a_wrong_checksum_is_no_damage_where_ranks_load_different_blocks(
+    overwritten: Sequence[int], tmp_path: Path
+) -> None:
+    errors = errors_where_shards_are_overwritten(tmp_path, (3, 4), overwritten, late_s=0.0)
+    both = re.compile(r"load \d of rank \d is (\w+), and that of rank \d is (?!\1:)\w+:")
+    assert all(both.search(str(error)) for error in errors), errors
+    assert any(isinstance(error, RanksDisagreeError) for error in errors)
+
+
+@pytest.mark.parametrize(("overwritten", "late_s"), [((0,), 0.0), ((0, 1), 0.0), ((0,), 1.5)])
+def test_a_wrong_checksum_is_damage_where_the_other_rank_loads_the_same_block_or_says_nothing(
+    overwritten: Sequence[int], late_s: float, tmp_path: Path
+) -> None:
+    errors = errors_where_shards_are_overwritten(tmp_path, (3, 3), overwritten, late_s)
+    assert all("param of layer3 is damaged" in str(error) for error in errors), errors
+    assert any(isinstance(error, CorruptionError) for error in errors)
 
 
 def test_what_one_rank_cannot_read_the_others_are_told_of(tmp_path: Path) -> None:

@@ -63,7 +63,9 @@ class Kind(enum.IntEnum):
     TAKEN = 21
     """A rank has copied a block from there."""
     WEIGHTS_PART = 22
-    """A rank's range of a block's weights, for another box."""
+    """A rank's shard of a block's weights, for another node."""
+    LOAD_IN_DOUBT = 23
+    """A rank's shard of a load has a wrong checksum. Numbers: the load, its block."""
     PREPARED = 30
     """A commit is durable on a rank."""
 
