@@ -1,8 +1,7 @@
-"""The compute device and everything that touches it.
+"""Streams, events, copies and pinned host memory behind one interface (`Device`), for CUDA and for CPU.
 
-Streams, events, pinned host memory and copies behind one small interface (`Device`), with one implementation for
-CUDA and one for CPU. Everything above this room is written against the interface alone, so the engine that runs on
-a laptop's CPU in the tests is the engine that runs on the GPU. The only room that names `torch.cuda`.
+All higher rooms use only the interface, so the engine that tests run on a CPU is the one that runs on the GPU. No other
+room names `torch.cuda`.
 """
 
 from hf_lohan.device.base import COPY_LANES, Device, Event, Lane, MemoryPeak, Stamp

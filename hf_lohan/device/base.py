@@ -1,4 +1,4 @@
-"""The interface: lanes of work, events between them, and two kinds of memory."""
+"""The interface of devices: lanes of work, events between them, device memory and host memory."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from hf_lohan.timeline import Timeline
 
 
 class Lane(enum.Enum):
-    """An ordered queue of device work. Lanes run at the same time; only events order one against another."""
+    """An ordered queue of device work. Lanes run concurrently; only events order work of different lanes."""
 
     COMPUTE = "compute"
     H2D = "h2d"
     D2H = "d2h"
     D2H_ASIDE = "d2h aside"
-    """To the host, too, for what is there and must not wait behind gradients that are still to be computed: the host is
-    layers ahead of the device."""
+    """Also from device to host, for memory that is already filled: such copies do not wait behind those of gradients
+    that the device has yet to compute."""
 
     @property
     def in_timeline(self) -> str:
-        """The lane that its work is noted under."""
+        """The timeline's name for this lane."""
         return str(Lane.D2H.value if self is Lane.D2H_ASIDE else self.value)
 
 
@@ -37,7 +37,7 @@ COPY_LANES: tuple[Lane, ...] = (Lane.H2D, Lane.D2H, Lane.D2H_ASIDE)
 
 
 class Event(ABC):
-    """A point in a lane's queue. It is reached when all work enqueued before it is done."""
+    """A point in a lane's queue, reached when all work enqueued before it is done."""
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -45,11 +45,11 @@ class Event(ABC):
 
     @abstractmethod
     def is_reached(self) -> bool:
-        """Whether it is known to be reached, without waiting."""
+        """Whether the event is known to be reached. Does not wait."""
 
 
 class Stamp(ABC):
-    """A point in a lane's queue whose time can be asked for."""
+    """A point in a lane's queue that measures when it was reached."""
 
     @abstractmethod
     def is_reached(self) -> bool:
@@ -57,12 +57,12 @@ class Stamp(ABC):
 
     @abstractmethod
     def at_s(self) -> float:
-        """When it was reached, on the clock of `time.perf_counter`. Waits for that."""
+        """Wait for the stamp and return when it was reached, on the clock of `time.perf_counter`."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Span:
-    """A task of a lane, between two stamps."""
+    """A task of a lane between two stamps."""
 
     lane: Lane
     name: str
@@ -74,47 +74,47 @@ class _Span:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPeak:
-    """The most device memory that this process ever had at once."""
+    """Peaks of this process's device memory."""
 
     allocated_bytes: int
-    """By tensors."""
+    """Bytes of tensors."""
     reserved_bytes: int
-    """That, and what torch's allocator keeps for tensors to come, or cannot use."""
+    """Bytes of tensors and free bytes that torch's allocator keeps."""
 
 
 class Device(ABC):
-    """One compute device: its memory, the host memory it copies from, and its lanes.
+    """One compute device: its memory, host memory for copies, and its lanes.
 
-    Copies are asynchronous. The rules every caller keeps:
+    Copies are asynchronous. Every caller keeps these rules:
 
     * device memory is read by COMPUTE only after `wait(COMPUTE, event of the copy that filled it)`;
     * device memory is overwritten by H2D only after `wait(H2D, event recorded on COMPUTE after its last reader)`;
     * a tensor that COMPUTE produced is copied by D2H only after `wait(D2H, event recorded on COMPUTE)`;
-      D2H_ASIDE copies what H2D brought, once the host has synchronised with compute behind that;
-    * host memory is read, or used again, only after `synchronize()` of the event of the copy that uses it.
+      D2H_ASIDE copies memory that H2D filled, after the host has synchronized with a later event of COMPUTE;
+    * host memory is read or reused only after `synchronize()` of the event of the copy that uses it.
     """
 
     torch_device: torch.device
     memory_is_host: bool = False
-    """Whether what `empty` gives is page-aligned host memory that I/O may fill: then nothing has to be copied to it."""
+    """Whether `empty` returns page-aligned host memory. Reads can fill it directly, so no copy is needed."""
     shares_cores: bool = False
-    """Whether its kernels run on the cores that our threads run on."""
+    """Whether its kernels and our threads run on the same cores."""
     grows_segments: bool = True
-    """Whether its memory fragments little: an allocator takes it in segments that grow."""
+    """Whether its allocator grows segments, so that memory fragments little."""
 
     def __init__(self, timeline: Timeline | None = None) -> None:
-        """`timeline` is where what this device does is noted, and what others do for it."""
+        """`timeline` records the work of this device."""
         self.timeline = timeline or Timeline()
         self._spans: deque[_Span] = deque()
 
     def note_span(
         self, lane: Lane, name: str, began: Stamp, ended: Stamp, *, block: str = "", num_bytes: int = 0
     ) -> None:
-        """What was enqueued on `lane` between two stamps was one task. It is in the timeline after `note_reached`."""
+        """Record the work between two stamps of `lane` as one task. `note_reached` puts it into the timeline."""
         self._spans.append(_Span(lane, name, block, num_bytes, began, ended))
 
     def note_reached(self) -> None:
-        """Put what is done by now into the timeline. Waits for nothing."""
+        """Put all finished tasks into the timeline. Does not wait."""
         while self._spans and self._spans[0].ended.is_reached():
             span = self._spans.popleft()
             began_s, ended_s = span.began.at_s(), span.ended.at_s()
@@ -123,69 +123,69 @@ class Device(ABC):
 
     @abstractmethod
     def stamp(self, lane: Lane) -> Stamp:
-        """Take the time at the present end of `lane`."""
+        """Enqueue a time measurement on `lane`."""
 
     @abstractmethod
     def empty(self, num_bytes: int) -> Tensor:
-        """Device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
+        """Allocate device memory: a uint8 tensor [num_bytes] with its own storage, aligned for any dtype."""
 
     @abstractmethod
     def host_empty(self, num_bytes: int) -> Tensor:
-        """Host memory to copy from and to: a page-aligned uint8 tensor [num_bytes], pinned where that is possible."""
+        """Allocate host memory for copies: a page-aligned uint8 tensor [num_bytes], pinned if possible."""
 
     def host_shared(self, fd: int, num_bytes: int) -> Tensor:
-        """As `host_empty`, over a file in RAM that other processes map, too."""
+        """Map a file in RAM that other processes map as well; like `host_empty` otherwise."""
         return mapped_file(fd, num_bytes)
 
     @abstractmethod
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
-        """Enqueue `dst.copy_(src)` on `lane` (not COMPUTE), and note it. Both tensors stay alive until it has run."""
+        """Enqueue `dst.copy_(src)` on a copy lane, and record it in the timeline. Keeps both tensors alive."""
 
     def fetch(self, dst: Tensor, src: Tensor) -> Event:
-        """Enqueue `dst.copy_(src)` on COMPUTE: a few numbers that the host is about to ask for, to memory of
-        `host_empty`. Once the event is reached they are there; later work does not hold them up."""
+        """Enqueue `dst.copy_(src)` on COMPUTE, for a few numbers that the host needs soon. `dst` is memory of
+        `host_empty`, and is filled once the returned event is reached."""
         dst.copy_(src, non_blocking=True)
         return self.record(Lane.COMPUTE)
 
     @abstractmethod
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        """Mark the present end of `lane`. For COMPUTE, `tensors` are those whose use up to here the event closes, and
-        `reads` those that it only read: they may be copied from before."""
+        """Return an event at the present end of `lane`. For COMPUTE, it ends the use of `tensors`, and of `reads`: they
+        were only read, so copies from them may begin earlier."""
 
     @abstractmethod
     def wait(self, lane: Lane, event: Event) -> None:
-        """Work enqueued on `lane` from now on starts only after `event`. Does not block the host on a GPU."""
+        """Have work that is enqueued on `lane` from now on start after `event`. Does not block the host on a GPU."""
 
     def in_this_lane(self) -> AbstractContextManager[object]:
-        """To be entered by another thread whose compute is to go where the calling thread's goes."""
+        """Context for another thread, in which its compute goes to the calling thread's lane."""
         return contextlib.nullcontext()
 
     def compute_aside(self, function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-        """What ``function`` makes of a host tensor, on the host: computed where that is fastest, beside the lanes, when
-        this returns. Its memory is torch's own. To be called by one thread."""
+        """Return ``function(value)`` as a host tensor in torch's own memory, computed where that is fastest. Does not
+        wait for the lanes. Call it from one thread only."""
         return function(value)
 
     @abstractmethod
     def rng_state(self) -> Tensor:
-        """State of the generator that random operations on this device draw from."""
+        """State of the device's random number generator."""
 
     @abstractmethod
     def set_rng_state(self, state: Tensor) -> None:
-        """Go on drawing from a state that `rng_state` returned."""
+        """Restore a state that `rng_state` returned."""
 
     @abstractmethod
     def total_memory_bytes(self) -> int:
-        """Memory that the device could give to this process now, beside what tensors have."""
+        """Bytes that this process could still allocate, not counting those of its tensors."""
 
     def memory_peak(self) -> MemoryPeak | None:
-        """What its allocator has counted, since the process began or somebody had torch count anew. None: nothing
-        counts. Waits for nothing."""
+        """Peaks since the process began or torch's counters were reset; None if the device does not count. Does not
+        wait."""
         return None
 
     def give_back_unused(self) -> None:
-        """Give the device back the memory that its allocator keeps and nobody uses. Waits for the device."""
+        """Return the allocator's unused memory to the device. Waits for the device."""
         return
 
     @abstractmethod
     def describe(self) -> dict[str, object]:
-        """Plain facts about the device for the run summary."""
+        """Facts about the device for the run summary."""

@@ -1,4 +1,4 @@
-"""The CPU as a compute device: copies run at once in the calling thread, so every event is already reached."""
+"""The CPU as a compute device. Copies run in the calling thread, so every event is reached when it is recorded."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Reached(Event, Stamp):
 
 
 class CpuDevice(Device):
-    """Host memory plays the part of device memory, under the same budget and in the same slots."""
+    """Uses host memory as device memory, with the same budget and slots."""
 
     torch_device = torch.device("cpu")
     memory_is_host = True

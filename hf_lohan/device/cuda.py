@@ -1,5 +1,5 @@
-"""CUDA: a stream for each copy lane beside the compute stream, events, host memory pinned at its exact size, and
-allocator segments that grow."""
+"""CUDA devices: a stream for each copy lane, events, host memory pinned at its exact size, and growing allocator
+segments."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ class _CudaEvent(Event):
 
 
 class _Clock:
-    """Tells when events were reached. It counts from an event, and moves on to later ones: what CUDA says of long times
-    is rough."""
+    """Converts events to host times, relative to a reference event. A later event replaces the reference, because CUDA
+    measures long times roughly."""
 
     _MAX_SPAN_S = 10.0
 
@@ -74,23 +74,23 @@ class _CudaStamp(Stamp):
 
 
 class HostPinning:
-    """Pins host memory by cudaHostRegister, which pins exactly these bytes. WSL2 and low memlock limits refuse it;
-    buffers smaller than each one that was refused are still tried."""
+    """Pins host memory by cudaHostRegister, which rounds no size up. WSL2 and low memlock limits may refuse a buffer;
+    only smaller ones are tried after that."""
 
     def __init__(self, cudart: Any, take_error: Callable[[], object]) -> None:
-        """``take_error``: has CUDA forget the error of this thread's last call."""
+        """``take_error`` clears the CUDA error of this thread's last call."""
         self._cudart = cudart
         self._take_error = take_error
         self._refused_bytes: int | None = None
-        """Size of the smallest buffer that was refused."""
+        """Size of the smallest refused buffer."""
 
     @property
     def was_refused(self) -> bool:
-        """Whether any buffer was."""
+        """Whether any buffer was refused."""
         return self._refused_bytes is not None
 
     def pin(self, address: int, num_bytes: int) -> bool:
-        """Whether the memory is pinned now. The first refusal is a warning, and none is an error."""
+        """Pin memory and return whether it is pinned. The first refusal logs a warning."""
         if self._refused_bytes is not None and num_bytes >= self._refused_bytes:
             return False
         status = int(self._cudart.cudaHostRegister(address, num_bytes, 0))
@@ -99,8 +99,8 @@ class HostPinning:
         self._take_error()
         if self._refused_bytes is None:
             logger.warning(
-                "pinning %d bytes of host memory was refused (cudaError %d): copies run unpinned and slower; "
-                "raise the memlock limit, or lower cpu_memory (WSL2 allows only part of the RAM)",
+                "pinning %d bytes of host memory was refused (cudaError %d), so copies are slower; "
+                "raise the memlock limit or lower cpu_memory (WSL2 allows only part of the RAM)",
                 num_bytes,
                 status,
             )
@@ -108,14 +108,14 @@ class HostPinning:
         return False
 
     def unpin(self, address: int) -> None:
-        """Before the memory is unmapped: an address that stays registered could not be pinned again."""
-        with contextlib.suppress(Exception):  # the interpreter, or CUDA, may be going away
+        """Unpin memory that is about to be unmapped. Its address could not be pinned again otherwise."""
+        with contextlib.suppress(Exception):  # the interpreter or CUDA may be shutting down
             if int(self._cudart.cudaHostUnregister(address)) != 0:
                 self._take_error()
 
 
 class CudaDevice(Device):
-    """One CUDA device. COMPUTE is whatever stream is current in the calling thread."""
+    """One CUDA device. COMPUTE is the calling thread's current stream."""
 
     def __init__(self, torch_device: torch.device, timeline: Timeline | None = None) -> None:
         super().__init__(timeline)
@@ -149,14 +149,14 @@ class CudaDevice(Device):
 
     def copy(self, lane: Lane, dst: Tensor, src: Tensor) -> None:
         stream = self._stream(lane)
-        with self._copy_locks[lane]:  # or the stamps of two threads' copies would hold both
+        with self._copy_locks[lane]:  # else the stamps of one thread's copy could enclose another's
             began = self.stamp(lane)
             with torch.cuda.stream(stream):
                 dst.copy_(src, non_blocking=True)
             ended = self.stamp(lane)
         for tensor in (dst, src):
             if tensor.is_cuda:
-                # The caching allocator must not hand this memory out before the copy stream is done with it.
+                # The caching allocator must not reuse this memory before the copy stream is done with it.
                 tensor.record_stream(stream)
         self.note_span(lane, "copy", began, ended, num_bytes=dst.nbytes)
 
@@ -168,7 +168,7 @@ class CudaDevice(Device):
         return _CudaStamp(event, self._clock)
 
     def record(self, lane: Lane, *tensors: Tensor, reads: Sequence[Tensor] = ()) -> Event:
-        event = torch.cuda.Event(blocking=True)  # a host thread that waits gives its core to the optimizer
+        event = torch.cuda.Event(blocking=True)  # a waiting host thread leaves its core to the optimizer
         event.record(self._stream(lane))
         return _CudaEvent(event)
 
@@ -222,21 +222,20 @@ def _unpin(pinning: HostPinning, addresses: list[int]) -> None:
 
 
 def _take_error(device: torch.device) -> None:
-    """What cudaGetLastError does, which torch does not expose: clear the error of the last call, or the next operation
-    that starts a kernel raises it. So this one starts a kernel."""
+    """Clear the error of the last CUDA call. torch does not expose cudaGetLastError, but starting a kernel raises and
+    clears the error."""
     with contextlib.suppress(RuntimeError):
         torch.ones(1, device=device)
 
 
 def grow_segments(device_index: int) -> bool:
-    """Have the allocator grow its segments from here on, unless its settings (`PYTORCH_ALLOC_CONF`,
-    `PYTORCH_CUDA_ALLOC_CONF`) say something about that, name another allocator, or the driver cannot. Returns whether
-    they grow."""
+    """Have the allocator grow its segments, and return whether it does. The user's settings (`PYTORCH_ALLOC_CONF`,
+    `PYTORCH_CUDA_ALLOC_CONF`) are kept; another allocator or the driver may not support it."""
     settings = allocator_settings()
     if _EXPANDABLE in settings:
         return f"{_EXPANDABLE}:true" in settings.lower().replace(" ", "")
     if torch.cuda.get_allocator_backend() != "native" or not has_virtual_memory(device_index):
-        logger.info("device memory is taken in segments of a fixed size: driver or allocator cannot grow them")
+        logger.info("the CUDA driver or allocator cannot grow segments: device memory may fragment more")
         return False
     # New settings replace all earlier ones.
     set_allocator_settings(",".join(one for one in (settings, f"{_EXPANDABLE}:True") if one))
@@ -244,8 +243,8 @@ def grow_segments(device_index: int) -> bool:
 
 
 def has_virtual_memory(device_index: int, driver: str = "libcuda.so.1", nvml: str = "libnvidia-ml.so.1") -> bool:
-    """Whether the driver can map memory into addresses that were reserved before, and NVML can be loaded: torch asks
-    NVML about the device without checking that it is there."""
+    """Whether the driver can map memory into reserved addresses and NVML can be loaded. torch calls NVML without
+    checking that it exists."""
     try:
         cuda = ctypes.CDLL(driver)
         ctypes.CDLL(nvml)
@@ -253,9 +252,9 @@ def has_virtual_memory(device_index: int, driver: str = "libcuda.so.1", nvml: st
     except (OSError, AttributeError):
         return False
     number, can_map = ctypes.c_int(), ctypes.c_int()
-    found = (
+    is_known = (
         cuda.cuInit(0) == 0
         and cuda.cuDeviceGet(ctypes.byref(number), device_index) == 0
         and cuda.cuDeviceGetAttribute(ctypes.byref(can_map), _VIRTUAL_MEMORY, number) == 0
     )
-    return found and can_map.value == 1
+    return is_known and can_map.value == 1

@@ -1,4 +1,4 @@
-"""Which implementation serves a torch device."""
+"""Makes the `Device` of a torch device."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ from hf_lohan.timeline import Timeline
 
 
 def default_torch_device() -> torch.device:
-    """The GPU if there is one, else the CPU."""
+    """Return the current GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def num_gpus() -> int:
-    """GPUs that this process may use."""
+    """Number of GPUs that this process may use."""
     return torch.cuda.device_count()
 
 
 def device_for(torch_device: torch.device | str, timeline: Timeline | None = None) -> Device:
-    """The `Device` for a torch device; it notes in `timeline` what it does.
-
-    Raises ValueError for a kind that is neither cpu nor cuda."""
+    """Make the `Device` of a torch device; it records its work in `timeline`. Raises ValueError for a type that is
+    neither cpu nor cuda."""
     resolved = torch.device(torch_device)
     match resolved.type:
         case "cpu":

@@ -1,8 +1,7 @@
-"""Host memory taken at its exact size.
+"""Host memory allocated at its exact size.
 
-Torch's own pinned allocator rounds every block up to a power of two (up to 1.8 times too much for a pool), so host
-buffers are mappings instead, anonymous or of a file in RAM that several ranks share; a device that profits from pinning
-registers them (`CudaDevice`).
+Torch's pinned allocator rounds every size up to a power of two (up to 1.8 times too much for a pool). So host buffers
+are mappings, anonymous or of a file in RAM that several ranks share, and `CudaDevice` pins them.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 
 
 class _Mapping(mmap.mmap):
-    """A mapping that tells somebody before it is unmapped."""
+    """A mapping with a callback before it is unmapped."""
 
     before_unmap: Callable[[], object] = staticmethod(lambda: None)
 
@@ -27,18 +26,19 @@ class _Mapping(mmap.mmap):
 
 
 def mapped_empty(num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
-    """A page-aligned uint8 tensor [num_bytes] over an anonymous mapping: no page is resident before it is touched.
+    """Allocate a page-aligned uint8 tensor [num_bytes] over an anonymous mapping. Pages take RAM once they are touched.
 
-    `before_unmap` is called when nobody refers to the memory any more, while it is still there.
+    `before_unmap` is called after the last reference to the memory is gone and before it is unmapped.
     """
     if num_bytes <= 0:
-        raise ValueError(f"host memory of {num_bytes} bytes was asked for; ask for at least 1 byte")
-    # Private: shared mappings, mmap's default, are not counted as the anonymous memory that they are.
+        raise ValueError(f"cannot allocate {num_bytes} bytes of host memory; allocate at least 1")
+    # Private: the kernel does not count shared mappings (mmap's default) as anonymous memory.
     return _tensor_over(_Mapping(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), before_unmap)
 
 
 def mapped_file(fd: int, num_bytes: int, *, before_unmap: Callable[[], object] | None = None) -> Tensor:
-    """As `mapped_empty`, over a file in RAM that other processes map, too. `fd` may be closed after this."""
+    """Map a file in RAM that other processes map as well; like `mapped_empty` otherwise. `fd` may be closed after this.
+    """
     return _tensor_over(_Mapping(fd, num_bytes, flags=mmap.MAP_SHARED), before_unmap)
 
 
@@ -46,17 +46,17 @@ def _tensor_over(mapping: _Mapping, before_unmap: Callable[[], object] | None) -
     if before_unmap is not None:
         mapping.before_unmap = before_unmap
     if hasattr(mmap, "MADV_DONTFORK"):
-        # A forked data loader would get copies of the pools, and private pages must not be shared under direct I/O.
+        # A forked data loader must not copy the pools, and direct I/O must not use pages shared with a child.
         mapping.madvise(mmap.MADV_DONTFORK)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        # Everything here is streamed through: fewer, larger pages are found faster, and pinned faster for direct I/O.
-        with suppress(OSError):  # a kernel without them
+        # Large pages need fewer lookups and are pinned faster for direct I/O.
+        with suppress(OSError):  # a kernel without huge pages
             mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def available_host_memory_bytes() -> int:
-    """RAM this process may still take: the machine's available memory, or less where a container limits it."""
+    """RAM that this process may still allocate: the machine's available memory, or a container's limit if lower."""
     available = int(psutil.virtual_memory().available)
     for limit_file, used_file in _CGROUP_FILES:
         limit, used = _read_int(limit_file), _read_int(used_file)
@@ -73,6 +73,6 @@ _CGROUP_FILES = (
 
 def _read_int(path: str) -> int | None:
     try:
-        return int(Path(path).read_text().strip())  # cgroup v2 says "max" where there is no limit: not an int
+        return int(Path(path).read_text().strip())  # cgroup v2 has "max" for no limit, which is a ValueError
     except (OSError, ValueError):
         return None

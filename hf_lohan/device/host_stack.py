@@ -1,5 +1,5 @@
-"""Host memory lent last in, first out: what a forward puts away, its backward takes back in reverse order. What comes
-meanwhile and stays longer is lent from the other end."""
+"""Host memory as a stack: a backward frees in reverse order what its forward allocated. Memory that is needed for
+longer is allocated from the other end."""
 
 from __future__ import annotations
 
@@ -17,57 +17,57 @@ CACHE_LINE_BYTES = 64
 
 
 class IntervalStack:
-    """Places [start, stop) in a row of ``capacity`` units. Nothing fragments as long as what was pushed last is freed
-    first; what is freed out of order counts again once all above it is free.
+    """Allocates intervals [start, stop) of ``capacity`` units, last in, first out. An interval that is freed out of
+    order becomes available when all intervals above it are free.
 
-    `free` may be called from anywhere, also from a destructor that runs in the middle of `push`.
+    `free` takes no lock, so a destructor may call it while `push` runs.
     """
 
     def __init__(self, capacity: int, granularity: int = 1) -> None:
         self.capacity = capacity
         self.granularity = granularity
         self.high_water = 0
-        self._places: list[tuple[int, int]] = []
+        self._intervals: list[tuple[int, int]] = []
         self._freed: deque[int] = deque()
-        self._dead: set[int] = set()
+        self._out_of_order: set[int] = set()
         self._lock = threading.Lock()
 
     def push(self, length: int, *, leave: int = 0) -> int | None:
-        """The start of a place for ``length`` units, None if there is no room, but for the last ``leave``. Raises
-        ValueError for less than one."""
-        if length < 1:  # the next place would begin where this one does, and `free` could not tell them apart
-            raise ValueError(f"a place of {length} units was asked for: ask for at least 1")
+        """Allocate ``length`` units, and return their start; None if fewer than ``leave`` units would remain. Raises
+        ValueError for less than one unit."""
+        if length < 1:  # the next interval would have the same start, which `free` could not distinguish
+            raise ValueError(f"cannot allocate an interval of {length} units; allocate at least 1")
         with self._lock:
             self._collect()
-            start = self._places[-1][1] if self._places else 0
+            start = self._intervals[-1][1] if self._intervals else 0
             stop = start + -(-length // self.granularity) * self.granularity
             if stop > self.capacity - leave:
                 return None
-            self._places.append((start, stop))
+            self._intervals.append((start, stop))
             self.high_water = max(self.high_water, stop)
             return start
 
     def free(self, start: int) -> None:
-        """Give the place back that begins at ``start``."""
+        """Free the interval that begins at ``start``."""
         self._freed.append(start)
 
     @property
     def in_use(self) -> int:
-        """Units up to the last place that is not free."""
+        """Number of units up to the last interval in use."""
         with self._lock:
             self._collect()
-            return self._places[-1][1] if self._places else 0
+            return self._intervals[-1][1] if self._intervals else 0
 
     def _collect(self) -> None:
         while self._freed:
-            self._dead.add(self._freed.popleft())
-        while self._places and self._places[-1][0] in self._dead:
-            self._dead.discard(self._places.pop()[0])
+            self._out_of_order.add(self._freed.popleft())
+        while self._intervals and self._intervals[-1][0] in self._out_of_order:
+            self._out_of_order.discard(self._intervals.pop()[0])
 
 
 @dataclass(frozen=True, slots=True)
 class HostRead:
-    """A copy that read a place. Of two, the one with the larger number was enqueued later, on the same lane."""
+    """A copy from the stack's memory. Copies run in the order of their numbers."""
 
     number: int
     event: Event
@@ -75,31 +75,31 @@ class HostRead:
 
 @dataclass(eq=False)
 class TopPlace:
-    """A place at the top of a `HostStack`. `bytes` is a uint8 tensor."""
+    """Memory at the top of a `HostStack`. `bytes` is a uint8 tensor."""
 
     bytes: Tensor
     _stack: HostStack = field(repr=False)
     _start: int = field(repr=False)
 
     def view(self, dtype: torch.dtype, numel: int, *, start_byte: int = 0) -> Tensor:
-        """The first `numel` elements from `start_byte` on, as `dtype`."""
+        """View `numel` elements of `dtype` from `start_byte` on."""
         return self.bytes[start_byte : start_byte + numel * dtype.itemsize].view(dtype)
 
     def release(self) -> None:
-        """Its contents belong to somebody else from here on."""
+        """Return the memory to the stack."""
         self._stack._top.free(self._start)
 
 
 class HostStack:
-    """One piece of the device's host memory, lent from both ends, each as an `IntervalStack`.
+    """One piece of the device's host memory with an `IntervalStack` at each end.
 
-    From the bottom for copies (`push`), from the top for what the host itself writes and reads (`push_top`). Nobody
-    ever waits for room: who finds none goes elsewhere. So neither end can hold up the other, or whoever waits for it.
+    Copies use the bottom (`push`), and the host itself reads and writes at the top (`push_top`). Neither waits for free
+    memory: callers use another tier instead. So no end can block the other.
     """
 
     def __init__(self, device: Device, num_bytes: int = 0) -> None:
         self._device = device
-        # Held while a place is looked for, not where one is given back: see `IntervalStack.free`.
+        # Held while memory is allocated, not while it is freed: see `IntervalStack.free`.
         self._lock = threading.Lock()
         self._marks: dict[str, int] = {}
         self._reads: deque[HostRead] = deque()
@@ -112,9 +112,9 @@ class HostStack:
         self._high_water_bytes = 0
 
     def reallocate(self, num_bytes: int) -> None:
-        """Take other memory than before. Call it only while nothing is lent."""
+        """Replace the memory. Nothing may be allocated from it."""
         with self._lock:
-            assert not self._bytes_lent, "something lies in the memory that would be replaced"
+            assert not self._bytes_in_use, "the memory is in use"
             self._allocate(num_bytes)
 
     @property
@@ -123,12 +123,12 @@ class HostStack:
 
     @property
     def high_water_bytes(self) -> int:
-        """The most bytes that were ever in use at once, at both ends."""
+        """Largest number of bytes in use at once, of both ends together."""
         return self._high_water_bytes
 
     @property
     def bytes_in_use(self) -> int:
-        """At the bottom."""
+        """Bytes in use at the bottom."""
         return self._bottom.in_use
 
     @property
@@ -136,12 +136,12 @@ class HostStack:
         return self._top.in_use
 
     @property
-    def _bytes_lent(self) -> int:
+    def _bytes_in_use(self) -> int:
         return self._bottom.in_use + self._top.in_use
 
     def push(self, num_bytes: int) -> tuple[int, Tensor] | None:
-        """A place (to be given back with `free`) and its bytes, uint8 [num_bytes]; None if there is no room. Copies
-        that use it are enqueued behind those that used it before."""
+        """Allocate at the bottom. Returns the start, an argument for `free`, and the memory, uint8 [num_bytes]; None if
+        there is no room. Copies that use it are enqueued after those that used it before."""
         with self._lock:
             start = self._bottom.push(num_bytes, leave=self._top.in_use)
             self._note_use()
@@ -149,14 +149,14 @@ class HostStack:
         return None if start is None else (start, self._memory[start : start + num_bytes])
 
     def free(self, start: int, read: HostRead | None = None) -> None:
-        """Give a place back; see `IntervalStack.free`. ``read``: a copy from it that may be under way."""
+        """Free memory at the bottom; see `IntervalStack.free`. ``read`` is a copy from it that may be in progress."""
         if read is not None:
             self._reads.append(read)
         self._bottom.free(start)
 
     def push_top(self, num_bytes: int, *, leave: int = 0) -> TopPlace | None:
-        """A place that the host may write to; None if there is none above what is lent at the bottom, and above the
-        ``leave`` bytes there that will be needed. What waits is a copy of before, which waits for nobody."""
+        """Allocate memory at the top that the host may write to. Returns None if it would reach the bottom's memory, or
+        the first ``leave`` bytes, which the bottom will need. May wait for copies from memory that was freed."""
         with self._lock:
             offset = self._top.push(num_bytes, leave=max(self._bottom.in_use, leave))
             if offset is None:
@@ -170,25 +170,23 @@ class HostStack:
         return TopPlace(self._memory[start : start + num_bytes], self, offset)
 
     def _note_use(self) -> None:
-        self._high_water_bytes = max(self._high_water_bytes, self._bytes_lent)
+        self._high_water_bytes = max(self._high_water_bytes, self._bytes_in_use)
 
     def _forget_old_reads(self) -> None:
-        """All but the last: one that is done says that those before it are."""
+        """Keep only the last copy: when it is done, all earlier ones are."""
         while len(self._reads) > 1:
-            one, other = self._reads.popleft(), self._reads.popleft()
-            self._reads.append(one if one.number > other.number else other)
-
-    # What a forward needs of the bottom.
+            first, second = self._reads.popleft(), self._reads.popleft()
+            self._reads.append(first if first.number > second.number else second)
 
     @property
     def marks(self) -> Mapping[str, int]:
-        """Bytes that were in use at the bottom, by where the forward was then."""
+        """Bytes in use at the bottom at each mark of the last forward."""
         return self._marks
 
-    def mark(self, where: str) -> None:
-        """Note what is in use at the bottom."""
-        self._marks[where] = self._bottom.in_use
+    def mark(self, name: str) -> None:
+        """Record the bytes in use at the bottom."""
+        self._marks[name] = self._bottom.in_use
 
     def forget_marks(self) -> None:
-        """Another forward begins."""
+        """Forget all marks, for another forward."""
         self._marks = {}

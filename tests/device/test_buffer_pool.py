@@ -1,4 +1,4 @@
-"""Pools lend, wait, wake and never grow."""
+"""Buffer pools: borrowing, waiting, halves and closing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pool_of(num_buffers: int) -> BufferPool:
 
 
 class Waiter:
-    """A thread that acquires from a pool; `is_waiting` is set when the pool makes it wait."""
+    """A thread that borrows from a pool; `is_waiting` is set when it begins to wait."""
 
     def __init__(self, pool: BufferPool, threads: ThreadPoolExecutor, *, half: bool = False) -> None:
         self.is_waiting = threading.Event()
@@ -41,7 +41,7 @@ class Waiter:
 
 @contextmanager
 def threads_of(pool: BufferPool, num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """Threads that borrow from `pool`; where the test fails they do not wait for ever."""
+    """Threads that borrow from `pool`, which is closed if the test fails."""
     with ThreadPoolExecutor(num_threads) as threads:
         try:
             yield threads
@@ -50,7 +50,7 @@ def threads_of(pool: BufferPool, num_threads: int) -> Iterator[ThreadPoolExecuto
             raise
 
 
-def test_who_will_not_wait_gets_all_or_none() -> None:
+def test_try_acquire_returns_all_buffers_or_none() -> None:
     pool = pool_of(3)
     taken = pool.try_acquire(2)
     assert taken is not None and len(taken) == 2
@@ -64,7 +64,7 @@ def test_who_will_not_wait_gets_all_or_none() -> None:
         pool.try_acquire()
 
 
-def test_buffers_do_not_overlap_and_keep_what_is_in_them() -> None:
+def test_buffers_do_not_overlap() -> None:
     pool = pool_of(5)
     buffers = [pool.acquire() for _ in range(5)]
     for number, buffer in enumerate(buffers):
@@ -82,7 +82,7 @@ def test_a_view_is_the_buffer_as_another_dtype() -> None:
     assert everything.nonzero().flatten().tolist() == [2, 3, 4]
 
 
-def test_an_empty_pool_makes_its_borrower_wait_for_a_release() -> None:
+def test_acquire_waits_for_a_release() -> None:
     pool = pool_of(2)
     first, second = pool.acquire(), pool.acquire()
     with threads_of(pool, 1) as threads:
@@ -96,7 +96,7 @@ def test_an_empty_pool_makes_its_borrower_wait_for_a_release() -> None:
     assert pool.num_free == 1
 
 
-def test_the_high_water_mark_is_the_most_that_was_lent_at_once() -> None:
+def test_the_high_water_mark_is_the_largest_number_of_borrowed_bytes() -> None:
     pool = pool_of(4)
     pool.acquire().release()
     pool.acquire().release()
@@ -108,9 +108,9 @@ def test_the_high_water_mark_is_the_most_that_was_lent_at_once() -> None:
     assert pool.num_free == 4
 
 
-def test_many_threads_never_hold_more_than_there_is() -> None:
+def test_many_threads_never_share_a_buffer() -> None:
     pool = pool_of(3)
-    on_loan: set[int] = set()
+    borrowed: set[int] = set()
     lock = threading.Lock()
     most = 0
 
@@ -118,12 +118,12 @@ def test_many_threads_never_hold_more_than_there_is() -> None:
         nonlocal most
         buffer = pool.acquire()
         with lock:
-            assert id(buffer) not in on_loan, "one buffer, two borrowers"
-            on_loan.add(id(buffer))
-            most = max(most, len(on_loan))
+            assert id(buffer) not in borrowed, "two threads borrowed one buffer"
+            borrowed.add(id(buffer))
+            most = max(most, len(borrowed))
         buffer.bytes.random_(0, 256)
         with lock:
-            on_loan.remove(id(buffer))
+            borrowed.remove(id(buffer))
         buffer.release()
 
     with threads_of(pool, 8) as threads:
@@ -134,7 +134,7 @@ def test_many_threads_never_hold_more_than_there_is() -> None:
     assert pool.num_free == 3
 
 
-def test_abort_wakes_everybody_who_waits_and_says_why() -> None:
+def test_abort_wakes_all_waiting_threads_with_the_cause() -> None:
     pool = pool_of(1)
     held = pool.acquire()
     cause = OSError("the drive is gone")
@@ -150,10 +150,10 @@ def test_abort_wakes_everybody_who_waits_and_says_why() -> None:
             assert "tested" in str(error) and "the drive is gone" in str(error)
     held.release()
     with pytest.raises(PoolAborted):
-        pool.acquire()  # also where a buffer would be free
+        pool.acquire()  # although a buffer is free
 
 
-def test_halves_share_a_buffer_that_is_whole_again_when_both_are_back() -> None:
+def test_halves_share_a_buffer_that_is_whole_again_when_both_are_returned() -> None:
     pool = pool_of(2)
     first, second, third = (pool.acquire(half=True) for _ in range(3))
     assert pool.num_free == 0
@@ -166,19 +166,19 @@ def test_halves_share_a_buffer_that_is_whole_again_when_both_are_back() -> None:
     third.release()
     assert pool.num_free == 1
     other = pool.acquire(half=True)
-    assert pool.num_free == 1, "a half was cut from a whole buffer, while there was one"
+    assert pool.num_free == 1, "a whole buffer was split although a half was free"
     assert other.bytes.data_ptr() == second.bytes.data_ptr()
     other.retain()
     for half in (first, other):
         half.release()
-    assert pool.num_free == 1  # somebody still has it
+    assert pool.num_free == 1  # retained once more
     other.release()
     assert pool.num_free == 2
     assert pool.acquire().bytes.numel() == BUFFER_BYTES
     assert pool.high_water_bytes == 3 * BUFFER_BYTES // 2
 
 
-def test_who_waits_for_a_whole_buffer_keeps_nobody_from_a_half() -> None:
+def test_a_thread_that_waits_for_a_whole_buffer_does_not_block_a_half() -> None:
     pool = pool_of(1)
     first, second = pool.acquire(half=True), pool.acquire(half=True)
     with threads_of(pool, 2) as threads:
@@ -194,6 +194,6 @@ def test_who_waits_for_a_whole_buffer_keeps_nobody_from_a_half() -> None:
         assert for_a_whole.outcome.result(PATIENCE_S).bytes.numel() == BUFFER_BYTES
 
 
-def test_a_pool_of_nothing_takes_no_memory() -> None:
+def test_an_empty_pool_has_no_memory() -> None:
     pool = pool_of(0)
     assert (pool.num_free, pool.high_water_bytes) == (0, 0)

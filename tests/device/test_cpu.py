@@ -1,4 +1,4 @@
-"""The CPU as a device: the interface's promises, trivially kept, but kept."""
+"""The CPU as a device keeps the promises of the interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def test_a_copy_is_done_when_its_event_is() -> None:
     assert torch.equal(target, source)
 
 
-def test_copies_convert_nothing_but_move_any_dtype() -> None:
+def test_copies_move_any_dtype() -> None:
     device = CpuDevice()
     source = torch.randn(100).bfloat16()
     target = device.empty(200).view(torch.bfloat16)
@@ -33,14 +33,14 @@ def test_device_memory_has_a_storage_of_its_own() -> None:
     assert first.device == device.torch_device
 
 
-def test_the_facts_are_plain() -> None:
+def test_facts_are_numbers_and_strings() -> None:
     facts = CpuDevice().describe()
     assert facts["kind"] == "cpu"
     assert facts["num_threads"] == torch.get_num_threads()
     assert all(isinstance(value, str | int) for value in facts.values())
 
 
-def test_the_factory_knows_cpu_and_refuses_the_unknown() -> None:
+def test_the_factory_makes_a_cpu_device_and_refuses_unknown_types() -> None:
     assert isinstance(device_for("cpu"), CpuDevice)
     assert isinstance(device_for(torch.device("cpu")), CpuDevice)
     with pytest.raises(ValueError, match="'meta'"):

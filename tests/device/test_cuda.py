@@ -15,8 +15,7 @@ C_LIBRARY = "libc.so.6"
 
 
 class Runtime:
-    """cudaHostRegister and what else concerns it, where no more than ``limit_bytes`` can be pinned. As in CUDA, a call
-    that fails leaves an error behind."""
+    """A CUDA runtime that pins at most ``limit_bytes``. A failed call sets `last_error`, as in CUDA."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
@@ -42,21 +41,22 @@ class Runtime:
         self.last_error = 0
 
 
-def test_after_a_refusal_what_is_smaller_is_still_pinned(caplog: pytest.LogCaptureFixture) -> None:
+def test_smaller_buffers_are_still_pinned_after_a_refusal(caplog: pytest.LogCaptureFixture) -> None:
     runtime = Runtime(limit_bytes=100)
     pinning = HostPinning(runtime, runtime.take_error)
     with caplog.at_level(logging.WARNING):
         done = [pinning.pin(address, num_bytes) for address, num_bytes in enumerate([60, 80, 90, 80, 70, 20, 30, 20])]
     assert done == [True, False, False, False, False, True, False, True]
-    assert runtime.tried == [60, 80, 70, 20, 30, 20], "what is as large as what was refused is not tried again"
-    assert [record.getMessage().split(":")[0] for record in caplog.records] == [
-        "pinning 80 bytes of host memory was refused (cudaError 2)"
+    assert runtime.tried == [60, 80, 70, 20, 30, 20], "a buffer of at least a refused size was tried"
+    assert [record.getMessage() for record in caplog.records] == [
+        "pinning 80 bytes of host memory was refused (cudaError 2), so copies are slower; raise the memlock limit or "
+        "lower cpu_memory (WSL2 allows only part of the RAM)"
     ]
     assert pinning.was_refused
 
 
-def test_no_refusal_leaves_an_error_behind() -> None:
-    """Whatever torch does next with the device would raise it."""
+def test_a_refusal_clears_the_cuda_error() -> None:
+    """torch's next operation on the device would raise it."""
     runtime = Runtime(limit_bytes=100)
     pinning = HostPinning(runtime, runtime.take_error)
     for num_bytes in (200, 150):
@@ -66,7 +66,7 @@ def test_no_refusal_leaves_an_error_behind() -> None:
     assert runtime.last_error == 0
 
 
-def test_what_is_unpinned_makes_room() -> None:
+def test_unpinned_memory_makes_room() -> None:
     runtime = Runtime(limit_bytes=100)
     pinning = HostPinning(runtime, runtime.take_error)
     assert pinning.pin(0, 100) and not pinning.pin(1, 50)
@@ -76,7 +76,7 @@ def test_what_is_unpinned_makes_room() -> None:
 
 @pytest.fixture
 def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The allocator's settings, the last one in force. The driver can grow segments."""
+    """The allocator's settings; the last one is in force. The driver can grow segments."""
     applied = [""]
     monkeypatch.setattr(cuda, "allocator_settings", lambda: applied[-1])
     monkeypatch.setattr(cuda, "set_allocator_settings", applied.append)
@@ -85,32 +85,34 @@ def settings(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return applied
 
 
-def test_segments_grow_unless_somebody_says_otherwise(settings: list[str]) -> None:
+def test_segments_grow_by_default(settings: list[str]) -> None:
     assert grow_segments(0)
     assert settings[1:] == ["expandable_segments:True"]
 
 
-def test_what_was_set_stays_set(settings: list[str]) -> None:
+def test_other_settings_are_kept(settings: list[str]) -> None:
     settings[0] = "max_split_size_mb:128"
     assert grow_segments(0)
     assert settings[1:] == ["max_split_size_mb:128,expandable_segments:True"]
 
 
-@pytest.mark.parametrize(("said", "grows"), [("expandable_segments:False", False), ("expandable_segments: True", True)])
-def test_what_the_user_says_of_segments_holds(said: str, grows: bool, settings: list[str]) -> None:
-    settings[0] = said
+@pytest.mark.parametrize(
+    ("setting", "grows"), [("expandable_segments:False", False), ("expandable_segments: True", True)]
+)
+def test_the_users_setting_for_segments_is_kept(setting: str, grows: bool, settings: list[str]) -> None:
+    settings[0] = setting
     assert grow_segments(0) is grows
-    assert settings == [said]
+    assert settings == [setting]
 
 
-def test_a_driver_that_cannot_is_not_asked_to(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would call functions that are not there, and the process would die."""
+def test_segments_do_not_grow_without_driver_support(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would call missing functions, which ends the process."""
     monkeypatch.setattr(cuda, "has_virtual_memory", lambda _index: False)
     assert not grow_segments(0)
     assert settings == [""]
 
 
-def test_another_allocator_is_left_alone(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_allocator_is_not_changed(settings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: "cudaMallocAsync")
     assert not grow_segments(0)
     assert settings == [""]
@@ -119,5 +121,5 @@ def test_another_allocator_is_left_alone(settings: list[str], monkeypatch: pytes
 @pytest.mark.parametrize(
     ("driver", "nvml"), [("libnot_there.so", C_LIBRARY), (C_LIBRARY, C_LIBRARY), (C_LIBRARY, "libnot_there.so")]
 )
-def test_what_is_missing_of_the_driver_is_noticed(driver: str, nvml: str) -> None:
+def test_a_missing_driver_library_or_function_is_noticed(driver: str, nvml: str) -> None:
     assert not has_virtual_memory(0, driver, nvml)

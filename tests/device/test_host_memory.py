@@ -1,4 +1,4 @@
-"""Host memory at its exact size, page-aligned, and how much of it there is."""
+"""Host memory: exact sizes, alignment, shared files and the available amount."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.hardware import anonymous_memory_bytes
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4095, 4096, 4097, 3 * 1024**2 + 5])
-def test_mappings_have_the_size_asked_for_and_start_at_a_page(num_bytes: int) -> None:
+def test_mappings_have_their_exact_size_and_start_at_a_page(num_bytes: int) -> None:
     memory = mapped_empty(num_bytes)
     assert (memory.numel(), memory.dtype) == (num_bytes, torch.uint8)
     assert memory.data_ptr() % mmap.PAGESIZE == 0
@@ -41,7 +41,7 @@ def test_a_pool_is_anonymous_memory_once_it_is_touched() -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, -1])
-def test_no_memory_at_all_is_refused(num_bytes: int) -> None:
+def test_a_size_below_one_byte_is_refused(num_bytes: int) -> None:
     with pytest.raises(ValueError, match=str(num_bytes)):
         mapped_empty(num_bytes)
 
@@ -60,21 +60,21 @@ def test_a_container_limit_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert available_host_memory_bytes() == 0
 
 
-def test_memory_says_when_it_goes_and_is_still_there_then() -> None:
-    said: list[int] = []
-    host = mapped_empty(8192, before_unmap=lambda: said.append(1))
+def test_the_callback_runs_after_the_last_reference_is_gone() -> None:
+    unmapped: list[int] = []
+    host = mapped_empty(8192, before_unmap=lambda: unmapped.append(1))
     part = host[4096:].view(torch.float32)
     del host
-    assert not said  # a view still looks at it
+    assert not unmapped  # there is still a view
     del part
-    assert said == [1]
+    assert unmapped == [1]
 
 
 def test_two_mappings_of_a_file_in_ram_are_the_same_memory() -> None:
     fd = os.memfd_create("lohan-test")
     os.ftruncate(fd, 3 * mmap.PAGESIZE)
-    said: list[int] = []
-    one = mapped_file(fd, 2 * mmap.PAGESIZE + 5, before_unmap=lambda: said.append(1))
+    unmapped: list[int] = []
+    one = mapped_file(fd, 2 * mmap.PAGESIZE + 5, before_unmap=lambda: unmapped.append(1))
     other = CpuDevice().host_shared(fd, 2 * mmap.PAGESIZE + 5)
     os.close(fd)
     assert one.data_ptr() != other.data_ptr()
@@ -82,12 +82,12 @@ def test_two_mappings_of_a_file_in_ram_are_the_same_memory() -> None:
     one[-1] = 7
     assert other[-1] == 7
     del one
-    assert said == [1]
+    assert unmapped == [1]
     assert other[-1] == 7
 
 
-def test_a_forked_child_has_no_part_of_shared_memory() -> None:
-    """A data loader's worker must not keep a rank's memory from being given back."""
+def test_a_forked_child_does_not_map_shared_memory() -> None:
+    """A data loader's worker must not keep a rank's memory allocated."""
     fd = os.memfd_create("lohan-test")
     os.ftruncate(fd, mmap.PAGESIZE)
     shared = mapped_file(fd, mmap.PAGESIZE)

@@ -1,4 +1,4 @@
-"""Host memory lent last in, first out."""
+"""Host memory as a stack with two ends."""
 
 from __future__ import annotations
 
@@ -21,44 +21,44 @@ CAPACITY = 64
     granularity=st.sampled_from([1, 4, 16]),
     actions=st.lists(st.one_of(st.integers(1, 30), st.integers(-9, -1)), max_size=60),
 )
-def test_places_never_overlap_and_come_back(granularity: int, actions: list[int]) -> None:
-    """A positive action lends so many units, a negative one gives one of the places back, whichever."""
+def test_intervals_never_overlap_and_can_be_allocated_again(granularity: int, actions: list[int]) -> None:
+    """A positive action allocates so many units, a negative one frees any interval."""
     stack = IntervalStack(CAPACITY, granularity)
-    lent: dict[int, int] = {}
+    allocated: dict[int, int] = {}
     high_water = 0
     for action in actions:
         if action > 0:
             start = stack.push(action)
-            top = max((stop for stop in lent.values()), default=0)
+            top = max((stop for stop in allocated.values()), default=0)
             whole = -(-action // granularity) * granularity
             if start is None:
                 assert stack.in_use + whole > CAPACITY
                 continue
             assert start % granularity == 0 and start >= top
             assert start + whole <= CAPACITY
-            lent[start] = start + whole
+            allocated[start] = start + whole
             high_water = max(high_water, start + whole)
-        elif lent:
-            start = sorted(lent)[action % len(lent)]
-            del lent[start]
+        elif allocated:
+            start = sorted(allocated)[action % len(allocated)]
+            del allocated[start]
             stack.free(start)
-        assert stack.in_use == max(lent.values(), default=0)
+        assert stack.in_use == max(allocated.values(), default=0)
     assert stack.high_water == high_water
-    for start in lent:
+    for start in allocated:
         stack.free(start)
     assert stack.in_use == 0
     assert stack.push(CAPACITY) == 0
 
 
 @pytest.mark.parametrize("length", [0, -1])
-def test_a_place_has_a_length(length: int) -> None:
-    """Two places that begin at one unit could not be told apart."""
+def test_an_empty_interval_is_refused(length: int) -> None:
+    """Two intervals with the same start could not be distinguished."""
     with pytest.raises(ValueError, match="at least 1"):
         IntervalStack(CAPACITY).push(length)
 
 
-class Lent:
-    """Gives its place back when it goes, as a swapped tensor does; in a cycle, so that only the collector ends it."""
+class Owned:
+    """Frees its interval in its destructor, like a swapped tensor. It is a cycle, so only the collector ends it."""
 
     def __init__(self, stack: IntervalStack, start: int) -> None:
         self.stack, self.start, self.itself = stack, start, self
@@ -68,8 +68,8 @@ class Lent:
 
 
 @pytest.mark.timeout(60)
-def test_a_destructor_that_runs_in_the_middle_of_a_push_waits_for_nothing() -> None:
-    """The collector runs wherever objects are made: here, while the stack's lock is held."""
+def test_a_destructor_that_runs_during_a_push_does_not_deadlock() -> None:
+    """The collector may run wherever objects are made; here it runs while the stack's lock is held."""
     stack = IntervalStack(CAPACITY)
     freed = 0
 
@@ -79,19 +79,18 @@ def test_a_destructor_that_runs_in_the_middle_of_a_push_waits_for_nothing() -> N
             super().append(place)
             freed += gc.collect()
 
-    stack._places = Collecting()
+    stack._intervals = Collecting()
     gc.collect()
     for _ in range(10):
         start = stack.push(1)
         assert start is not None
-        Lent(stack, start)
+        Owned(stack, start)
     assert freed
     gc.collect()
     assert stack.in_use == 0
 
 
-def test_places_given_back_from_many_threads() -> None:
-    """Whoever computes lends, whoever drops the last reference gives back."""
+def test_intervals_are_freed_from_many_threads() -> None:
     stack = IntervalStack(CAPACITY)
     held: list[int] = []
     for _ in range(CAPACITY):
@@ -110,70 +109,67 @@ def test_places_given_back_from_many_threads() -> None:
 
 def test_bytes_of_a_host_stack_do_not_overlap() -> None:
     stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
-    lent = [stack.push(num_bytes) for num_bytes in (1, CACHE_LINE_BYTES, CACHE_LINE_BYTES + 1)]
-    for number, place in enumerate(lent):
+    allocated = [stack.push(num_bytes) for num_bytes in (1, CACHE_LINE_BYTES, CACHE_LINE_BYTES + 1)]
+    for number, place in enumerate(allocated):
         assert place is not None
         place[1].fill_(number + 1)
-    for number, place in enumerate(lent):
+    for number, place in enumerate(allocated):
         assert place is not None
         assert place[1].data_ptr() % CACHE_LINE_BYTES == 0
         assert torch.all(place[1] == number + 1)
     assert stack.bytes_in_use == stack.high_water_bytes == 4 * CACHE_LINE_BYTES
     assert stack.push(7 * CACHE_LINE_BYTES) is None
-    for place in reversed(lent):
+    for place in reversed(allocated):
         assert place is not None
         stack.free(place[0])
     assert stack.bytes_in_use == 0
 
 
-def test_no_memory_lends_nothing() -> None:
+def test_an_empty_stack_allocates_nothing() -> None:
     stack = HostStack(CpuDevice(), 0)
     assert stack.num_bytes == 0
     assert stack.push(1) is None
-
-
-# Both ends.
 
 
 @given(
     actions=st.lists(st.tuples(st.sampled_from(["bottom", "top", "free"]), st.integers(1, 500), st.integers(0, 900))),
     capacity=st.integers(0, 1000),
 )
-def test_places_of_both_ends_never_overlap(actions: list[tuple[str, int, int]], capacity: int) -> None:
-    """Any of them may be given back at any time; a place at the top is above what is to be left at the bottom."""
+def test_memory_of_both_ends_never_overlaps(actions: list[tuple[str, int, int]], capacity: int) -> None:
+    """Memory may be freed in any order. Memory at the top lies above the bytes that are left for the bottom."""
     stack = HostStack(CpuDevice(), capacity)
     memory = stack._memory.data_ptr()
-    lent: dict[int, tuple[int, int | TopPlace]] = {}
-    for what, num_bytes, leave in actions:
-        if what == "free":
-            if lent:
-                start = sorted(lent)[num_bytes % len(lent)]
-                place = lent.pop(start)[1]
+    allocated: dict[int, tuple[int, int | TopPlace]] = {}
+    for action, num_bytes, leave in actions:
+        if action == "free":
+            if allocated:
+                start = sorted(allocated)[num_bytes % len(allocated)]
+                place = allocated.pop(start)[1]
                 stack.free(place) if isinstance(place, int) else place.release()
             continue
-        found: tuple[int | TopPlace, torch.Tensor] | None
-        if what == "bottom":
-            found = stack.push(num_bytes)
+        allocation: tuple[int | TopPlace, torch.Tensor] | None
+        if action == "bottom":
+            allocation = stack.push(num_bytes)
         else:
             top = stack.push_top(num_bytes, leave=leave)
-            found = None if top is None else (top, top.bytes)
-        if found is None:
+            allocation = None if top is None else (top, top.bytes)
+        if allocation is None:
             needed = -(-num_bytes // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-            below = max(stack.bytes_in_use, leave if what == "top" else 0)
+            below = max(stack.bytes_in_use, leave if action == "top" else 0)
             assert below + needed + stack.top_bytes_in_use > capacity // CACHE_LINE_BYTES * CACHE_LINE_BYTES
             continue
-        start, stop = found[1].data_ptr() - memory, found[1].data_ptr() - memory + num_bytes
-        assert 0 <= start < stop <= capacity and found[1].numel() == num_bytes
-        assert what == "bottom" or start >= leave
-        assert all(stop <= other or other_stop <= start for other, (other_stop, _) in lent.items())
-        lent[start] = stop, found[0]
+        start, stop = allocation[1].data_ptr() - memory, allocation[1].data_ptr() - memory + num_bytes
+        assert 0 <= start < stop <= capacity and allocation[1].numel() == num_bytes
+        assert action == "bottom" or start >= leave
+        assert all(stop <= other or other_stop <= start for other, (other_stop, _) in allocated.items())
+        allocated[start] = stop, allocation[0]
     assert stack.high_water_bytes <= capacity
-    for _, place in lent.values():
+    for _, place in allocated.values():
         stack.free(place) if isinstance(place, int) else place.release()
     assert stack.bytes_in_use == stack.top_bytes_in_use == 0
 
 
-class NotedEvent(Event):
+class CountingEvent(Event):
     def __init__(self) -> None:
         self.num_waits = 0
 
@@ -184,17 +180,17 @@ class NotedEvent(Event):
         return False
 
 
-def test_the_host_writes_only_behind_the_last_copy_from_what_was_there() -> None:
-    """However the places were given back; once that copy is done, it need not be waited for again."""
+def test_memory_at_the_top_waits_for_the_last_copy_from_freed_memory() -> None:
+    """In whatever order it was freed. A finished copy is not waited for again."""
     stack = HostStack(CpuDevice(), 10 * CACHE_LINE_BYTES)
-    events = [NotedEvent() for _ in range(3)]
-    lent = [stack.push(CACHE_LINE_BYTES) for _ in events]
+    events = [CountingEvent() for _ in range(3)]
+    allocated = [stack.push(CACHE_LINE_BYTES) for _ in events]
     for number in (1, 2, 0):
-        place = lent[number]
+        place = allocated[number]
         assert place is not None
         stack.free(place[0], HostRead(number, events[number]))
     assert [event.num_waits for event in events] == [0, 0, 0]
-    copied_to = stack.push(CACHE_LINE_BYTES)  # by the device, which keeps its own order
+    copied_to = stack.push(CACHE_LINE_BYTES)  # the device orders its copies itself
     assert copied_to is not None and [event.num_waits for event in events] == [0, 0, 0]
     first = stack.push_top(9 * CACHE_LINE_BYTES)
     assert first is not None and [event.num_waits for event in events] == [0, 0, 1]
@@ -202,16 +198,16 @@ def test_the_host_writes_only_behind_the_last_copy_from_what_was_there() -> None
     assert stack.push_top(9 * CACHE_LINE_BYTES) is not None and events[2].num_waits == 1
 
 
-def test_reads_that_nobody_asks_for_are_not_kept() -> None:
+def test_earlier_copies_are_forgotten() -> None:
     stack = HostStack(CpuDevice(), CACHE_LINE_BYTES)
     for number in range(100):
         place = stack.push(1)
         assert place is not None
-        stack.free(place[0], HostRead(number, NotedEvent()))
+        stack.free(place[0], HostRead(number, CountingEvent()))
     assert len(stack._reads) <= 2
 
 
-def test_other_memory_is_taken_only_while_nothing_is_lent() -> None:
+def test_memory_is_replaced_only_while_none_is_allocated() -> None:
     stack = HostStack(CpuDevice())
     stack.reallocate(2 * CACHE_LINE_BYTES)
     assert stack.num_bytes == 2 * CACHE_LINE_BYTES
