@@ -1,4 +1,4 @@
-"""Measures: what hardware this is and what it can do, what a process holds, and what a model's step consists of."""
+"""Measures drives, links, device, CPU and this process's memory, and examines the machine and its paths."""
 
 from hf_lohan.hardware.machine import AnonymousMemoryPeak, MachineFacts, anonymous_memory_bytes, examine_machine
 from hf_lohan.hardware.measurement import MeasuringEffort, measure_hardware

@@ -1,4 +1,4 @@
-"""What the CPU does of a step: how many parameters a second its AdamW updates, and how many bytes it hashes."""
+"""Measures the CPU's part of a step: parameters per second of AdamW and bytes per second of checksums."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from hf_lohan.threads import KernelThreads
 
 _GROUP = AdamWGroup(lr=1e-4, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.01)
 _NUM_CHUNKS = 3
-"""As many as a run's pipeline has: one after the other they come from memory, not from the cache."""
+"""As many as a run's pipeline has, so that each comes from memory, not from the cache."""
 _MIN_PART_NUMEL = 1024
 _LOAD_SIDE = 2048
-_GRANULE_BYTES = 2 * MAX_GRANULE_NUMEL
-_TILE_BYTES = 2 * _GRANULE_BYTES
-"""Most of what is hashed was just used, or is just going to be: it is in a core's cache."""
+_HASHED_GRANULE_BYTES = 2 * MAX_GRANULE_NUMEL
+_TILE_BYTES = 2 * _HASHED_GRANULE_BYTES
+"""Fits into a core's cache: a run hashes bytes just before or after it uses them."""
 _NUM_ROUNDS = 8
 
 
 def optimizer_params_per_s(
     device: Device, working_dtype: torch.dtype, *, numel: int, budget_s: float, moment_dtype: MomentDtype = "float32"
 ) -> float:
-    """Parameters a second, over chunks of about `numel` that are in RAM, with float32 or bfloat16 working weights and
-    moments that are stored as `moment_dtype`.
+    """Measure AdamW in parameters per second, over chunks of about `numel` parameters in RAM. Working weights have
+    `working_dtype` (float32 or bfloat16), moments `moment_dtype`.
 
-    A device with cores of its own computes meanwhile: launching its work and its traffic cost the host something. On
-    a CPU nothing else runs: there compute and optimizer take turns, and the planner adds up their times. Raises
-    ValueError for a type that has no exact master.
+    A GPU computes meanwhile, because launching its work takes host time and its copies take memory bandwidth. A CPU
+    device runs nothing else, because the planner adds the times of compute and optimizer. Raises ValueError for a
+    dtype without an exact master.
     """
     threads = KernelThreads(torch.get_num_threads())
     chunks = [_Chunk(working_dtype, numel, threads, moment_dtype) for _ in range(_NUM_CHUNKS)]
@@ -46,14 +46,14 @@ def optimizer_params_per_s(
 
 
 class _Chunk:
-    """A chunk's records in RAM, updated as a run does it: in as many parts as there are threads."""
+    """A chunk's records in RAM, updated in as many parts as there are threads, as in a run."""
 
     def __init__(
         self, working_dtype: torch.dtype, numel: int, threads: KernelThreads, moment_dtype: MomentDtype = "float32"
     ) -> None:
         self._threads = threads
         self._form = form = master_format(working_dtype, moment_dtype)
-        # Parts begin at scale blocks, as a run's do.
+        # Parts begin at scale blocks, as in a run.
         self._part_numel = _rounded_up(max(_MIN_PART_NUMEL, -(-numel // threads.num_threads)), SCALE_BLOCK_NUMEL)
         self.numel = _rounded_up(numel, SCALE_BLOCK_NUMEL)
         self.records = {
@@ -61,7 +61,7 @@ class _Chunk:
         }
         self.records["param"] = torch.linspace(-1, 1, self.numel).to(working_dtype)
         self._gradient = torch.linspace(-1e-3, 1e-3, self.numel)
-        private_bytes = 4 * (self.numel + self._part_numel)  # the last part's are as large as the others'
+        private_bytes = 4 * (self.numel + self._part_numel)  # as large for a short last part
         self._private = [torch.zeros(private_bytes, dtype=torch.uint8) for _ in range(form.num_private_buffers)]
 
     def update(self) -> None:
@@ -83,7 +83,7 @@ def _rounded_up(numel: int, multiple: int) -> int:
 
 @contextmanager
 def _kept_busy(device: Device) -> Iterator[None]:
-    """Products on the device, one after the other, until the block ends."""
+    """Run matrix products on a GPU until the block ends."""
     if device.torch_device.type == "cpu":
         yield
         return
@@ -105,12 +105,12 @@ def _kept_busy(device: Device) -> Iterator[None]:
 
 
 def checksum_bytes_per_s(*, num_threads: int, budget_s: float) -> float:
-    """Bytes a second by all of `num_threads` together, each in its core's cache."""
+    """Measure checksums in bytes per second, of all `num_threads` together, each over bytes in its core's cache."""
     contents = [torch.arange(_TILE_BYTES // 8).view(torch.uint8) for _ in range(num_threads)]
 
     def hash_several(content: Tensor) -> None:
         for _ in range(_NUM_ROUNDS):
-            checksums(content, _GRANULE_BYTES)
+            checksums(content, _HASHED_GRANULE_BYTES)
 
     with ThreadPoolExecutor(num_threads, "lohan-checksums") as threads:
 

@@ -1,4 +1,4 @@
-"""The machine as a run finds it: device, threads, memory, and what a container lets this process have of it."""
+"""Facts about the machine: device, threads, memory, and a container's limits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_lohan.threads import usable_cpus
 
 _ROOT = "/sys/fs/cgroup"
 _NO_LIMIT_BYTES = 1 << 60
-"""cgroup v1 writes a number beyond all memory where there is no limit."""
+"""cgroup v1 has a larger number where there is no limit."""
 BF16_FLAGS = ("amx_bf16", "avx512_bf16", "bf16")
 """Linux's names for bfloat16 units: Intel's, Intel's and AMD's, and Arm's."""
 _SAMPLE_INTERVAL_S = 0.05
@@ -30,17 +30,17 @@ _NVIDIA_FS = "/proc/driver/nvidia-fs/version"
 
 @dataclass(frozen=True, slots=True)
 class ContainerLimits:
-    """None: not limited."""
+    """Limits of a container; None for no limit."""
 
     memory_bytes: int | None
     num_cpus: float | None
-    """CPU time a second, which is not seen in the number of CPUs."""
+    """CPU seconds per second. The number of visible CPUs may be larger."""
 
 
 def container_limits(root: str = _ROOT, membership: str | None = None) -> ContainerLimits:
-    """The lowest limits of this process's control groups and of those above them, of either version.
+    """Return the lowest limits of this process's control groups and their parents, of cgroup v1 and v2.
 
-    `root` is where they are mounted and `membership` the text of /proc/self/cgroup.
+    `root` is their mount point and `membership` the text of /proc/self/cgroup.
     """
     if membership is None:
         membership = text_of("/proc/self/cgroup")
@@ -61,7 +61,7 @@ def container_limits(root: str = _ROOT, membership: str | None = None) -> Contai
 
 
 def _upwards(root: str, path: str) -> Iterator[str]:
-    """The group's folder and all above it; in a container the path may be one that only the host has."""
+    """Yield the group's folder and its parents. In a container, some may exist only on the host."""
     while True:
         yield os.path.join(root, path.strip("/"))
         if path.strip("/") == "" or path == os.path.dirname(path):
@@ -76,14 +76,14 @@ def _bytes(folder: str, name: str) -> int | None:
 
 
 def _quota(folder: str, *names: str) -> float | None:
-    """Of the CPU time in a period, and the period: the words in the files of these names."""
+    """CPU seconds per second, from the CPU time per period and the period in these files."""
     words = [word for name in names for word in text_of(Path(folder, name)).split()]
     is_limit = len(words) == 2 and words[0].isdigit() and int(words[0]) > 0
     return int(words[0]) / int(words[1]) if is_limit else None
 
 
 def cpu_name() -> str:
-    """Such as "AMD Ryzen 9 7950X 16-Core Processor"; the architecture where the kernel does not tell."""
+    """The CPU's name, such as "AMD Ryzen 9 7950X 16-Core Processor", or its architecture if the name is unknown."""
     return _cpu_info().get("model name") or platform.processor() or platform.machine()
 
 
@@ -107,24 +107,24 @@ def _cpu_info() -> dict[str, str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MachineFacts:
-    """What the verdicts on everything but the drives go by."""
+    """Facts that the verdicts of `lohan doctor` depend on, except those about drives."""
 
     device_type: str
     """"cpu" or "cuda"."""
     device_name: str
     device_memory_bytes: int
-    """Free now."""
+    """Free at present."""
     is_pinned: bool
-    """Host memory for copies can be pinned; False on a CPU, which needs none."""
+    """Whether host memory for copies can be pinned; False on a CPU, which needs none."""
     gpudirect_problem: str
-    """Why drives cannot reach the device's memory on their own; "" if they can."""
+    """Why GPUDirect Storage cannot be used; "" if it can."""
     bf16_units: tuple[str, ...]
     usable_cpus: int
     cpu_quota: float | None
     cpu_threads: int
     omp_num_threads: str | None
     load: float
-    """Threads that wanted a CPU, averaged over the last minute."""
+    """Number of runnable threads, averaged over the last minute."""
     is_wsl: bool
     memory_bytes: int
     available_memory_bytes: int
@@ -133,7 +133,7 @@ class MachineFacts:
 
 
 def examine_machine(config: OffloadConfig, device: Device) -> MachineFacts:
-    """The facts, with a resolved config. Takes no time to speak of."""
+    """Collect the facts, for a resolved config. Takes little time."""
     assert isinstance(config.cpu_threads, int) and isinstance(config.cpu_memory, int)
     limits = container_limits()
     return MachineFacts(
@@ -173,8 +173,8 @@ def _is_pinned(device: Device) -> bool:
 
 
 def anonymous_memory_bytes() -> int:
-    """RssAnon of this process, which budgets are about (RSS also counts page cache, which costs nothing); where the
-    kernel does not tell, its resident set less shared pages."""
+    """RssAnon of this process, which the budgets limit (RSS also counts page cache). Where the kernel does not report
+    it: the resident set without shared pages."""
     for line in text_of("/proc/self/status").splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -183,7 +183,7 @@ def anonymous_memory_bytes() -> int:
 
 
 class AnonymousMemoryPeak:
-    """Samples anonymous memory on a thread, from `start` to `stop`, and keeps the highest value seen."""
+    """Samples anonymous memory on a thread from `start` to `stop`, and keeps the highest value."""
 
     def __init__(self) -> None:
         self.peak_bytes = 0
@@ -214,7 +214,7 @@ class AnonymousMemoryPeak:
         self._recent_peak_bytes = max(self._recent_peak_bytes, now_bytes)
 
     def take_recent_peak(self) -> int:
-        """The highest value since this was called last, the present one included."""
+        """Return the highest value since the last call, including the present one."""
         self.sample()
         recent_peak_bytes, self._recent_peak_bytes = self._recent_peak_bytes, 0
         return recent_peak_bytes

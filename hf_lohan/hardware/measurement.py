@@ -1,4 +1,4 @@
-"""This machine as the planner wants to know it: measured in seconds, with what a run does, on what a run uses."""
+"""Measures this machine's `HardwareProfile` in seconds, with the operations and threads of a run."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from hf_lohan.threads import set_compute_threads
 
 _MIB = 1 << 20
 _UPDATE_BYTES_PER_PARAM = 3 * 16
-"""Three chunks of weights, masters, gradients and moments."""
+"""Of three chunks: weights, masters, gradients and moments."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasuringEffort:
-    """How long measuring takes, and how much of everything it uses at most."""
+    """Limits of the time and memory that measuring takes."""
 
     budget_s: float = 5.0
     scratch_bytes: int = 128 * _MIB
-    """On each SSD path."""
+    """Largest scratch file of each SSD path."""
     io_buffer_bytes: int = 64 * _MIB
     copy_bytes: int = 32 * _MIB
     product_bytes: int = 128 * _MIB
-    """Of device memory, for the operands of a product."""
+    """Device memory for the operands of a product."""
     activation_bytes: int = 32 * _MIB
     update_numel: int = 2 * _MIB
 
     def within(self, config: OffloadConfig) -> MeasuringEffort:
-        """The same or less: no part of it takes more memory than a run may."""
+        """Return the same effort, or one that needs no more memory than the config's budgets."""
         assert isinstance(config.cpu_memory, int) and isinstance(config.gpu_memory, int)
         host_bytes, device_bytes = config.cpu_memory // SECTOR_BYTES, config.gpu_memory // SECTOR_BYTES
         return replace(
@@ -63,16 +63,16 @@ def measure_hardware(
 ) -> HardwareProfile:
     """Measure device, links, drives and CPU for a model of `matrix_shapes` with working weights of `dtype`.
 
-    `config` is resolved: its SSD paths, I/O and CPU threads are those of the run, and its budgets bound the memory this
-    takes. Random numbers of the run are not touched. Takes about `effort.budget_s`, 5 seconds. Raises CapacityError or
-    StorageError where a path cannot be measured, ValueError for no shapes or a dtype that cannot be trained.
+    `config` is the run's resolved config; its budgets bound the memory that this takes. The run's random numbers are
+    not changed. Takes about `effort.budget_s` (5 seconds by default). Raises CapacityError or StorageError if a path
+    cannot be measured, ValueError for no shapes or a dtype that cannot be trained.
     """
     assert config.is_resolved, "resolve the config first"
     assert isinstance(config.io_threads, int) and isinstance(config.io_piece_bytes, int)
     assert isinstance(config.cpu_threads, int)
     effort = (effort or MeasuringEffort()).within(config)
     budget_s, paths = effort.budget_s, store_paths(config)
-    device_memory_bytes = device.total_memory_bytes()  # before this takes some of it
+    device_memory_bytes = device.total_memory_bytes()  # before measuring takes some of it
     host_memory_bytes = available_host_memory_bytes()
     with _run_threads(config):
         alone, together = measure_ssds(
@@ -98,7 +98,7 @@ def measure_hardware(
             budget_s=0.12 * budget_s,
             moment_dtype=config.optimizer_state_dtype,
         )
-    device.give_back_unused()  # measured in sizes that no run asks for again
+    device.give_back_unused()  # a run needs other sizes
     return HardwareProfile(
         device=DeviceProfile(
             flops_per_s=_rounded(flops_per_s),
@@ -132,13 +132,12 @@ def measure_hardware(
 
 
 def _rounded(rate: float) -> float:
-    """As many digits as a measurement has, for who reads the file."""
+    """Round to four digits, about a measurement's precision."""
     return float(f"{rate:.4g}")
 
 
 def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: Device) -> HardwareProfile:
-    """The profile with the memory and the room on the drives that are free now: they change faster than rates do. So
-    does the way in which memory is taken."""
+    """Return the profile with today's free memory and disk space, and the allocator's present settings."""
     return replace(
         profile,
         device=replace(profile.device, memory_bytes=device.total_memory_bytes(), grows_segments=device.grows_segments),
@@ -151,7 +150,8 @@ def with_present_room(profile: HardwareProfile, config: OffloadConfig, device: D
 
 
 def store_paths(config: OffloadConfig) -> tuple[StorePath, ...]:
-    """The paths of a resolved config; a capacity that is "auto" is the free space and what a store there takes."""
+    """Return the paths of a resolved config. The capacity "auto" becomes the free space plus the size of a store
+    there."""
     assert config.ssd != "auto"
     paths = [StorePath(ssd.path, ssd.capacity if isinstance(ssd.capacity, int) else None) for ssd in config.ssd]
     return resolve_capacities(paths, DATA_NAMES)

@@ -1,4 +1,4 @@
-"""An SSD path as it is: its file system, what that can do, its room, and its drive's wear."""
+"""Facts about an SSD path: its file system, free space, O_DIRECT and reflink support, and its drive's wear."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _TRIAL_BYTES = 4 * SECTOR_BYTES
 
 
 def text_of(file: str | Path) -> str:
-    """What the kernel tells there; "" where it does not."""
+    """Return the text of one of the kernel's files; "" if it cannot be read."""
     try:
         return Path(file).read_text()
     except OSError:
@@ -34,7 +34,7 @@ def text_of(file: str | Path) -> str:
 
 
 def existing_directory(path: str) -> str:
-    """The path itself or its nearest parent that is a directory: on the same file system, unless a mount follows."""
+    """Return the path itself or its nearest parent that is a directory."""
     path = os.path.abspath(path)
     while not os.path.isdir(path):
         path = os.path.dirname(path)
@@ -45,29 +45,29 @@ def existing_directory(path: str) -> str:
 class Mount:
     mount_point: str
     file_system: str
-    """"ext4", "nfs4", ...; "" if the kernel does not tell."""
+    """"ext4", "nfs4", ...; "" if unknown."""
     source: str
     """"/dev/nvme0n1p2", "server:/export", ..."""
 
 
 def mount_of(directory: str, mount_info: str | None = None) -> Mount:
-    """The mount that a directory lies in: of those above it the nearest, and of two in one place the later one."""
+    """Return the nearest mount above a directory; the later one of two at the same mount point."""
     text = text_of(_MOUNT_INFO) if mount_info is None else mount_info
     real = os.path.realpath(directory)
-    found = Mount("/", "", "")
+    nearest = Mount("/", "", "")
     for line in text.splitlines():
         mount = _parsed(line)
         is_above = real == mount.mount_point or real.startswith(f"{mount.mount_point.rstrip('/')}/")
-        if is_above and len(mount.mount_point) >= len(found.mount_point):
-            found = mount
-    return found
+        if is_above and len(mount.mount_point) >= len(nearest.mount_point):
+            nearest = mount
+    return nearest
 
 
 def drive_of(directory: str) -> str | None:
-    """The name in /sys/block of the drive that a directory lies on ("nvme0n1"); None if it lies on no single one."""
+    """Return the name in /sys/block of a directory's drive ("nvme0n1"); None if it is not on a single drive."""
     status = os.stat(directory)
     numbers = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
-    if os.major(status.st_dev) == 0:  # Btrfs and others give numbers of their own
+    if os.major(status.st_dev) == 0:  # Btrfs and others use device numbers of their own
         try:
             source = os.stat(mount_of(directory).source).st_rdev
         except OSError:
@@ -94,9 +94,9 @@ class WearUnknownError(Exception):
 
 
 def drive_wear_percent(drive: str | None) -> int:
-    """Per cent of the rated writes that `drive`, a name in /sys/block, has had; may be beyond 100.
+    """Return the wear of `drive`, a name in /sys/block, as a percentage of its rated writes; may exceed 100.
 
-    Raises WearUnknownError with the reason: none of this needs root, but most drives answer to root only.
+    Raises WearUnknownError with the reason. Most drives answer only to root.
     """
     if drive is None:
         raise WearUnknownError("it is not on a single drive")
@@ -115,12 +115,12 @@ def drive_wear_percent(drive: str | None) -> int:
         wear = wear_in(_json_of(command))
         if wear is not None:
             return wear
-        reason = f"{program} reads none from {device}; it may need root, and virtual drives have none"
+        reason = f"{program} reports no wear of {device}; it may need root, and virtual drives report none"
     raise WearUnknownError(reason)
 
 
 def wear_in(report: Mapping[str, Any]) -> int | None:
-    """The wear that a report of smartctl or nvme tells, in per cent; None if it tells none."""
+    """Return the wear in a report of smartctl or nvme, in per cent; None if there is none."""
     nvme = report.get("nvme_smart_health_information_log")
     endurance = report.get("endurance_used")
     candidates = (
@@ -147,21 +147,21 @@ def _json_of(command: list[str]) -> Mapping[str, Any]:
 class PathFacts:
     path: str
     file_system: str
-    """As the kernel calls it; "" if it does not tell."""
+    """The kernel's name for it; "" if unknown."""
     problem: str
     """Why it cannot be written; "" if it can."""
     is_direct: bool
     can_reflink: bool
-    """Files can share blocks, so that a checkpoint of the optimizer's states is made in no time."""
+    """Whether files can share blocks. Then checkpoints copy no optimizer states."""
     free_bytes: int
     capacity: int | Literal["auto"]
     wear_percent: int | None
     wear_problem: str
-    """Why the wear is not known; "" if it is."""
+    """Why the wear is unknown; "" if it is known."""
 
 
 def examine_path(path: str, capacity: int | Literal["auto"]) -> PathFacts:
-    """The facts of a path, or of the nearest directory above one that is not there yet. Leaves nothing behind."""
+    """Collect the facts of a path, or of the nearest existing directory above it. Leaves no files."""
     directory = existing_directory(path)
     problem, is_direct, can_reflink = "", False, False
     try:
@@ -187,7 +187,7 @@ def examine_path(path: str, capacity: int | Literal["auto"]) -> PathFacts:
 
 
 def _try_files(directory: str) -> tuple[bool, bool]:
-    """Whether O_DIRECT and reflinks work there. Raises OSError where no file can be written."""
+    """Whether O_DIRECT and whether reflinks work there. Raises OSError if no file can be written."""
     with tempfile.TemporaryDirectory(prefix=".lohan-tried-", dir=directory) as folder:
         source, target = os.path.join(folder, "a"), os.path.join(folder, "b")
         content = sector_view(mapped_empty(_TRIAL_BYTES).fill_(1))

@@ -1,4 +1,4 @@
-"""Hardware profiles that are kept: YAML files for machines that are not at hand, and the user's cache."""
+"""Hardware profiles on disk: YAML files for other machines, and a cache of measurements."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from hf_lohan.threads import usable_cpus
 logger = logging.getLogger(__name__)
 
 _FORMAT = 1
-"""Counted up when the same numbers would mean, or be measured as, something else."""
+"""Raised when the meaning or the measurement of a number changes."""
 
 
 def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
-    """The profile in a YAML (or JSON) file. Raises ProfileError, naming the file, the key and the value."""
+    """Read a profile from a YAML or JSON file. Raises ProfileError with the file, the key and the value."""
     file = os.path.expanduser(os.fspath(path))
     content = read_yaml(file, "hardware profile", ProfileError)
     if not isinstance(content, dict):
         advice = "write the keys device, h2d_bytes_per_s, d2h_bytes_per_s, ssd and cpu"
-        raise ProfileError(f"the hardware profile {file!r} holds {content!r}, no table; {advice}")
+        raise ProfileError(f"the hardware profile {file!r} contains {content!r}, which is not a table; {advice}")
     try:
         return HardwareProfile.from_mapping(content)
     except ProfileError as error:
@@ -49,7 +49,7 @@ def read_hardware(path: str | os.PathLike[str]) -> HardwareProfile:
 
 
 def write_hardware(path: str | os.PathLike[str], profile: HardwareProfile) -> None:
-    """Write a file that `read_hardware` reads, in place of any old one. Raises CapacityError or StorageError."""
+    """Write a file for `read_hardware`, replacing any old one. Raises CapacityError or StorageError."""
     text = yaml.safe_dump(profile.to_mapping(), sort_keys=False, allow_unicode=True)
     replace_durably(os.path.abspath(os.path.expanduser(os.fspath(path))), text.encode())
 
@@ -65,24 +65,25 @@ def cached_hardware(
     directory: str | None = None,
     measure: Callable[..., HardwareProfile] = measure_hardware,
 ) -> HardwareProfile:
-    """`measure_hardware`, or what it once found with the same device, CPU, torch, threads, drives, shapes and dtype.
+    """Return an earlier result of `measure_hardware` for the same device, CPU, torch, threads, drives, shapes and
+    dtype, with the present free memory and disk space; or measure now.
 
-    Free memory and room on the drives are as they are now. Processes measure one after the other, and what one of them
-    has measured the others read. A cache that is damaged or cannot be used costs the time to measure anew, no more.
+    Processes measure one after the other, and later ones read what the first has measured. If the cache is damaged or
+    cannot be used, this measures again.
     """
     effort = (effort or MeasuringEffort()).within(config)
     key = _key(config, device, matrix_shapes, dtype, effort)
     file = _file(directory, key)
-    found = None if measure_again else _read(file, key)
-    if found is None:
+    profile = None if measure_again else _read(file, key)
+    if profile is None:
         with _taking_turns(os.path.dirname(file)):
             # Another process may have measured it meanwhile.
-            found = None if measure_again else _read(file, key)
-            if found is None:
+            profile = None if measure_again else _read(file, key)
+            if profile is None:
                 profile = measure(config, device, matrix_shapes=matrix_shapes, dtype=dtype, effort=effort)
                 _keep(file, {"key": key, "profile": profile.to_mapping()})
                 return profile
-    return with_present_room(found, config, device)
+    return with_present_room(profile, config, device)
 
 
 def has_cached_hardware(
@@ -94,14 +95,14 @@ def has_cached_hardware(
     effort: MeasuringEffort | None = None,
     directory: str | None = None,
 ) -> bool:
-    """Whether `cached_hardware` would measure nothing."""
+    """Whether `cached_hardware` has an earlier result."""
     effort = (effort or MeasuringEffort()).within(config)
     key = _key(config, device, matrix_shapes, dtype, effort)
     return _read(_file(directory, key), key) is not None
 
 
 def cache_directory() -> str:
-    """Where profiles are kept: under $XDG_CACHE_HOME if that is an absolute path, else under ~/.cache."""
+    """Folder of the cache: under $XDG_CACHE_HOME if that is an absolute path, else under ~/.cache."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # the specification says to ignore such values
         base = os.path.expanduser("~/.cache")
@@ -115,9 +116,9 @@ def _key(
     dtype: torch.dtype,
     effort: MeasuringEffort,
 ) -> dict[str, Any]:
-    """Everything that the rates depend on, in JSON's types."""
+    """Everything that the rates depend on, in JSON types."""
     state_dtype = config.optimizer_state_dtype
-    # Profiles from before there was a choice stay good.
+    # No key for the default, so that older profiles stay valid.
     moments = {} if state_dtype == "float32" else {"optimizer_state_dtype": state_dtype}
     return moments | {
         "format": _FORMAT,
@@ -135,7 +136,7 @@ def _key(
         ),
         "effort": asdict(effort),
         "io": [config.io_threads, config.io_piece_bytes],
-        # Drives, not directories: each run has a folder of its own.
+        # Drives, not directories, because each run has its own folder.
         "ssd": [_drive(path.path) for path in store_paths(config)],
     }
 
@@ -151,18 +152,18 @@ def _file(directory: str | None, key: dict[str, Any]) -> str:
 
 
 def _read(file: str, key: dict[str, Any]) -> HardwareProfile | None:
-    """The profile in the file; None if there is none, or not this key's."""
+    """Read a profile; None if there is none or it has another key."""
     try:
         content = json.loads(read_whole(file))
         if content["key"] == key:
             profile = HardwareProfile.from_mapping(content["profile"])
             if len(profile.ssd) == len(key["ssd"]):
                 return profile
-        logger.warning("%s holds the profile of other hardware than its name says: measuring anew", file)
+        logger.warning("%s contains the profile of other hardware, so it is measured again", file)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError) as error:
-        logger.warning("the hardware profile %s cannot be used (%s): measuring anew", file, error)
+        logger.warning("the hardware profile %s cannot be used (%s), so the hardware is measured again", file, error)
     return None
 
 
@@ -170,13 +171,12 @@ def _keep(file: str, content: dict[str, Any]) -> None:
     try:
         replace_durably(file, json.dumps(content, indent=1).encode())
     except (OSError, ValueError) as error:
-        logger.warning("the measured hardware is not kept, the next run will measure again: %s", error)
+        logger.warning("the hardware profile cannot be saved, so the next run measures again: %s", error)
 
 
 @contextmanager
 def _taking_turns(directory: str) -> Iterator[None]:
-    """Hold the directory's lock, which the kernel takes back however its holder ends; none where that is not
-    possible."""
+    """Hold the directory's lock if possible. The kernel releases it when its holder ends."""
     fd = -1
     try:
         make_directory(directory)

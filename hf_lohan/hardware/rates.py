@@ -1,4 +1,4 @@
-"""What the device computes a second, and what passes between it and the host. Each is repeated; the median counts."""
+"""Measures the device's FLOP/s and memory bandwidth, and the bandwidth of its link. Each is a median of repetitions."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from torch import Tensor
 from hf_lohan.device import Device, Lane
 
 _SAMPLE_S = 0.005
-"""Runs shorter than this are sampled several at a time: then neither the clock nor the waiting shows."""
+"""Shorter runs are timed several at once, so that the clock and synchronization do not count."""
 _MAX_RUNS_PER_SAMPLE = 1000
 _MAX_SAMPLES = 25
 _MIN_SIDE = 128
-"""Products are not cut below this: short sides are slower than what they stand for."""
+"""Sides are not cut below this, because products with short sides are slower."""
 _FIRST_TRIAL_FLOPS = 1e8
 _MAX_GROWTH = 16.0
-"""From one trial to the next: small products are slow a FLOP, so they say little about how long large ones take."""
+"""From one trial to the next. Small products are slower per FLOP, so they predict large ones poorly."""
 _RUNS_IN_BUDGET = 4
 _MAX_SHAPES = 6
-"""Each has operands to be made, which takes time too."""
+"""Making operands takes time for each."""
 _PATTERN_NUMEL = 1 << 16
 _COPIES_AT_ONCE = 4
-"""Copies of each direction in one run of both: their start and end, when only one is under way, count for little."""
+"""Copies of each direction in one run of both directions, so that times with only one direction count little."""
 
 
 def median_s(
@@ -38,12 +38,12 @@ def median_s(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> float:
-    """Median seconds of one `run`, `synchronize` waiting for what it has started.
+    """Measure the median seconds of one `run`. `synchronize` waits for the work that it started.
 
-    Takes about `budget_s`, and more only where three runs take longer than that.
+    Takes about `budget_s`, or three runs if they take longer.
     """
     began_s = clock()
-    run()  # kernels are loaded and memory is touched on first use
+    run()  # the first run loads kernels and touches memory
     synchronize()
     start_s = clock()
     run()
@@ -62,8 +62,8 @@ def median_s(
 
 @dataclass(frozen=True, slots=True)
 class MatrixShape:
-    """A linear layer's product [num_rows, inner] x [inner, num_columns], `count` times a forward; `num_matrices` of
-    them at once in a batched or grouped one."""
+    """A product [num_rows, inner] x [inner, num_columns] of a linear layer that runs `count` times in a forward. A
+    batched or grouped one has `num_matrices` of them."""
 
     num_rows: int
     inner: int
@@ -73,11 +73,11 @@ class MatrixShape:
 
     def __post_init__(self) -> None:
         if min(self.num_rows, self.inner, self.num_columns, self.count, self.num_matrices) < 1:
-            raise ValueError(f"{self} is no matrix product: every number must be at least 1")
+            raise ValueError(f"{self} is not a matrix product: every number must be at least 1")
 
     @property
     def flops(self) -> float:
-        """Of one such product."""
+        """FLOPs of one run of the product."""
         return 2.0 * self.num_matrices * self.num_rows * self.inner * self.num_columns
 
     def operand_bytes(self, itemsize: int) -> int:
@@ -86,8 +86,8 @@ class MatrixShape:
 
 
 def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: int) -> MatrixShape:
-    """The shape, or a smaller one that is as fast a FLOP: batches are halved first, then rows, then what is longest,
-    until the product is within both bounds or all sides are short."""
+    """Return the shape, or a smaller one with similar FLOP/s: batches are halved first, then rows, then the longest
+    side, until the product is within both bounds or all sides are short."""
     while shape.flops > max_flops or shape.operand_bytes(itemsize) > max_bytes:
         sides = {"num_rows": shape.num_rows, "inner": shape.inner, "num_columns": shape.num_columns}
         longest = max(sides, key=lambda side: sides[side])
@@ -106,12 +106,12 @@ def cropped(shape: MatrixShape, *, max_flops: float, max_bytes: int, itemsize: i
 def matmul_flops_per_s(
     device: Device, shapes: Sequence[MatrixShape], dtype: torch.dtype, *, budget_s: float, max_bytes: int
 ) -> float:
-    """FLOP/s over the `shapes` that weigh most, each as often as it counts: of the product and of its two gradients.
+    """Measure FLOP/s over the `shapes` with the most FLOPs, weighted by count, with the products of both gradients.
 
     Takes about `budget_s` and `max_bytes` of the device's memory. Raises ValueError for no shapes.
     """
     if not shapes:
-        raise ValueError("no matrix shapes were given; give at least one to measure the device with")
+        raise ValueError("no matrix shapes to measure the device with; give at least one")
     shapes = sorted(shapes, key=lambda shape: -shape.count * shape.flops)[:_MAX_SHAPES]
     share_s = budget_s / len(shapes)
     total_flops = sum(shape.count * shape.flops for shape in shapes)
@@ -123,7 +123,7 @@ def matmul_flops_per_s(
 
 
 def elementwise_bytes_per_s(device: Device, numel: int, dtype: torch.dtype, *, budget_s: float) -> float:
-    """Bytes read and written a second by an addition of two tensors [numel] into a new one, as a model's layers do."""
+    """Measure the bytes per second that an addition of two tensors [numel] into a new one reads and writes."""
     left, right = _filled(device, (numel,), dtype), _filled(device, (numel,), dtype)
     one_s = median_s(lambda: left + right, _waiting(device), budget_s=budget_s)
     return 3 * numel * dtype.itemsize / one_s
@@ -150,8 +150,8 @@ def _shape_flops_per_s(
 def _product_times_s(
     device: Device, shape: MatrixShape, dtype: torch.dtype, *, budget_s: float, num_products: int = 3
 ) -> list[float]:
-    """Seconds of the product, of its input's gradient and of its weight's, or of the first of these, with operands
-    laid out as autograd has them: a linear layer's weight lies transposed."""
+    """Seconds of the first `num_products` of: the product, its input's gradient, its weight's gradient. Operands have
+    autograd's layout, with the weight transposed."""
     batch = (shape.num_matrices,) if shape.num_matrices > 1 else ()
     inputs = _filled(device, (*batch, shape.num_rows, shape.inner), dtype)
     weight = _filled(device, (*batch, shape.num_columns, shape.inner), dtype)
@@ -170,29 +170,31 @@ def _waiting(device: Device) -> Callable[[], None]:
 
 
 def _filled(device: Device, size: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Numbers as a model has them: products of zeros take less power, hence higher clocks."""
+    """Return random numbers, because products of zeros take less power and run at higher clocks."""
     numel = math.prod(size)
-    generator = torch.Generator().manual_seed(0)  # a run's own random numbers must not depend on measuring
+    generator = torch.Generator().manual_seed(0)  # leaves the run's random numbers alone
     pattern = torch.randn(min(numel, _PATTERN_NUMEL), generator=generator).to(device.torch_device, dtype)
     return pattern.repeat(-(-numel // pattern.numel()))[:numel].view(*size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LinkRates:
+    """Bandwidth between host and device memory."""
+
     h2d_bytes_per_s: float
     d2h_bytes_per_s: float
     duplex_bytes_per_s: float
-    """Of both directions, at once, added."""
+    """Sum of both directions at once."""
 
 
 def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRates:
-    """Copy `copy_bytes` at a time, as chunks travel: between `Device.host_empty` and `Device.empty`, on its lanes.
+    """Measure copies of `copy_bytes` between `Device.host_empty` and `Device.empty`, on the device's lanes.
 
     Takes about `budget_s`, twice `copy_bytes` of host memory and as much of the device's.
     """
     ends: dict[Lane, tuple[Tensor, Tensor]] = {}
     for lane in (Lane.H2D, Lane.D2H):
-        # Touched: pages that were never written are all one page of zeros, which stays in the cache.
+        # Filled, because untouched pages are all one page of zeros in the cache.
         host, remote = (empty(copy_bytes).fill_(1) for empty in (device.host_empty, device.empty))
         ends[lane] = (remote, host) if lane is Lane.H2D else (host, remote)
     device.record(Lane.COMPUTE).synchronize()
@@ -212,14 +214,14 @@ def measure_links(device: Device, *, copy_bytes: int, budget_s: float) -> LinkRa
     def alone_bytes_per_s(lane: Lane) -> float:
         return copy_bytes / median_s(lambda: copy(lane), lambda: synchronize(lane), budget_s=budget_s / 3)
 
-    # Each direction has a thread of its own in a run too; on a CPU the copies themselves run in them.
+    # As in a run, each direction has its own thread; a CPU device copies on these threads.
     with ThreadPoolExecutor(2, "lohan-links") as threads:
 
         def copy_both() -> None:
             both = [threads.submit(copy_several, lane) for lane in (Lane.H2D, Lane.D2H)]
             wait(both)
-            for one in both:
-                one.result()
+            for future in both:
+                future.result()
 
         both_s = median_s(copy_both, lambda: None, budget_s=budget_s / 3)
     return LinkRates(

@@ -1,4 +1,4 @@
-"""What the drives move a second: written and read alone and in turn, as a run moves records."""
+"""Measures the drives' bandwidth: writes, reads, and both in turn, through the files of a run."""
 
 from __future__ import annotations
 
@@ -9,28 +9,36 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_lohan.device import Device
-from hf_lohan.files import SECTOR_BYTES, CapacityError, FileBackend, IoEngine, Shortfall, StorePath, write_failure
+from hf_lohan.files import (
+    SECTOR_BYTES,
+    CapacityError,
+    FileBackend,
+    IoEngine,
+    IoRequest,
+    Shortfall,
+    StorePath,
+    write_failure,
+)
 from hf_lohan.files.directories import free_bytes
 from hf_lohan.files.io_engine import Verb
 from hf_lohan.hardware.paths import existing_directory
-from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordSpec, StoreLayout, granules_of
+from hf_lohan.store import GRANULE_NUMEL, Checksums, RecordFiles, RecordRead, RecordSpec, StoreLayout, granules_of
 
 NUM_BUFFERS = 4
-"""Requests under way at once."""
+"""Requests in progress at once."""
 _MIN_CHUNKS = NUM_BUFFERS + 2
-"""More than there are requests: no two under way touch the same bytes."""
+"""More than there are requests, so that no two in progress use the same bytes."""
 _CHUNK_BYTES = 16 << 20
-"""As large as a run's chunks can be."""
+"""The largest chunk of a run."""
 _GRANULE_BYTES = 4 * GRANULE_NUMEL
 _MAX_ROUNDS = 2
-"""Over the whole file in each measurement: drives wear."""
+"""Over the whole file in each measurement, because drives wear."""
 _FREE_SPACE_SHARE = 4
 _FILE_NAME = "scratch.bin"
 _BLOCK = ("measured", "param")
@@ -41,12 +49,12 @@ class SsdRates:
     read_bytes_per_s: float
     write_bytes_per_s: float
     mixed_bytes_per_s: float
-    """Of reads and writes in turn, added."""
+    """Sum of reads and writes in turn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SsdIo:
-    """How a run moves bytes: `IoEngine`'s threads and pieces."""
+    """The run's settings for `IoEngine`."""
 
     num_threads: int
     piece_bytes: int
@@ -63,12 +71,11 @@ def measure_ssds(
     budget_s: float,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[list[SsdRates], SsdRates]:
-    """The rates of each of `paths`, whose capacities are known, and of all striped together.
+    """Measure each of `paths`, whose capacities are known, and all of them striped together.
 
-    Scratch files of at most `scratch_bytes` a path, no more than a quarter of its free space, nor than its capacity,
-    pass through buffers of `buffer_bytes` in all; they have no name, so that they vanish however this ends. A path
-    that is not there yet is measured in the nearest directory that is. Takes about `budget_s`.
-    Raises CapacityError for too little room and StorageError.
+    A path's scratch file takes at most `scratch_bytes`, a quarter of the free space, and the path's capacity. It has no
+    name, so it vanishes with this process. Buffers take `buffer_bytes` in all. A missing path is measured in its
+    nearest existing parent. Takes about `budget_s`. Raises CapacityError for too little space, and StorageError.
     """
     sizes = [_file_bytes(path, scratch_bytes, num_paths=len(paths)) for path in paths]
     num_measured = len(paths) + (len(paths) > 1)
@@ -83,12 +90,8 @@ def measure_ssds(
     return alone, together
 
 
-class Receipt(Protocol):
-    def wait(self) -> None: ...
-
-
 class _Traffic:
-    """Requests on scratch files, as many under way at once as there are buffers."""
+    """Requests on scratch files, as many at once as there are buffers."""
 
     def __init__(self, files: RecordFiles, device: Device, buffer_bytes: int, clock: Callable[[], float]) -> None:
         self._files = files
@@ -98,19 +101,19 @@ class _Traffic:
         self._chunk_numel = max(1, granules) * GRANULE_NUMEL
         self._num_chunks = file_numel // self._chunk_numel
         memory = device.host_empty(NUM_BUFFERS * 4 * self._chunk_numel)
-        # What a drive cannot compress; and a run's own random numbers must not depend on measuring.
+        # Drives cannot compress random bytes. The generator leaves the run's random numbers alone.
         memory.view(torch.int64).random_(generator=torch.Generator().manual_seed(0))
         self._buffers: Sequence[Tensor] = memory.view(torch.float32).split(self._chunk_numel)
 
     def rates(self, budget_s: float) -> SsdRates:
         phase_s = budget_s / 4
-        # A file system does more for the first write to a place than for all later ones.
+        # A file system allocates space on the first write, so that one is not measured.
         self._num_chunks = self._run(("write",), phase_s, min_chunks=_MIN_CHUNKS, max_chunks=self._num_chunks)[0]
         chunk_bytes = 4 * self._chunk_numel
 
         def bytes_per_s(*verbs: Verb) -> float:
-            most = _MAX_ROUNDS * self._num_chunks
-            num_chunks, duration_s = self._run(verbs, phase_s, min_chunks=len(verbs), max_chunks=most)
+            max_chunks = _MAX_ROUNDS * self._num_chunks
+            num_chunks, duration_s = self._run(verbs, phase_s, min_chunks=len(verbs), max_chunks=max_chunks)
             return num_chunks * chunk_bytes / duration_s
 
         return SsdRates(
@@ -120,8 +123,9 @@ class _Traffic:
         )
 
     def _run(self, verbs: Sequence[Verb], budget_s: float, *, min_chunks: int, max_chunks: int) -> tuple[int, float]:
-        """Move chunk after chunk, round and round, until the time is over; how many, and in how many seconds."""
-        under_way: list[Receipt | None] = [None] * NUM_BUFFERS
+        """Move chunk after chunk, repeatedly over the file, for ``budget_s``. Returns the number of chunks and the
+        seconds."""
+        under_way: list[RecordRead | IoRequest | None] = [None] * NUM_BUFFERS
         start_s = self._clock()
         num_moved = 0
         try:
@@ -138,26 +142,26 @@ class _Traffic:
                 if request is not None:
                     request.wait()
         finally:
-            self._files.wait_until_idle()  # no thread may use the buffers any more
+            self._files.wait_until_idle()  # then no thread uses the buffers
         if "write" in verbs:
             self._files.sync()
         return num_moved, self._clock() - start_s
 
-    def _start(self, verb: Verb, chunk: int, slot: int) -> Receipt:
-        place = (*_BLOCK, chunk * self._chunk_numel, self._buffers[slot])
-        return self._files.read(*place) if verb == "read" else self._files.write(*place)
+    def _start(self, verb: Verb, chunk: int, slot: int) -> RecordRead | IoRequest:
+        arguments = (*_BLOCK, chunk * self._chunk_numel, self._buffers[slot])
+        return self._files.read(*arguments) if verb == "read" else self._files.write(*arguments)
 
 
 @contextmanager
 def _scratch(paths: Sequence[StorePath], num_bytes: int, io: SsdIo) -> Iterator[RecordFiles]:
-    """Files without a name, striped over `paths`, `num_bytes` together."""
+    """Files without a name, striped over `paths`, of `num_bytes` together."""
     layout = StoreLayout((RecordSpec(*_BLOCK, "float32", num_bytes // 4),), tuple(paths))
     engine = IoEngine(io.num_threads, io.piece_bytes, max(num_bytes, io.piece_bytes), io.backend)
     directories: list[str] = []
     try:
         for path in paths:
             directories.append(_new_directory(existing_directory(path.path)))
-        # Hashing is the CPU's time, which is measured apart.
+        # No hashing, because the CPU's time is measured separately.
         with RecordFiles.create_files(
             layout, directories, _FILE_NAME, engine, is_scratch=True, hash_granules=_no_checksums
         ) as files:
@@ -176,7 +180,7 @@ def _no_checksums(source: Tensor, granule_bytes: int) -> Checksums:
 
 
 def _new_directory(parent: str) -> str:
-    """In a directory of its own no file meets another's, of this path or of a second one beside it."""
+    """Make a directory whose files cannot collide with others, such as those of a second path beside it."""
     try:
         return tempfile.mkdtemp(prefix=".lohan-measured-", dir=parent)
     except OSError as error:
@@ -184,7 +188,7 @@ def _new_directory(parent: str) -> str:
 
 
 def _file_bytes(path: StorePath, wanted_bytes: int, *, num_paths: int) -> int:
-    """Size of a path's scratch file: whole granules. All paths may lie on one file system."""
+    """Size of a path's scratch file, in whole granules. All paths may be on one file system."""
     free = free_bytes(path.path)
     room = min(wanted_bytes, free // (_FREE_SPACE_SHARE * num_paths))
     limit, available = "free space", free
@@ -198,8 +202,8 @@ def _file_bytes(path: StorePath, wanted_bytes: int, *, num_paths: int) -> int:
 
 
 def _striped_bytes(paths: Sequence[StorePath], sizes: Sequence[int]) -> int:
-    """Bytes that can be striped by capacity over the paths with no path taking more than its size."""
-    capacities = [path.capacity_bytes or 0 for path in paths]  # known and not 0: there is room for its file
+    """Bytes that can be striped over the paths by capacity, with at most `sizes` bytes on each."""
+    capacities = [path.capacity_bytes or 0 for path in paths]  # never 0, because its file has space
     total = sum(capacities)
     striped = min(size * total // capacity for size, capacity in zip(sizes, capacities, strict=True))
     return max(_MIN_CHUNKS, striped // _GRANULE_BYTES) * _GRANULE_BYTES

@@ -1,5 +1,4 @@
-"""Threads: for short tasks, for kernels beside compute, for one order of commands, for what must not be interrupted;
-policies of a CPU that computes; and what a forked child leaves alone."""
+"""Worker threads, thread settings, policies for a model on the CPU, and forked children."""
 
 from hf_lohan.threads.cpu_policies import (
     keep_freed_memory,

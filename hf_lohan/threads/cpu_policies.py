@@ -1,7 +1,7 @@
-"""Policies for a model that computes on the CPU, on the same cores as our threads. With a GPU none of them matters.
+"""Policies for a model that computes on the CPU, on the same cores as our threads. With a GPU they do not matter.
 
-Each was measured on two cores: torch's team of threads as `accelerate launch` left it (OMP_NUM_THREADS=1), a second
-team beside the model's, and glibc giving back what the next step takes again.
+Each avoids a slowdown that was measured on two cores: `accelerate launch` sets OMP_NUM_THREADS=1, a second OpenMP team
+competes with the model's, and glibc frees memory that the next step allocates again.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 _LARGEST_MMAP_THRESHOLD_BYTES = 32 << 20
-"""glibc allows no larger one. Larger tensors are mapped and unmapped each time."""
+"""glibc's limit. Larger tensors are mapped and unmapped each time."""
 _KEPT_BYTES = 256 << 20
-"""Freed memory at the heap's end beyond this goes back to the system."""
+"""Freed bytes that glibc keeps at the heap's end."""
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 
@@ -35,11 +35,12 @@ def usable_cpus() -> int:
 
 
 def set_compute_threads(num_threads: int) -> None:
-    """Make torch's CPU kernels use `num_threads`, saying so where that undoes a launcher's setting."""
+    """Have torch's CPU kernels use `num_threads`, and log a change."""
     if torch.get_num_threads() == num_threads:
         return
     logger.info(
-        "torch runs its CPU kernels on %d threads now, not %d (OMP_NUM_THREADS=%s): the optimizer needs the cores",
+        "torch now runs CPU kernels on %d threads instead of %d (OMP_NUM_THREADS=%s), because the optimizer needs the "
+        "cores",
         num_threads,
         torch.get_num_threads(),
         os.environ.get("OMP_NUM_THREADS", "unset"),
@@ -48,9 +49,8 @@ def set_compute_threads(num_threads: int) -> None:
 
 
 def keep_freed_memory() -> bool:
-    """Have glibc keep some of what is freed: gradients and activations come and go on a CPU, and clearing fresh pages
-    for them takes up to a twentieth of a step. Says whether it does; not where the user chose otherwise, or another C
-    library or allocator is in charge."""
+    """Have glibc keep some freed memory, and return whether it does. Clearing fresh pages for gradients and activations
+    takes up to 5% of a step on a CPU. The user's settings and other C libraries or allocators are left alone."""
     if sys.platform != "linux" or any(name in os.environ for name in _SETTINGS):
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -66,20 +66,21 @@ _starting = threading.Lock()
 
 @contextlib.contextmanager
 def number_of_threads_kept() -> Iterator[None]:
-    """What a thread sets for itself also holds for threads that come after it: take that back. One at a time, or what
-    others set meanwhile would be taken for what was there, and a sum come out in another order."""
+    """Restore the number of kernel threads afterwards: a thread that sets its own number also sets it for later
+    threads. The lock keeps concurrent callers from saving each other's temporary number, which would change the order
+    of sums."""
     with _starting:
-        of_others = torch.get_num_threads()
+        num_threads = torch.get_num_threads()
         try:
             yield
         finally:
-            torch.set_num_threads(of_others)
+            torch.set_num_threads(num_threads)
 
 
 def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool) -> threading.Thread:
-    """Start a daemon thread. ``beside_kernels``: a model's kernels run on the same cores. Then this thread runs its own
-    ones alone, until it calls `use_all_cores`: with a second team there are more threads than cores, and OpenMP lets
-    those that compute sleep after each kernel instead of looking out for the next."""
+    """Start a daemon thread. With ``beside_kernels``, a model's kernels run on the same cores: then this thread runs
+    its kernels without a team until it calls `use_all_cores`. With two teams there are more threads than cores, and
+    OpenMP threads sleep after each kernel instead of spinning."""
     has_begun, may_go_on = threading.Event(), threading.Event()
 
     def run() -> None:
@@ -101,19 +102,19 @@ def start_thread(target: Callable[[], None], name: str, *, beside_kernels: bool)
 
 
 def use_all_cores() -> None:
-    """From here on the calling thread's kernels run on as many threads as those of a thread that begins now: for large
-    ones, and for those whose result depends on how many there are, as that of a sum does."""
+    """Have the calling thread's kernels use torch's default number of threads again. For large kernels, and for those
+    whose result depends on the number of threads, such as sums."""
     if getattr(_here, "runs_alone", False):
         _here.runs_alone = False
-        of_others = list[int]()
-        thread = threading.Thread(target=lambda: of_others.append(torch.get_num_threads()))
-        with _starting:  # else it may see what one that begins has set for itself
+        defaults = list[int]()
+        thread = threading.Thread(target=lambda: defaults.append(torch.get_num_threads()))
+        with _starting:  # else it may see a temporary number
             thread.start()
             thread.join()
-        torch.set_num_threads(of_others[0])
+        torch.set_num_threads(defaults[0])
 
 
 def run_kernels_alone() -> None:
-    """The calling thread's kernels run on it alone."""
-    torch.get_num_threads()  # before its first use a thread forgets what it was told
+    """Have the calling thread's kernels run on this thread alone."""
+    torch.get_num_threads()  # initializes the thread, which would overwrite the number below
     torch.set_num_threads(1)

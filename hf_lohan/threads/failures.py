@@ -1,4 +1,4 @@
-"""One failure that several threads have to be told of."""
+"""A failure that ends the work of several threads."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ _Error = TypeVar("_Error", bound=BaseException)
 
 
 class FirstFailure:
-    """What went wrong first, of several threads of which none can go on without the others."""
+    """The first error of several threads, none of which can go on without the others."""
 
-    def __init__(self, told: Callable[[BaseException], None] = lambda _error: None) -> None:
-        """`told` is told of it, on the thread that notes it."""
+    def __init__(self, on_error: Callable[[BaseException], None] = lambda _error: None) -> None:
+        """`on_error` is called on the thread that records the first error."""
         self.error: BaseException | None = None
-        self._told = told
+        self._on_error = on_error
 
     def record_error(self, error: BaseException) -> None:
-        """From any thread."""
+        """Record an error, from any thread. Only the first one is kept."""
         if self.error is None:
             self.error = error
-            self._told(error)
+            self._on_error(error)
 
 
 def raised_anew(error: _Error) -> _Error:
-    """An exception like ``error``, which is its cause. One object that several threads raise would collect all their
-    tracebacks, and each would change what the others see as its context."""
+    """Return a copy of ``error`` with ``error`` as its cause. If several threads raised one object, it would collect
+    all their tracebacks, and they would overwrite its context."""
     args = error.args
     if isinstance(error, OSError) and error.filename is not None:
         args = (*args, error.filename)
-    fresh = type(error).__new__(type(error), *args)  # without what the class makes of its own arguments
+    fresh = type(error).__new__(type(error), *args)  # skips the class's own `__init__`
     if isinstance(fresh, OSError):
         OSError.__init__(fresh, *args)
     fresh.__dict__.update(error.__dict__)

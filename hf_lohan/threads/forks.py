@@ -1,4 +1,4 @@
-"""What a forked child (a data loader's worker) must not do: anything with its parent's threads, locks and files."""
+"""Forked children, such as data loader workers, must not use the parent's threads, locks and files."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Protocol
 
 
 class _Closable(Protocol):
-    """Has a file of its own."""
-
     def close(self) -> None: ...
 
 
@@ -19,31 +17,31 @@ _objects_closed_in_children: weakref.WeakSet[_Closable] = weakref.WeakSet()
 
 
 def close_in_children(fd: int) -> None:
-    """Have every child close ``fd``. It shares the parent's open file: a lock on that would outlive the parent, and a
-    deleted file would keep its room."""
+    """Have every child close ``fd``. A child shares the parent's open file, so a lock on it would outlive the parent,
+    and a deleted file would keep its disk space."""
     _closed_in_children.add(fd)
 
 
 def closing(fd: int) -> None:
-    """``fd``, of which `close_in_children` was told, is about to be closed here."""
+    """Undo `close_in_children`, because ``fd`` is about to be closed."""
     _closed_in_children.discard(fd)
 
 
 def close_object_in_children(closable: _Closable) -> None:
-    """Have every child close ``closable``, as long as there is one: the other end of a socket does not see that this
-    process ended while a child of it has the socket, too."""
+    """Have every child close ``closable``, such as a socket: its other end does not notice that this process ended
+    while a child has it open. Holds no reference."""
     _objects_closed_in_children.add(closable)
 
 
 class Owner:
-    """The process that made something. Its children have a copy without threads, whose locks may be held for ever."""
+    """The process that made an object. A forked child has a copy without threads, whose locks may never be released."""
 
     def __init__(self) -> None:
         self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:
-        """Whether this is that process, and not a child of it."""
+        """Whether this is that process, not a child of it."""
         return os.getpid() == self._pid
 
 

@@ -1,4 +1,4 @@
-"""Threads for tasks: many short ones in the order they come, or parts of one that each run torch's kernels alone."""
+"""Threads for many short tasks, and threads that each run a part of one task's kernels."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from hf_lohan.threads.cpu_policies import number_of_threads_kept, run_kernels_al
 from hf_lohan.threads.forks import Owner
 
 _Part = TypeVar("_Part")
-_Result = TypeVar("_Result")
+_Output = TypeVar("_Output")
 _Task = Callable[[], object]
 _Tasks = queue.SimpleQueue[_Task | None]
 
 
 class TaskThreads:
-    """An executor without futures, of which making and settling one costs more than the Python around a megabyte's
-    transfer. Runs tasks in the order they come. They must not raise; what becomes of them is theirs to tell. The
-    threads end with this object at the latest. A forked child has none of them, and does nothing."""
+    """An executor without futures, because a future costs more time than the Python code around a megabyte's transfer.
+    Tasks run in order of submission and must not raise. The threads end with this object at the latest. In a forked
+    child, it does nothing."""
 
     def __init__(self, num_threads: int, name: str, *, begin: _Task = lambda: None) -> None:
         """Each thread calls ``begin`` before its first task."""
@@ -38,7 +38,7 @@ class TaskThreads:
         self._tasks.put(task)
 
     def close(self) -> None:
-        """Run what was put before, and end the threads. A second time does nothing."""
+        """Run all submitted tasks and end the threads. A second call does nothing."""
         if not self._owner.is_here:
             return
         self._end()
@@ -56,19 +56,19 @@ class TaskThreads:
 
 
 def _run(tasks: _Tasks, begin: _Task) -> None:
-    """A function, so that a thread does not keep alive the object that ends it."""
+    # A function: a bound method would keep the object alive whose end ends the thread.
     begin()
     while True:
         task = tasks.get()
         if task is None:
             return
         task()
-        del task  # what it holds need not wait for the next one to come
+        del task  # frees its memory before the next task comes
 
 
 class KernelThreads:
-    """Threads that each run torch's CPU kernels alone: what is more than one kernel can be done part by part, without
-    having all threads meet after each. They end with this object, if it is not closed before."""
+    """Threads that each run torch's CPU kernels on their own. A sequence of kernels can run part by part, so threads do
+    not meet after each kernel. They end with this object at the latest."""
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
@@ -83,9 +83,9 @@ class KernelThreads:
             for _ in range(num_threads):
                 has_begun.acquire()
 
-    def map(self, work: Callable[[_Part], _Result], parts: Sequence[_Part]) -> list[_Result]:
-        """What `work` makes of each part; where it fails, the first error, once all are done."""
-        results: dict[int, _Result] = {}
+    def map(self, work: Callable[[_Part], _Output], parts: Sequence[_Part]) -> list[_Output]:
+        """Return the result of `work` for each part. Raises the first part's error once all are done."""
+        results: dict[int, _Output] = {}
         errors: dict[int, BaseException] = {}
         done: queue.SimpleQueue[None] = queue.SimpleQueue()
 
@@ -105,5 +105,5 @@ class KernelThreads:
         return [results[index] for index in range(len(parts))]
 
     def close(self) -> None:
-        """Return when what runs has ended, and the threads too: the interpreter must not go away under a kernel."""
+        """Wait for all work and end the threads, so that the interpreter does not end during a kernel."""
         self._threads.close()

@@ -1,4 +1,4 @@
-"""torch's settings of one thread applied to another, and work on such a thread that no signal handler interrupts."""
+"""Applies torch's settings of one thread to another, and runs work that no signal handler interrupts."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import TypeVar
 
 import torch
 
+from hf_lohan.threads.work_thread import CHECK_INTERVAL_S
+
 _Result = TypeVar("_Result")
-_LOOK_S = 1.0
-"""An interrupt may take away the word that the work has ended: then it shows this much later."""
 
 
 class ThreadSettings:
-    """What a forward depends on and torch keeps by thread, to be taken along to other threads: whether gradients are
-    recorded, autocast, and the default device. What else somebody set around it (modes, hooks for what is saved) stays
-    behind."""
+    """Torch's settings per thread that a forward depends on: recording of gradients, autocast and the default device.
+    Modes and saved-tensor hooks are not included."""
 
     def __init__(self, device_type: str) -> None:
-        """Those of the calling thread, for models on devices of this type."""
+        """Capture the calling thread's settings, for models on devices of this type."""
         self._records = torch.is_grad_enabled()
         self._default_device = torch.get_default_device()
         self._caches_casts = torch.is_autocast_cache_enabled()
@@ -34,7 +33,7 @@ class ThreadSettings:
 
     @contextlib.contextmanager
     def applied(self, *others: contextlib.AbstractContextManager[object]) -> Iterator[None]:
-        """For the thread that enters this, with what else it is to enter."""
+        """Context with these settings for the thread that enters it, which also enters ``others``."""
         with contextlib.ExitStack() as stack:
             for other in others:
                 stack.enter_context(other)
@@ -47,8 +46,8 @@ class ThreadSettings:
 
 
 def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Result:
-    """What ``work`` returns or raises. It runs under ``settings`` on a thread of its own, where Python calls no handler
-    of a signal. What one raises meanwhile (an interrupt) is raised when the work has ended, so keep that short.
+    """Run ``work`` under ``settings`` on a thread of its own, where Python calls no signal handlers. Returns or raises
+    as ``work`` does. An interrupt of the calling thread is raised after the work has ended, so keep that short.
 
     For work in which torch calls Python where it cannot bear an exception, and would end the process.
     """
@@ -75,18 +74,18 @@ def uninterrupted(work: Callable[[], _Result], settings: ThreadSettings) -> _Res
     try:
         thread.start()
     except BaseException:
-        may_begin.put(False)  # there may be a thread, but nobody would wait for it
+        may_begin.put(False)  # the thread may exist, but nothing would wait for it
         raise
     interrupt: BaseException | None = None
-    is_told = False
-    # Not `Thread.join`, which takes the thread for ended when it was interrupted itself (Python 3.10 to 3.12).
+    has_begun = False
+    # An interrupted `Thread.join` takes a running thread for ended (Python 3.10 to 3.12).
     while not (results or errors):
         try:
-            if not is_told:
-                is_told = True
+            if not has_begun:
+                has_begun = True
                 may_begin.put(True)
             while not (results or errors):
-                ended.acquire(timeout=_LOOK_S)
+                ended.acquire(timeout=CHECK_INTERVAL_S)  # an interrupt may have consumed the release
         except BaseException as error:
             interrupt = interrupt or error
     if interrupt is not None:

@@ -1,4 +1,4 @@
-"""A thread that does what it is told, in order, until something fails."""
+"""A thread that runs commands in order until one fails."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_lohan.threads.forks import Owner
 
 Command = Callable[[], object]
 _Result = TypeVar("_Result")
-_LOOK_S = 1.0
-"""How often who waits for the thread looks whether it is still there."""
+CHECK_INTERVAL_S = 1.0
+"""How often a wait for a thread checks that it still runs."""
 
 
 class WorkThread:
-    """Runs commands one after the other. After a failure it runs none any more, and every `barrier` raises it."""
+    """Runs commands one after the other. After a failure it runs no more, and every `barrier` raises the failure."""
 
     def __init__(self, name: str, failure: FirstFailure, *, beside_kernels: bool = False) -> None:
-        """`failure`: also that of others, after which the thread is not to go on; `beside_kernels`: see
+        """`failure` may be shared with other threads: any failure stops this one. `beside_kernels`: see
         `start_thread`."""
         self._failure = failure
         self._idle: Callable[[], bool] = lambda: False
@@ -32,42 +32,42 @@ class WorkThread:
         self._owner = Owner()
 
     def start(self, idle: Callable[[], bool] = lambda: False) -> None:
-        """`idle` is called when no command waits, until it says that it has nothing left to do."""
+        """Start the thread. While no command waits, it calls `idle` until that returns False."""
         self._idle = idle
         self._thread = start_thread(self._run, self._name, beside_kernels=self._beside_kernels)
 
     def submit(self, command: Command) -> None:
-        """Run `command` after those before it."""
+        """Run `command` after all earlier ones."""
         self._commands.put(command)
 
     def barrier(self) -> None:
-        """Wait until all commands so far have run. Raises what failed."""
+        """Wait until all submitted commands have run. Raises the failure, if there is one."""
         reached = threading.Event()
         self._refuse_if_ended()
         self._commands.put(reached)
-        while not reached.wait(_LOOK_S):
+        while not reached.wait(CHECK_INTERVAL_S):
             self._refuse_if_ended()
         if self._failure.error is not None:
             raise raised_anew(self._failure.error)
 
     def call(self, command: Callable[[], _Result]) -> _Result:
-        """Run `command` after those before it, and return what it returns. Raises what failed."""
+        """Run `command` after all earlier ones and return its result. Raises the failure, if there is one."""
         results: list[_Result] = []
         self.submit(lambda: results.append(command()))
         self.barrier()
         return results[0]
 
     def close(self) -> None:
-        """Run what was put before, and end. In a forked child: do nothing."""
+        """Run all submitted commands and end the thread. Does nothing in a forked child."""
         if not self._owner.is_here:
             return
-        assert self._thread is not None, "it was never started"
+        assert self._thread is not None, "the thread was never started"
         self._commands.put(None)
         self._thread.join()
 
     def _refuse_if_ended(self) -> None:
         if not self._owner.is_here:
-            raise RuntimeError("this is a forked child of the process that trains; use the model in that one")
+            raise RuntimeError("this is a forked child of the process that trains; use the model in that process")
         if self._thread is None or not self._thread.is_alive():
             raise RuntimeError("the engine is closed; load the model again")
 
@@ -80,7 +80,7 @@ class WorkThread:
                 command.set()
             elif self._failure.error is None:
                 self._try(command)
-            del command  # what it holds need not wait for the next one to come
+            del command  # frees its memory before the next command comes
 
     def _next(self) -> Command | threading.Event | None:
         while self._commands.empty() and self._failure.error is None:

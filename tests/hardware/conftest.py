@@ -1,4 +1,4 @@
-"""A machine's worth of small things to measure."""
+"""Small efforts, configs and profiles for measurements."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_lohan.planner import CpuProfile, DeviceProfile, HardwareProfile, SsdProf
 
 @pytest.fixture
 def tiny_effort() -> MeasuringEffort:
-    """Milliseconds, and a few hundred KiB of each kind."""
+    """An effort of milliseconds and at most 1 MiB of each kind."""
     return MeasuringEffort(
         budget_s=0.0,
         scratch_bytes=1 << 20,
@@ -27,7 +27,7 @@ def tiny_effort() -> MeasuringEffort:
 
 @pytest.fixture
 def config(tmp_path: Path) -> OffloadConfig:
-    """Resolved, with two directories that are not there yet."""
+    """A resolved config with two directories that do not exist."""
     ssd = [str(tmp_path / "a"), {"path": str(tmp_path / "b"), "capacity": 1 << 30}]
     return OffloadConfig.load({"ssd": ssd, "cpu_threads": 1, "io_threads": 2}).resolve(
         host_memory_bytes=1 << 28, device_memory_bytes=1 << 28, num_cpus=2, default_ssd_path="unused"
@@ -36,7 +36,7 @@ def config(tmp_path: Path) -> OffloadConfig:
 
 @pytest.fixture
 def profile() -> HardwareProfile:
-    """Of no machine in particular, with two drives."""
+    """A profile with two drives."""
     return HardwareProfile(
         device=DeviceProfile(flops_per_s=1.5e14, memory_bytes=24 << 30, memory_bytes_per_s=9e11, name="some GPU"),
         h2d_bytes_per_s=2.1e10,

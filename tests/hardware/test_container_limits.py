@@ -1,4 +1,4 @@
-"""Control groups of both versions, from the group itself up to where they are mounted."""
+"""Limits of control groups and their parents, of both versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ GIB = 1 << 30
     ("membership", "files", "expected"),
     [
         (V2, {}, ContainerLimits(None, None)),
-        ("", {"memory.max": "1073741824"}, ContainerLimits(GIB, None)),  # a container that sees its own group as root
+        ("", {"memory.max": "1073741824"}, ContainerLimits(GIB, None)),  # in a container, the own group is the root
         (
             V2,
             {"user.slice/job/memory.max": "max", "user.slice/memory.max": f"{4 * GIB}"},
@@ -43,7 +43,7 @@ def test_limits(tmp_path: Path, membership: str, files: dict[str, str], expected
     assert container_limits(str(tmp_path), membership) == expected
 
 
-def test_of_this_process() -> None:
+def test_limits_of_this_process() -> None:
     limits = container_limits()
     assert limits.memory_bytes is None or limits.memory_bytes > 0
     assert limits.num_cpus is None or limits.num_cpus > 0

@@ -1,4 +1,4 @@
-"""Wear from the reports of smartctl and nvme, and a reason where there is none."""
+"""Wear in the reports of smartctl and nvme, or the reason why it is unknown."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_smartctl_is_asked_for_the_drive(programs: Path) -> None:
+def test_smartctl_reports_the_wear(programs: Path) -> None:
     install(programs, "smartctl", """[ "$3" = /dev/nvme7n1 ] && echo '{"endurance_used": {"current_percent": 12}}'""")
     assert drive_wear_percent("nvme7n1") == 12
 
 
-def test_nvme_is_asked_where_smartctl_does_not_answer(programs: Path) -> None:
+def test_nvme_is_used_if_smartctl_fails(programs: Path) -> None:
     install(programs, "smartctl", "echo 'no JSON'; exit 2")
     install(programs, "nvme", """echo '{"percent_used": 44}'""")
     assert drive_wear_percent("nvme7n1") == 44
@@ -56,17 +56,17 @@ def test_reasons(programs: Path) -> None:
     with pytest.raises(WearUnknownError, match="smartmontools"):
         drive_wear_percent("nvme7n1")
     install(programs, "smartctl", "echo '[]'")
-    with pytest.raises(WearUnknownError, match=r"smartctl reads none from /dev/nvme7n1; it may need root"):
+    with pytest.raises(WearUnknownError, match=r"smartctl reports no wear of /dev/nvme7n1; it may need root"):
         drive_wear_percent("nvme7n1")
 
 
-def test_a_program_that_hangs_is_ended(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_that_hangs_is_killed(programs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "_TIMEOUT_S", 0.05)
     install(programs, "smartctl", "while :; do :; done")
     with pytest.raises(WearUnknownError):
         drive_wear_percent("nvme7n1")
 
 
-def test_embedded_drives_tell_in_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_embedded_drives_report_tenths(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(paths, "text_of", lambda file: "0x02 0x0B\n")
     assert drive_wear_percent("mmcblk0") == 110

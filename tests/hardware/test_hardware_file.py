@@ -1,4 +1,4 @@
-"""Profiles as files that people write: what was written is read, and what is wrong is named."""
+"""Profiles as YAML files, and errors in such files."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ cpu: {memory_bytes: 768000000000, optimizer_params_per_s: 2e9}
 """
 
 
-def test_what_is_written_is_read(profile: HardwareProfile, tmp_path: Path) -> None:
+def test_a_written_profile_is_read(profile: HardwareProfile, tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
     write_hardware(file, profile)
     write_hardware(str(file), profile)
@@ -27,13 +27,13 @@ def test_what_is_written_is_read(profile: HardwareProfile, tmp_path: Path) -> No
     assert list(tmp_path.iterdir()) == [file]
 
 
-def test_a_file_of_the_needed_keys_alone(tmp_path: Path) -> None:
+def test_a_file_with_only_the_required_keys(tmp_path: Path) -> None:
     file = tmp_path / "machine.yaml"
     file.write_text(LEAST)
-    found = read_hardware(file)
-    assert (found.device.flops_per_s, found.device.memory_bytes) == (160e12, 24 * 10**9)
-    assert found.ssd[0].capacity_bytes == 3_840_000_000_000
-    assert found.cpu.optimizer_params_per_s == 2e9
+    profile = read_hardware(file)
+    assert (profile.device.flops_per_s, profile.device.memory_bytes) == (160e12, 24 * 10**9)
+    assert profile.ssd[0].capacity_bytes == 3_840_000_000_000
+    assert profile.cpu.optimizer_params_per_s == 2e9
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_a_file_of_the_needed_keys_alone(tmp_path: Path) -> None:
         ("write_bytes_per_s", "writes", r"ssd\[0\].*writes"),
     ],
 )
-def test_what_is_wrong_is_named_with_the_file(tmp_path: Path, written: str, instead: str, message: str) -> None:
+def test_errors_name_the_file_the_key_and_the_value(tmp_path: Path, written: str, instead: str, message: str) -> None:
     file = tmp_path / "machine.yaml"
     assert written in LEAST
     file.write_text(LEAST.replace(written, instead))
@@ -56,9 +56,9 @@ def test_what_is_wrong_is_named_with_the_file(tmp_path: Path, written: str, inst
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"a: [", "is not YAML"), (b"\xff\xfe\xff", "is not YAML"), (b"", "no table"), (b"- 1", "no table")],
+    [(b"a: [", "is not YAML"), (b"\xff\xfe\xff", "is not YAML"), (b"", "not a table"), (b"- 1", "not a table")],
 )
-def test_files_that_hold_no_profile(tmp_path: Path, content: bytes, message: str) -> None:
+def test_files_without_a_profile(tmp_path: Path, content: bytes, message: str) -> None:
     file = tmp_path / "machine.yaml"
     file.write_bytes(content)
     with pytest.raises(ProfileError, match=f"machine.yaml.*{message}") as caught:
@@ -66,6 +66,6 @@ def test_files_that_hold_no_profile(tmp_path: Path, content: bytes, message: str
     assert "\n" not in str(caught.value)
 
 
-def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(ProfileError, match=r"nowhere.yaml.*No such file.*give the path"):
         read_hardware(tmp_path / "nowhere.yaml")

@@ -1,4 +1,4 @@
-"""Products are measured at the model's shapes, or at ones that are as fast, each by how much it weighs."""
+"""Products are measured at the model's shapes or smaller ones, weighted by their FLOPs."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ def sides_of(shape: MatrixShape) -> tuple[int, int, int]:
         (MatrixShape(256, 256, 65536), 1e20, 8 << 20, MatrixShape(256, 256, 4096)),
     ],
 )
-def test_what_is_cut_first(shape: MatrixShape, max_flops: float, max_bytes: int, expected: MatrixShape) -> None:
+def test_the_order_of_cuts(shape: MatrixShape, max_flops: float, max_bytes: int, expected: MatrixShape) -> None:
     assert cropped(shape, max_flops=max_flops, max_bytes=max_bytes, itemsize=2) == expected
 
 
-def test_every_shape_weighs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_weighted_by_their_times(monkeypatch: pytest.MonkeyPatch) -> None:
     fast, slow = MatrixShape(10, 10, 10, count=3), MatrixShape(10, 10, 20, count=2)
     flops_per_s = {fast: 1000.0, slow: 500.0}
 
@@ -64,7 +64,7 @@ def test_every_shape_weighs_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> No
     assert rate == pytest.approx((3 * 2000 + 2 * 4000) / (3 * 2000 / 1000 + 2 * 4000 / 500))
 
 
-def test_of_many_shapes_the_heaviest_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_shapes_with_the_most_flops_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[MatrixShape] = []
     monkeypatch.setattr(
         rates, "_shape_flops_per_s", lambda device, shape, dtype, **bounds: measured.append(shape) or 10.0
@@ -115,7 +115,7 @@ def test_an_addition_moves_three_tensors(monkeypatch: pytest.MonkeyPatch) -> Non
     assert elementwise_bytes_per_s(CpuDevice(), 100, torch.bfloat16, budget_s=0.0) == 600
 
 
-def test_shapes_are_asked_for() -> None:
+def test_missing_or_empty_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="give at least one"):
         matmul_flops_per_s(CpuDevice(), [], torch.float32, budget_s=0.0, max_bytes=1)
     with pytest.raises(ValueError, match="at least 1"):

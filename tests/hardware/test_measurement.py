@@ -1,4 +1,4 @@
-"""A whole profile, of milliseconds: complete, within its bounds, and with no trace left in the run."""
+"""Measuring a whole profile: complete, within its bounds, and without side effects on the run."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ SHAPES = [MatrixShape(64, 32, 16), MatrixShape(64, 16, 16, count=2, num_matrices
 def test_everything_is_measured(
     config: OffloadConfig, tiny_effort: MeasuringEffort, tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    found = measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, effort=tiny_effort)
-    rates = {name: value for name, value in flat(found.to_mapping()).items() if name.endswith("_per_s")}
+    measured = measure_hardware(config, CpuDevice(), matrix_shapes=SHAPES, dtype=dtype, effort=tiny_effort)
+    rates = {name: value for name, value in flat(measured.to_mapping()).items() if name.endswith("_per_s")}
     assert len(rates) == 2 + 3 + 2 * 2 + 3 + 2
     assert min(rates.values()) > 0
-    assert found.device.shares_cpu
-    assert found.device.name == cpu_name()
-    assert [ssd.path for ssd in found.ssd] == [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert found.ssd[1].capacity_bytes == 1 << 30
-    assert 0 < found.cpu.memory_bytes <= 1 << 50
-    assert HardwareProfile.from_mapping(found.to_mapping()) == found
+    assert measured.device.shares_cpu
+    assert measured.device.name == cpu_name()
+    assert [ssd.path for ssd in measured.ssd] == [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert measured.ssd[1].capacity_bytes == 1 << 30
+    assert 0 < measured.cpu.memory_bytes <= 1 << 50
+    assert HardwareProfile.from_mapping(measured.to_mapping()) == measured
     assert list(tmp_path.iterdir()) == []
 
 
@@ -46,7 +46,7 @@ def flat(values: object, path: str = "") -> dict[str, float]:
     return {name: value for key, part in parts for name, value in flat(part, f"{path}.{key}").items()}
 
 
-def test_a_runs_random_numbers_and_threads_stay_as_they_are(
+def test_measuring_keeps_the_runs_random_numbers_and_threads(
     config: OffloadConfig, tiny_effort: MeasuringEffort
 ) -> None:
     before, num_threads = torch.get_rng_state(), torch.get_num_threads()
@@ -56,7 +56,7 @@ def test_a_runs_random_numbers_and_threads_stay_as_they_are(
     assert torch.get_num_threads() == num_threads
 
 
-def test_memory_of_the_device_is_given_back_when_all_is_measured(
+def test_device_memory_is_returned_at_the_end(
     config: OffloadConfig, tiny_effort: MeasuringEffort, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     device, order = CpuDevice(), []
@@ -66,14 +66,14 @@ def test_memory_of_the_device_is_given_back_when_all_is_measured(
     assert order[-1] == "given back" and order.count("given back") == 1
 
 
-def test_threads_are_set_back_after_an_error_too(config: OffloadConfig, tiny_effort: MeasuringEffort) -> None:
+def test_threads_are_restored_after_an_error(config: OffloadConfig, tiny_effort: MeasuringEffort) -> None:
     num_threads = torch.get_num_threads()
     with pytest.raises(ValueError, match="give at least one"):
         measure_hardware(config, CpuDevice(), matrix_shapes=[], dtype=torch.float32, effort=tiny_effort)
     assert torch.get_num_threads() == num_threads
 
 
-def test_no_part_of_it_takes_more_memory_than_a_run_may(config: OffloadConfig) -> None:
+def test_measuring_keeps_within_the_runs_budgets(config: OffloadConfig) -> None:
     small = replace(config, cpu_memory=3 << 20, gpu_memory=2 << 20)
     effort = MeasuringEffort().within(small)
     assert effort.io_buffer_bytes <= small.cpu_memory
@@ -84,7 +84,7 @@ def test_no_part_of_it_takes_more_memory_than_a_run_may(config: OffloadConfig) -
     assert MeasuringEffort().within(replace(config, cpu_memory=1 << 40, gpu_memory=1 << 40)) == MeasuringEffort()
 
 
-def test_memory_and_room_are_those_of_now(config: OffloadConfig, profile: HardwareProfile, tmp_path: Path) -> None:
+def test_free_memory_and_space_are_updated(config: OffloadConfig, profile: HardwareProfile, tmp_path: Path) -> None:
     class Device(CpuDevice):
         def total_memory_bytes(self) -> int:
             return 12345

@@ -1,4 +1,4 @@
-"""Which file system and drive a directory is on, from what the kernel writes."""
+"""File system and drive of a directory, from the kernel's files."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ broken line
         ("/data/covered", "nfs4", "server:/export"),
     ],
 )
-def test_the_nearest_mount_above_counts(directory: str, file_system: str, source: str) -> None:
+def test_the_nearest_mount_above(directory: str, file_system: str, source: str) -> None:
     mount = mount_of(directory, MOUNT_INFO)
     assert (mount.file_system, mount.source) == (file_system, source)
 
@@ -40,7 +40,7 @@ def test_links_are_followed(tmp_path: Path) -> None:
     assert mount_of(str(tmp_path / "link")).file_system == "proc"
 
 
-def test_without_any_lines_nothing_is_known() -> None:
+def test_the_file_system_is_unknown_without_mounts() -> None:
     assert mount_of("/data", "").file_system == ""
 
 
@@ -48,7 +48,7 @@ def test_a_file_system_without_a_drive() -> None:
     assert drive_of("/proc") is None
 
 
-def test_the_nearest_directory_that_is_there(tmp_path: Path) -> None:
+def test_the_nearest_existing_directory(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert existing_directory(str(tmp_path)) == str(tmp_path)
     assert existing_directory(str(tmp_path / "not" / "there")) == str(tmp_path)

@@ -1,4 +1,4 @@
-"""The optimizer is measured on what it really does: all elements, in a run's formats, beside a busy device."""
+"""The optimizer is measured with all elements, in a run's formats, beside a busy device."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_every_element_is_updated(dtype: torch.dtype, moment_dtype: MomentDtype)
     chunk.update()
     moved = chunk.records["exp_avg"] != 0
     assert moved.numel() >= 40_001
-    assert int(moved.sum()) >= moved.numel() - 10  # near the middle gradients are 0, or nearly
+    assert int(moved.sum()) >= moved.numel() - 10  # gradients near the middle are close to 0
 
 
 def test_a_type_without_masters_is_refused() -> None:
@@ -40,7 +40,7 @@ def test_a_type_without_masters_is_refused() -> None:
 
 
 class Accelerator(CpuDevice):
-    """Says that its cores are its own, and counts the products that were waited for."""
+    """A device with its own cores that counts the finished products."""
 
     class torch_device:
         type = "accelerator"
@@ -55,7 +55,7 @@ class Accelerator(CpuDevice):
         return super().record(lane, *tensors)
 
 
-def test_a_device_of_its_own_computes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_computes_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
     device, ones = Accelerator(), torch.ones
 
     def small_ones(*size: int, dtype: torch.dtype, device: object) -> Tensor:
@@ -69,7 +69,7 @@ def test_a_device_of_its_own_computes_meanwhile(monkeypatch: pytest.MonkeyPatch)
     assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
 
 
-def test_a_cpu_does_not() -> None:
+def test_a_cpu_device_does_not_compute_meanwhile() -> None:
     with cpu_rates._kept_busy(CpuDevice()):
         assert "lohan-device-load" not in {thread.name for thread in threading.enumerate()}
 

@@ -1,4 +1,4 @@
-"""What is found out about a path by trying it, and that trying leaves nothing behind."""
+"""Facts about paths and the machine. Examining a path leaves no files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_lohan.hardware import examine_machine, examine_path
 from hf_lohan.threads import usable_cpus
 
 
-def test_a_directory_that_can_be_written(tmp_path: Path) -> None:
+def test_a_writable_directory(tmp_path: Path) -> None:
     facts = examine_path(str(tmp_path / "not" / "there"), "auto")
     assert facts.problem == ""
     assert facts.path == str(tmp_path / "not" / "there")
@@ -27,14 +27,14 @@ def test_a_directory_that_can_be_written(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_cannot() -> None:
+def test_a_directory_that_is_not_writable() -> None:
     facts = examine_path("/proc/nowhere", 5)
     assert facts.problem
     assert not facts.is_direct
     assert facts.capacity == 5
 
 
-def test_o_direct_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_refused_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real_open = os.open
 
     def refusing(path: Any, flags: int, *rest: Any, **named: Any) -> int:
@@ -48,9 +48,8 @@ def test_o_direct_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert facts.problem == ""
 
 
-def test_o_direct_that_works_where_the_kernel_takes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As everywhere if the flag means nothing."""
-    monkeypatch.setattr(os, "O_DIRECT", 0)
+def test_working_o_direct(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "O_DIRECT", 0)  # works on every file system
     assert examine_path(str(tmp_path), "auto").is_direct
 
 
@@ -78,7 +77,7 @@ def test_the_machine(config: OffloadConfig, monkeypatch: pytest.MonkeyPatch) -> 
     assert 0 < facts.available_memory_bytes <= facts.memory_bytes
 
 
-def test_a_device_that_pins_and_one_that_does_not(config: OffloadConfig) -> None:
+def test_pinned_memory_is_that_of_the_device(config: OffloadConfig) -> None:
     class Gpu(CpuDevice):
         torch_device = torch.device("meta")
         pins = True

@@ -1,4 +1,4 @@
-"""Anonymous memory: what is taken shows, what the page cache holds does not, and the peak stays."""
+"""Anonymous memory of this process and its peak; the page cache does not count."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def touched(num_bytes: int) -> mmap.mmap:
     return memory
 
 
-def test_what_is_taken_shows() -> None:
+def test_allocated_memory_counts() -> None:
     before = anonymous_memory_bytes()
     memory = touched(64 * MIB)
     assert 60 * MIB < anonymous_memory_bytes() - before < 80 * MIB
@@ -35,7 +35,7 @@ def test_a_mapped_file_does_not_count(tmp_path: Path) -> None:
         assert anonymous_memory_bytes() - before < 16 * MIB
 
 
-def test_the_peak_outlives_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_peak_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [10, 70, 30]
     monkeypatch.setattr(machine, "anonymous_memory_bytes", lambda: values.pop(0))
     peak = AnonymousMemoryPeak()
@@ -44,7 +44,7 @@ def test_the_peak_outlives_what_caused_it(monkeypatch: pytest.MonkeyPatch) -> No
     assert peak.peak_bytes == 70
 
 
-def test_the_recent_peak_begins_anew_when_it_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_taking_the_recent_peak_resets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     values = [70, 30, 20, 10]
     monkeypatch.setattr(machine, "anonymous_memory_bytes", lambda: values.pop(0))
     peak = AnonymousMemoryPeak()
@@ -53,16 +53,16 @@ def test_the_recent_peak_begins_anew_when_it_is_taken(monkeypatch: pytest.Monkey
     assert peak.peak_bytes == 70
 
 
-def test_a_run_shorter_than_the_interval_is_measured_too() -> None:
+def test_a_run_shorter_than_the_interval_is_sampled() -> None:
     peak = AnonymousMemoryPeak()
     peak.start()
-    peak.start()  # a second time changes nothing
+    peak.start()  # no effect
     memory = touched(16 * MIB)
     peak.stop()
     peak.stop()
     assert peak.peak_bytes > 16 * MIB
     memory.close()
-    settled = peak.peak_bytes
+    peak_bytes = peak.peak_bytes
     peak.start()
     peak.stop()
-    assert peak.peak_bytes >= settled
+    assert peak.peak_bytes >= peak_bytes

@@ -1,4 +1,4 @@
-"""Hardware is measured once, again when something it depends on has changed, and never because the cache is damaged."""
+"""The cache of hardware profiles: what is measured again, damaged files, and concurrent processes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Ask = Callable[..., HardwareProfile]
 
 
 class Measurer:
-    """In place of measuring: counts, and finds a rate that is another each time."""
+    """Replaces measuring: counts its calls and returns another rate each time."""
 
     def __init__(self, profile: HardwareProfile) -> None:
         self.num_calls = 0
@@ -57,16 +57,16 @@ def files_in(directory: Path) -> list[Path]:
     return sorted(directory.glob("*.json"))
 
 
-def test_it_is_measured_once_and_private(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
+def test_hardware_is_measured_once_and_the_file_is_private(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
     first, again = ask(), ask()
     assert measurer.num_calls == 1
     assert again.h2d_bytes_per_s == first.h2d_bytes_per_s
-    assert again.ssd[1].capacity_bytes == 1 << 30, "room is looked at anew"
+    assert again.ssd[1].capacity_bytes == 1 << 30, "free space is read again"
     [file] = files_in(tmp_path / "cache")
     assert file.stat().st_mode & 0o777 == 0o600
 
 
-def test_it_can_be_asked_whether_measuring_is_needed(ask: Ask, config: OffloadConfig, tmp_path: Path) -> None:
+def test_has_cached_hardware(ask: Ask, config: OffloadConfig, tmp_path: Path) -> None:
     asked: dict[str, Any] = {"matrix_shapes": SHAPES, "directory": str(tmp_path / "cache")}
     assert not has_cached_hardware(config, CpuDevice(), dtype=torch.bfloat16, **asked)
     ask()
@@ -74,7 +74,7 @@ def test_it_can_be_asked_whether_measuring_is_needed(ask: Ask, config: OffloadCo
     assert not has_cached_hardware(config, CpuDevice(), dtype=torch.float32, **asked)
 
 
-def test_measuring_again_replaces_what_was_found(ask: Ask) -> None:
+def test_measuring_again_replaces_the_profile(ask: Ask) -> None:
     assert ask().h2d_bytes_per_s == 1e9
     assert ask(measure_again=True).h2d_bytes_per_s == 2e9
     assert ask().h2d_bytes_per_s == 2e9
@@ -89,7 +89,7 @@ def test_measuring_again_replaces_what_was_found(ask: Ask) -> None:
         {"effort": MeasuringEffort(copy_bytes=4096)},
     ],
 )
-def test_another_question_is_measured(ask: Ask, measurer: Measurer, change: dict[str, Any]) -> None:
+def test_other_shapes_dtypes_and_efforts_are_measured(ask: Ask, measurer: Measurer, change: dict[str, Any]) -> None:
     ask()
     ask(**change)
     ask(**change)
@@ -125,7 +125,7 @@ def test_other_hardware_is_measured(
     assert measurer.num_calls == 2
 
 
-def test_another_folder_on_the_same_drive_is_not(
+def test_another_folder_on_the_same_drive_is_not_measured(
     ask: Ask, measurer: Measurer, config: OffloadConfig, tmp_path: Path
 ) -> None:
     ask()
@@ -155,7 +155,7 @@ def with_one_drive(content: dict[str, Any]) -> str:
 @pytest.mark.parametrize(
     "damage", [cut, of_other_hardware, with_no_rate, with_one_drive, lambda content: "[]", lambda content: "\0\0\0"]
 )
-def test_a_damaged_cache_is_measured_anew_and_repaired(
+def test_a_damaged_file_is_measured_again_and_replaced(
     ask: Ask, measurer: Measurer, tmp_path: Path, damage: Callable[[dict[str, Any]], str]
 ) -> None:
     ask()
@@ -168,18 +168,18 @@ def test_a_damaged_cache_is_measured_anew_and_repaired(
 
 
 @pytest.mark.parametrize("place", ["/proc/nowhere", "file"])
-def test_without_a_cache_it_is_measured_each_time(
+def test_an_unusable_cache_measures_each_time(
     ask: Ask, measurer: Measurer, tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    directory = str(tmp_path / place)  # an absolute one stays as it is
+    directory = str(tmp_path / place)  # an absolute path replaces tmp_path
     ask(directory=directory)
     ask(directory=directory)
     assert measurer.num_calls == 2
-    assert "is not kept" in caplog.text
+    assert "cannot be saved" in caplog.text
 
 
-def test_links_in_the_cache_lead_nowhere(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
+def test_links_in_the_cache_are_not_followed(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
     ask()
     [file] = files_in(tmp_path / "cache")
     target = tmp_path / "mine"
@@ -192,7 +192,7 @@ def test_links_in_the_cache_lead_nowhere(ask: Ask, measurer: Measurer, tmp_path:
     assert not file.is_symlink()
 
 
-def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_directory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert profiles.cache_directory() == str(tmp_path / "lohan" / "hardware")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -201,29 +201,29 @@ def test_the_cache_is_where_the_user_wants_it(monkeypatch: pytest.MonkeyPatch, t
         assert profiles.cache_directory() == str(tmp_path / "home" / ".cache" / "lohan" / "hardware")
 
 
-def test_a_directory_that_somebody_else_makes_at_the_same_time_is_no_error(
+def test_a_directory_that_another_process_makes_at_the_same_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache = tmp_path / "cache"
     is_there = os.path.isdir
 
-    def made_after_the_look(path: str) -> bool:
-        found = is_there(path)
+    def made_after_the_check(path: str) -> bool:
+        is_made = is_there(path)
         if path == str(cache):
             cache.mkdir(exist_ok=True)
-        return found
+        return is_made
 
-    monkeypatch.setattr(os.path, "isdir", made_after_the_look)
+    monkeypatch.setattr(os.path, "isdir", made_after_the_check)
     make_directory(str(cache))
 
 
-def test_of_many_at_once_one_measures(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> None:
+def test_one_of_many_threads_measures(config: OffloadConfig, measurer: Measurer, tmp_path: Path) -> None:
     num_threads = 4
     together = threading.Barrier(num_threads)
     is_measuring = threading.Lock()
 
     def measure(*args: Any, **options: Any) -> HardwareProfile:
-        assert is_measuring.acquire(blocking=False), "two measure at the same time"
+        assert is_measuring.acquire(blocking=False), "two threads measure at the same time"
         try:
             return measurer(*args, **options)
         finally:
@@ -238,9 +238,9 @@ def test_of_many_at_once_one_measures(config: OffloadConfig, measurer: Measurer,
         )
 
     with ThreadPoolExecutor(num_threads) as threads:
-        found = list(threads.map(ask, range(num_threads)))
+        measured = list(threads.map(ask, range(num_threads)))
     assert measurer.num_calls == 2
-    assert found[0].h2d_bytes_per_s == found[2].h2d_bytes_per_s != found[1].h2d_bytes_per_s
+    assert measured[0].h2d_bytes_per_s == measured[2].h2d_bytes_per_s != measured[1].h2d_bytes_per_s
 
 
 HOLDER = """
@@ -252,7 +252,7 @@ sys.stdin.read()
 """
 
 
-def test_a_process_that_measures_is_waited_for(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
+def test_a_process_waits_for_one_that_measures(ask: Ask, measurer: Measurer, tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir()
     command = [sys.executable, "-c", HOLDER, os.fspath(tmp_path / "cache" / "lock")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -261,6 +261,6 @@ def test_a_process_that_measures_is_waited_for(ask: Ask, measurer: Measurer, tmp
         with ThreadPoolExecutor(1) as threads:
             asked = threads.submit(ask)
             assert measurer.num_calls == 0
-            holder.kill()  # without a word: the kernel lets go of its lock
+            holder.kill()  # the kernel releases its lock
             asked.result()
     assert measurer.num_calls == 1

@@ -1,4 +1,4 @@
-"""Drives are measured with scratch files that keep within what is allowed and leave nothing behind."""
+"""Drives are measured with bounded scratch files that vanish."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MIB = 1 << 20
 
 
 class Tick:
-    """A clock that moves by `step_s` each time somebody looks."""
+    """A clock that advances by `step_s` on each reading."""
 
     def __init__(self, step_s: float) -> None:
         self.now_s = 0.0
@@ -34,11 +34,11 @@ def measure(paths: list[StorePath], backend: FileBackend | None = None, *, step_
     return measure_ssds(paths, CpuDevice(), io, scratch_bytes=size, buffer_bytes=MIB, budget_s=1.0, clock=Tick(step_s))
 
 
-def test_a_file_is_written_once_then_at_most_twice_over_in_each_measurement(tmp_path: Path) -> None:
+def test_each_measurement_passes_over_the_file_at_most_twice(tmp_path: Path) -> None:
     backend = CountingBackend()
     alone, together = measure([StorePath(str(tmp_path), 1 << 40)], backend)
     assert [together] == alone
-    num_chunks = 8  # of 128 KiB, the granules that a sixth of a MiB holds
+    num_chunks = 8  # of 128 KiB: the whole granules in a sixth of a MiB
     assert sum(backend.write_sizes_bytes) == (1 + 2 + 1) * num_chunks * 131072
     assert sum(backend.read_sizes_bytes) == (2 + 1) * num_chunks * 131072
     assert list(tmp_path.iterdir()) == []
@@ -46,13 +46,13 @@ def test_a_file_is_written_once_then_at_most_twice_over_in_each_measurement(tmp_
 
 def test_rates_are_bytes_over_the_clock(tmp_path: Path) -> None:
     [rates], _ = measure([StorePath(str(tmp_path), 1 << 40)], step_s=1e-6)
-    looks = 16 + 3  # before each chunk, at the start, when there is no more to do, and at the end
-    assert rates.write_bytes_per_s == pytest.approx(16 * 131072 / ((looks - 1) * 1e-6))
+    readings = 16 + 3  # before each chunk, at the start, after the last chunk, and at the end
+    assert rates.write_bytes_per_s == pytest.approx(16 * 131072 / ((readings - 1) * 1e-6))
     assert rates.read_bytes_per_s == pytest.approx(rates.write_bytes_per_s)
     assert rates.mixed_bytes_per_s == pytest.approx(rates.write_bytes_per_s)
 
 
-def test_a_slow_drive_gets_no_more_than_its_time(tmp_path: Path) -> None:
+def test_a_slow_drive_is_measured_within_the_budget(tmp_path: Path) -> None:
     backend = CountingBackend()
     measure([StorePath(str(tmp_path), 1 << 40)], backend, step_s=10.0)
     assert sum(backend.write_sizes_bytes) == (ssd_rates.NUM_BUFFERS + 2 + 1 + 1) * 131072
@@ -92,13 +92,13 @@ def test_files_have_no_name_while_they_are_used(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("call", ["open", "allocate", "sync", "read", "write"])
-def test_a_failing_drive_is_told_and_leaves_nothing(tmp_path: Path, call: str) -> None:
+def test_a_failing_drive_raises_and_leaves_no_files(tmp_path: Path, call: str) -> None:
     with pytest.raises(StorageError, match="Input/output error"):
         measure([StorePath(str(tmp_path), 1 << 40)], FaultyBackend(call, 1, errno.EIO))
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_that_cannot_be_written_is_told() -> None:
+def test_a_path_that_is_not_writable() -> None:
     with pytest.raises((StorageError, CapacityError), match="/proc"):
         measure([StorePath("/proc/nowhere", 1 << 40)])
 

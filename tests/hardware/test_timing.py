@@ -1,4 +1,4 @@
-"""Medians of samples, on a clock that only the runs move."""
+"""Medians of samples, on a clock that only runs advance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_lohan.hardware.rates import median_s
 
 
 class FakeClock:
-    """Each run takes the next of `durations_s`, but not before it is waited for."""
+    """Each run takes the next of `durations_s`. The clock advances when the run is waited for."""
 
     def __init__(self, durations_s: Iterator[float]) -> None:
         self.now_s = 100.0
@@ -36,7 +36,7 @@ def measure(clock: FakeClock, budget_s: float) -> float:
     return median_s(clock.run, wait, budget_s=budget_s, clock=clock)
 
 
-def test_first_runs_do_not_count_and_one_slow_sample_does_not_show() -> None:
+def test_the_first_runs_and_one_slow_sample_do_not_count() -> None:
     clock = FakeClock(chain([9.0, 2.0], [2.0, 50.0, 2.0, 2.0, 2.0], repeat(2.0)))
     assert measure(clock, budget_s=66.0) == 2.0
 
@@ -53,13 +53,13 @@ def test_without_a_budget_there_is_one_sample() -> None:
     assert clock.num_runs == 3
 
 
-def test_short_runs_are_sampled_several_at_a_time() -> None:
+def test_short_runs_are_timed_several_at_once() -> None:
     clock = FakeClock(repeat(1e-4))
     assert measure(clock, budget_s=0.0) == pytest.approx(1e-4)
     assert clock.num_runs - 2 == pytest.approx(50, abs=1)
 
 
-def test_a_clock_that_stands_still_ends_the_measuring_too() -> None:
+def test_measuring_ends_if_the_clock_stands_still() -> None:
     clock = FakeClock(repeat(0.0))
     assert measure(clock, budget_s=1.0) == 0.0
     assert clock.num_runs == 2 + 25 * 1000

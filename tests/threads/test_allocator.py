@@ -23,7 +23,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's mallopt")
-def test_what_a_step_frees_the_next_one_takes_without_faults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_a_step_frees_is_reused_without_page_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD"):
         monkeypatch.delenv(name, raising=False)
 
@@ -31,10 +31,10 @@ def test_what_a_step_frees_the_next_one_takes_without_faults(monkeypatch: pytest
         command = [sys.executable, "-c", FAULTS_OF_A_STEP, how]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    # From run to run, by where the heap happens to lie: 1,000 to 5,000 against 17,000 to 82,000.
+    # 1,000 to 5,000 against 17,000 to 82,000, depending on the heap's address.
     assert faults("kept") < faults("stock") / 2
 
 
-def test_what_the_user_chose_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_users_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MALLOC_TRIM_THRESHOLD_", "131072")
     assert not keep_freed_memory()

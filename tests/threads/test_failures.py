@@ -1,4 +1,4 @@
-"""A failure that several threads are told of: each raises one of its own that says the same."""
+"""A failure of several threads: each raises its own copy with the same message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ERRORS = [
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)
-def test_it_says_the_same_and_where_it_comes_from(error: BaseException) -> None:
+def test_the_copy_has_the_same_message_and_the_error_as_its_cause(error: BaseException) -> None:
     fresh = raised_anew(error)
     assert fresh is not error and fresh.__cause__ is error
     assert type(fresh) is type(error)

@@ -1,4 +1,4 @@
-"""What a forked child closes of its parent's."""
+"""A forked child closes files of its parent."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import socket
 from hf_lohan.threads import close_object_in_children
 
 
-def test_a_child_closes_what_its_parent_named_and_the_parent_keeps_it() -> None:
+def test_a_child_closes_a_socket_that_its_parent_keeps() -> None:
     kept, other = socket.socketpair()
     close_object_in_children(kept)
     child = os.fork()
@@ -22,7 +22,7 @@ def test_a_child_closes_what_its_parent_named_and_the_parent_keeps_it() -> None:
     other.close()
 
 
-def test_what_is_gone_is_no_matter() -> None:
+def test_a_collected_socket_is_ignored() -> None:
     kept, other = socket.socketpair()
     close_object_in_children(kept)
     kept.close()

@@ -1,4 +1,4 @@
-"""torch gets the cores, whatever a launcher left in the environment."""
+"""Number of threads of torch's kernels, in the main thread and in worker threads."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ def restore_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_the_affinity_mask_decides() -> None:
+def threads_of_a_new_thread() -> int:
+    numbers = list[int]()
+    thread = threading.Thread(target=lambda: numbers.append(torch.get_num_threads()))
+    thread.start()
+    thread.join()
+    return numbers[0]
+
+
+def test_usable_cpus_are_those_of_the_affinity_mask() -> None:
     assert usable_cpus() == len(os.sched_getaffinity(0))
 
 
-def test_threads_are_set_and_the_change_is_told(
+def test_a_changed_number_of_threads_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -32,31 +40,27 @@ def test_threads_are_set_and_the_change_is_told(
     with caplog.at_level(logging.INFO):
         set_compute_threads(2)
     assert torch.get_num_threads() == 2
-    assert "2 threads now, not 1 (OMP_NUM_THREADS=1)" in caplog.text
+    assert "2 threads instead of 1 (OMP_NUM_THREADS=1)" in caplog.text
 
 
-def test_nothing_is_said_where_nothing_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unchanged_number_of_threads_is_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     torch.set_num_threads(2)
     with caplog.at_level(logging.INFO):
         set_compute_threads(2)
     assert not caplog.records
 
 
-def test_kernel_threads_run_kernels_alone_and_leave_others_as_they_were() -> None:
+def test_kernel_threads_do_not_change_the_setting_of_other_threads() -> None:
     torch.set_num_threads(3)
     threads = KernelThreads(2)
     meeting = threading.Barrier(2)
 
-    def look(part: str) -> tuple[str, int]:
+    def threads_of(part: str) -> tuple[str, int]:
         meeting.wait(60)  # each is on a thread of its own
         return part, torch.get_num_threads()
 
-    assert threads.map(look, "abcd") == [("a", 1), ("b", 1), ("c", 1), ("d", 1)] and torch.get_num_threads() == 3
-    later = list[int]()
-    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert later == [3]
+    assert threads.map(threads_of, "abcd") == [("a", 1), ("b", 1), ("c", 1), ("d", 1)] and torch.get_num_threads() == 3
+    assert threads_of_a_new_thread() == 3
 
 
 def test_the_first_error_is_raised_once_all_parts_are_done() -> None:
@@ -73,7 +77,7 @@ def test_the_first_error_is_raised_once_all_parts_are_done() -> None:
 
 
 @pytest.mark.parametrize("beside_kernels", [True, False])
-def test_a_thread_beside_a_models_kernels_runs_its_own_alone_until_it_asks_for_all_cores(beside_kernels: bool) -> None:
+def test_a_thread_beside_kernels_uses_one_core_until_it_asks_for_all(beside_kernels: bool) -> None:
     torch.set_num_threads(3)
     seen = list[int]()
 
@@ -87,17 +91,13 @@ def test_a_thread_beside_a_models_kernels_runs_its_own_alone_until_it_asks_for_a
     assert seen == [1 if beside_kernels else 3, 3]
 
 
-def test_a_thread_that_runs_kernels_alone_leaves_others_as_they_were() -> None:
+def test_a_thread_beside_kernels_does_not_change_the_setting_of_other_threads() -> None:
     torch.set_num_threads(3)
     start_thread(lambda: None, "beside", beside_kernels=True).join()
-    later = list[int]()
-    thread = threading.Thread(target=lambda: later.append(torch.get_num_threads()))
-    thread.start()
-    thread.join()
-    assert later == [3] and torch.get_num_threads() == 3
+    assert threads_of_a_new_thread() == torch.get_num_threads() == 3
 
 
-def test_all_cores_are_as_many_as_torch_has_by_then() -> None:
+def test_all_cores_means_torchs_present_setting() -> None:
     torch.set_num_threads(2)
     has_changed, seen = threading.Event(), list[int]()
 

@@ -1,4 +1,4 @@
-"""Threads for tasks without futures: every task runs, each thread begins first, and none is left behind."""
+"""Threads for tasks without futures."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from hf_lohan.threads import TaskThreads
 
 
-def test_every_task_put_before_the_end_runs() -> None:
+def test_close_runs_all_submitted_tasks() -> None:
     done = list[int]()
     threads = TaskThreads(3, "tasks")
     for number in range(200):
@@ -18,7 +18,7 @@ def test_every_task_put_before_the_end_runs() -> None:
     assert sorted(done) == list(range(200)) and not named("tasks")
 
 
-def test_tasks_run_beside_each_other_on_threads_that_have_begun() -> None:
+def test_tasks_run_concurrently_on_threads_that_have_called_begin() -> None:
     begun, meeting, names = list[str](), threading.Barrier(2), list[str]()
 
     def task() -> None:
@@ -45,24 +45,18 @@ def test_the_threads_end_with_the_object() -> None:
     assert not named("forgotten")
 
 
-def test_what_a_task_holds_is_let_go_when_it_is_over() -> None:
-    class Held:
-        pass
-
-    threads, gone, held = TaskThreads(1, "tidy"), threading.Event(), Held()
+def test_a_finished_task_is_freed() -> None:
+    threads, is_freed = TaskThreads(1, "tidy"), threading.Event()
 
     class Task:
-        def __init__(self, held: Held) -> None:
-            self.held = held
-
         def __call__(self) -> None:
             pass
 
         def __del__(self) -> None:
-            gone.set()
+            is_freed.set()
 
-    threads.submit(Task(held))
-    assert gone.wait(60)
+    threads.submit(Task())
+    assert is_freed.wait(60)
     threads.close()
 
 

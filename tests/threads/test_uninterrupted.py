@@ -1,4 +1,4 @@
-"""An interrupt waits for what it would break. The instants at which it comes are chosen, in and around the work."""
+"""An interrupt is raised after work that it would break. It comes at chosen instants before and during the work."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_lohan.threads import ThreadSettings, uninterrupted
 
 
 class Interrupts:
-    """Ctrl-C, as a handler of ours sees it."""
+    """A handler of SIGINT that records its calls."""
 
     def __init__(self) -> None:
         self.has_come = threading.Event()
@@ -24,7 +24,7 @@ class Interrupts:
         raise KeyboardInterrupt
 
     def come(self) -> None:
-        """Returns when the handler has been called, where that was."""
+        """Send the signal and wait until the handler has been called, on whichever thread."""
         self.has_come.clear()
         os.kill(os.getpid(), signal.SIGINT)
         assert self.has_come.wait(60)
@@ -38,18 +38,18 @@ def interrupts() -> Iterator[Interrupts]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_it_returns_what_the_work_returns_and_raises_what_it_raises() -> None:
+def test_it_returns_and_raises_as_the_work_does() -> None:
     assert uninterrupted(lambda: 7, ThreadSettings("cpu")) == 7
     with pytest.raises(ZeroDivisionError):
         uninterrupted(lambda: 1 // 0, ThreadSettings("cpu"))
 
 
-def test_the_work_goes_under_the_callers_settings() -> None:
+def test_the_work_runs_under_the_callers_settings() -> None:
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        there = uninterrupted(
+        settings = uninterrupted(
             lambda: (torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")), ThreadSettings("cpu")
         )
-    assert there == (False, True)
+    assert settings == (False, True)
 
 
 def test_interrupts_wait_for_the_end(interrupts: Interrupts) -> None:
@@ -57,17 +57,17 @@ def test_interrupts_wait_for_the_end(interrupts: Interrupts) -> None:
 
     def work() -> None:
         interrupts.come()
-        interrupts.come()  # of those who are in a hurry
+        interrupts.come()  # a second one
         done.append("all")
 
     before = threading.active_count()
     with pytest.raises(KeyboardInterrupt):
         uninterrupted(work, ThreadSettings("cpu"))
     assert done == ["all"]
-    assert threading.active_count() <= before + 1, "but for the last instant of the thread"
+    assert threading.active_count() <= before + 1, "the thread may still be ending"
 
 
-def test_an_interrupt_goes_before_an_error_of_the_work(interrupts: Interrupts) -> None:
+def test_an_interrupt_takes_precedence_over_an_error_of_the_work(interrupts: Interrupts) -> None:
     def work() -> None:
         interrupts.come()
         raise ValueError("on purpose")
@@ -76,7 +76,7 @@ def test_an_interrupt_goes_before_an_error_of_the_work(interrupts: Interrupts) -
         uninterrupted(work, ThreadSettings("cpu"))
 
 
-def test_an_interrupt_before_it_begins_leaves_it_undone(
+def test_an_interrupt_before_the_work_begins_prevents_it(
     interrupts: Interrupts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, begun = threading.Thread.start, list[str]()
@@ -95,7 +95,7 @@ def test_an_interrupt_before_it_begins_leaves_it_undone(
     assert not begun
 
 
-def test_a_thread_that_gets_no_interrupts_does_it_itself() -> None:
+def test_a_thread_other_than_the_main_one_runs_the_work_itself() -> None:
     where: list[int] = []
     thread = threading.Thread(target=lambda: where.append(uninterrupted(threading.get_ident, ThreadSettings("cpu"))))
     thread.start()

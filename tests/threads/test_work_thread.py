@@ -1,4 +1,4 @@
-"""A thread that is told what to do, from the outside."""
+"""Worker threads that died or belong to the parent process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def started() -> WorkThread:
     return thread
 
 
-def test_who_waits_for_a_thread_that_died_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon thread is gone when the interpreter ends, or after an interrupt at a bad moment."""
+def test_a_barrier_on_a_dead_thread_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A daemon thread dies when the interpreter ends, or by an interrupt at a bad moment."""
     monkeypatch.setattr(threading, "excepthook", lambda arguments: None)
     thread = started()
     monkeypatch.setattr(thread, "_try", lambda work: 1 // 0)
@@ -26,7 +26,7 @@ def test_who_waits_for_a_thread_that_died_is_told(monkeypatch: pytest.MonkeyPatc
         thread.barrier()
 
 
-def test_a_forked_child_is_told_that_it_has_no_thread_and_closes_nothing() -> None:
+def test_a_forked_child_cannot_use_the_thread() -> None:
     thread = started()
     child = os.fork()
     if child == 0:
